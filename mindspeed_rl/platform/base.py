@@ -1,0 +1,112 @@
+"""What the suite asks of a device: one small class, one subclass a device kind."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Device memory of this process in GiB (host resident memory on the CPU)."""
+
+    allocated_gib: float
+    reserved_gib: float
+    peak_gib: float
+
+
+class Platform(ABC):
+    """A device kind: where tensors live, how ranks talk, what Ray calls it.
+
+    Everything that names a device in the suite goes through the instance that `platform.current()` returns; a new
+    device is one subclass and one line in `platform.PLATFORMS`.
+    """
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    collective_backend: ClassVar[str]
+    #: name of the Ray custom resource that stands for one device, or None when devices are Ray CPUs
+    ray_resource: ClassVar[str | None]
+    #: environment variable that lists the visible devices, or None
+    visible_devices_env: ClassVar[str | None] = None
+    #: True: Megatron's own attention and norm modules carry the fused kernels (patched in by an adaptor);
+    #: False: the engine supplies its portable ones
+    megatron_kernels: ClassVar[bool] = False
+    #: True: host copies of offloaded tensors are pinned
+    pin_memory: ClassVar[bool] = False
+    #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
+    engine_sleep: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def is_available(cls) -> bool:
+        """True when this process can use such a device; must not initialise it."""
+
+    @abstractmethod
+    def device(self, index: int = 0) -> torch.device:
+        """The torch device with this index in this process."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Number of devices this process sees."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Makes the device with this index the current one."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Returns when the device has done all work queued so far."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Gives cached device memory back."""
+
+    @abstractmethod
+    def memory_stats(self) -> MemoryStats:
+        """Memory of this process on its device."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Starts a new measurement of peak memory where the device has one."""
+
+    @abstractmethod
+    def rng_state(self) -> torch.Tensor:
+        """State of the device's default random generator."""
+
+    @abstractmethod
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restores a state that `rng_state` returned."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seeds the device's default random generator."""
+
+    def set_deterministic(self, enabled: bool) -> None:
+        """Makes repeated runs give equal bits, as far as the device can."""
+        torch.use_deterministic_algorithms(enabled, warn_only=True)
+
+    def worker_env(self) -> dict[str, str]:
+        """Environment that a worker process needs before it imports torch."""
+        return {}
+
+    def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> Any | None:
+        """Backend options of a process group, or None for the defaults."""
+        return None
+
+    def device_id_for_ray(self, assigned: list[str]) -> int:
+        """Index of the device Ray assigned, in this process' own numbering."""
+        return 0
+
+    @contextlib.contextmanager
+    def profile(self, directory: str, **settings: Any) -> Iterator[Any]:
+        """Profiles the block and writes a trace below `directory`."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        handler = torch.profiler.tensorboard_trace_handler(directory)
+        with torch.profiler.profile(activities=activities, on_trace_ready=handler, **settings) as profiler:
+            yield profiler

@@ -1,0 +1,62 @@
+"""CUDA devices: kept working where it costs nothing; not a target of the suite."""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_rl.platform.base import MemoryStats, Platform
+
+_GIB = float(1 << 30)
+
+
+class CudaPlatform(Platform):
+    """One GPU a rank, NCCL between them."""
+
+    name = "cuda"
+    device_type = "cuda"
+    collective_backend = "nccl"
+    ray_resource = "GPU"
+    visible_devices_env = "CUDA_VISIBLE_DEVICES"
+    pin_memory = True
+    engine_sleep = True
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return torch.version.cuda is not None and torch.cuda.is_available()
+
+    def device(self, index: int = 0) -> torch.device:
+        return torch.device("cuda", index)
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def set_device(self, index: int) -> None:
+        torch.cuda.set_device(index)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory_stats(self) -> MemoryStats:
+        return MemoryStats(
+            allocated_gib=torch.cuda.memory_allocated() / _GIB,
+            reserved_gib=torch.cuda.memory_reserved() / _GIB,
+            peak_gib=torch.cuda.max_memory_allocated() / _GIB,
+        )
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def worker_env(self) -> dict[str, str]:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
