@@ -1,0 +1,315 @@
+"""megatron-core 0.16.1 on a machine without an accelerator: what MindSpeed's adaptor does on Ascend, for the CPU.
+
+A hook runs after each `megatron.core.*` module is executed: it points the module's global `torch` at the facade of
+`torch_facade.py` and applies the named patches below. Nothing outside Megatron changes but `torch.Tensor.cuda`, which
+without a GPU could only raise.
+
+| patch | symbol | why |
+|---|---|---|
+| jit | jit.jit_fuser | torch.compile at import time would need a C++ compiler |
+| rng | tensor_parallel.random get/set state, tracker fork | they reach into the CUDA generators |
+| type names | optimizer, distrib_optimizer, clip_grads | they compare `tensor.type()` with "torch.cuda.FloatTensor" |
+| fp8 | distrib_optimizer.quantize_param_shard | raises without TransformerEngine even when no parameter is fp8 |
+| Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
+| MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
+| writer | filesystem_async, async_utils | they fork a process that holds gloo threads, and `.to("cpu")` copies nothing |
+
+They can go when megatron-core supports a CPU device; `tests/unit/adaptors` fails for each that is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import queue
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.adaptors.torch_facade import facade
+
+SUPPORTED_VERSIONS = ("0.16",)
+_PREFIX = "megatron.core"
+
+
+# ---------------------------------------------------------------- named patches, one function a module
+
+
+def _jit(module: types.ModuleType) -> None:
+    module.jit_fuser = lambda function: function
+
+
+def _random(module: types.ModuleType) -> None:
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        if name not in self.states_:
+            raise KeyError(f"random state '{name}' was never added to the tracker")
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    module._get_cuda_rng_state, module._set_cuda_rng_state = get_state, set_state
+    module.CudaRNGStatesTracker.fork = fork
+
+
+_TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+
+
+def _rename_types(function: Any) -> None:
+    """The function compares tensor types by their CPU names: its string constants are replaced."""
+
+    def renamed(constant: Any) -> Any:
+        if isinstance(constant, str):
+            return _TYPE_NAMES.get(constant, constant)
+        if isinstance(constant, (tuple, frozenset)):
+            return type(constant)(renamed(item) for item in constant)
+        if isinstance(constant, types.CodeType):
+            return constant.replace(co_consts=tuple(renamed(item) for item in constant.co_consts))
+        return constant
+
+    function = getattr(function, "__func__", function)
+    function.__code__ = renamed(function.__code__)
+
+
+def _rename_types_in(owner: Any) -> None:
+    for attribute in list(vars(owner).values()):
+        function = getattr(attribute, "__func__", attribute)
+        if isinstance(function, types.FunctionType):
+            _rename_types(function)
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch's AdamW with one step count a parameter group, as Apex's and TransformerEngine's FusedAdam keep it.
+
+    Megatron's DistributedOptimizer can only checkpoint that form. Updates are bit-equal to `torch.optim.AdamW`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **unused: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Makes one update from the gradients in `param.grad`."""
+        from torch.optim.adamw import adamw
+
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+                    self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
+            adamw(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                [torch.tensor(float(group["step"] - 1)) for _ in params],
+                foreach=False,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        return loss
+
+
+def _optimizer_package(module: types.ModuleType) -> None:
+    module.Adam, module.USING_PYTORCH_OPTIMIZER = AdamW, False
+
+
+def _optimizer(module: types.ModuleType) -> None:
+    _rename_types_in(module.Float16OptimizerWithFloat16Params)
+
+
+def _distributed_optimizer(module: types.ModuleType) -> None:
+    _rename_types_in(module.DistributedOptimizer)
+    module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = AdamW, True, True
+    quantize = module.quantize_param_shard
+    module.quantize_param_shard = lambda params, *args, **kwargs: quantize(params, *args, **kwargs) if params else None
+
+
+def _clip_grads(module: types.ModuleType) -> None:
+    _rename_types(module.clip_grad_by_total_norm_fp32)
+
+
+def _moe_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _token_dispatcher(module: types.ModuleType) -> None:
+    module.maybe_move_tensor_to_cpu = _moe_to_cpu
+
+
+def _moe_utils(module: types.ModuleType) -> None:
+    module.maybe_move_tensor_to_cpu = _moe_to_cpu
+    if "te_general_gemm" not in vars(module):
+        module.te_general_gemm = None
+
+
+def _grouped_gemm(module: types.ModuleType) -> None:
+    def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
+        weights = b.transpose(1, 2) if trans_b else b
+        return torch.cat([rows @ weights[expert] for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
+
+    if module.grouped_gemm is None:
+        module.ops = types.SimpleNamespace(gmm=gmm)
+        module.grouped_gemm = types.SimpleNamespace(ops=module.ops)
+
+
+def _writer(module: types.ModuleType) -> None:
+    writer = module.FileSystemWriterAsync
+    results: queue.Queue[Any] = queue.Queue()
+
+    def preload_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+        return [
+            (path, key, (blobs, [(item, tensor.detach().clone()) for item, tensor in tensors]))
+            for path, key, (blobs, tensors) in write_buckets
+        ]
+
+    def write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], out: queue.Queue[Any]) -> None:
+        written: dict[int, Any] | Exception = {}
+        for index, bucket in enumerate(write_buckets):
+            done: queue.Queue[Any] = queue.Queue()
+            count: queue.Queue[int] = queue.Queue()
+            count.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, done, count, True, use_msc=use_msc)
+            result = done.get()[1]
+            if isinstance(result, Exception):
+                written = result
+                break
+            written[index] = result
+        out.put(written)
+
+    module._get_write_results_queue = lambda: results
+    writer.preload_tensors = staticmethod(preload_tensors)
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+
+
+def _async_calls(module: types.ModuleType) -> None:
+    def schedule_async_call(self: Any, request: Any) -> None:
+        if request.async_fn is None:
+            return
+        args = list(request.async_fn_args)
+        if request.preload_fn:
+            args[1] = request.preload_fn()
+        self.start_time = 0.0
+        self.process = threading.Thread(target=request.async_fn, args=args, kwargs=request.async_fn_kwargs or {})
+        self.process.start()
+
+    module.TemporalAsyncCaller.schedule_async_call = schedule_async_call
+
+
+PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+    "jit": _jit,
+    "tensor_parallel.random": _random,
+    "optimizer": _optimizer_package,
+    "optimizer.optimizer": _optimizer,
+    "optimizer.distrib_optimizer": _distributed_optimizer,
+    "optimizer.clip_grads": _clip_grads,
+    "transformer.moe.token_dispatcher": _token_dispatcher,
+    "transformer.moe.moe_utils": _moe_utils,
+    "transformer.moe.grouped_gemm_util": _grouped_gemm,
+    "dist_checkpointing.strategies.filesystem_async": _writer,
+    "dist_checkpointing.strategies.async_utils": _async_calls,
+}
+
+
+# ---------------------------------------------------------------- the hook
+
+
+def _adapt(module: types.ModuleType) -> None:
+    if vars(module).get("torch") is torch:
+        module.torch = facade
+    patch = PATCHES.get(module.__name__.removeprefix(_PREFIX + "."))
+    if patch is not None:
+        patch(module)
+
+
+class _AdaptingLoader(importlib.abc.Loader):
+    """Runs the module's own loader, then adapts the module."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        _adapt(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _MegatronFinder(importlib.abc.MetaPathFinder):
+    """Finds megatron.core modules as everybody else does, and adapts them once they have run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith(_PREFIX + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AdaptingLoader(spec.loader)
+        return spec
+
+
+_applied = False
+
+
+def apply() -> None:
+    """Makes megatron-core usable on the CPU in this process. Must run before megatron.core is imported.
+
+    Raises:
+        RuntimeError: megatron.core modules were already imported, or the installed version is another one.
+    """
+    global _applied
+    if _applied:
+        return
+    early = sorted(name for name in sys.modules if name.startswith(_PREFIX + "."))
+    if early:
+        raise RuntimeError(f"megatron.core was imported before its CPU adaptor ({early[0]} and {len(early) - 1} more modules).")
+    import importlib.metadata
+
+    version = importlib.metadata.version("megatron-core")
+    if not version.startswith(SUPPORTED_VERSIONS):
+        raise RuntimeError(f"megatron-core {version} is installed; the CPU adaptor is for {', '.join(SUPPORTED_VERSIONS)}.x.")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine|TransformerEngine|apex).*")
+    sys.meta_path.insert(0, _MegatronFinder())
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    _applied = True
