@@ -6,6 +6,7 @@ import importlib
 from typing import Literal
 
 from mindspeed_rl import platform
+from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 
 Stage = Literal["train", "rollout"]
 
@@ -18,6 +19,19 @@ ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cuda", "train"): (),
     ("cuda", "rollout"): (),
 }
+
+#: platform -> module and class of what it does around vLLM's calls
+ENGINE_HOOKS: dict[str, tuple[str, str]] = {
+    "cpu": ("mindspeed_rl.adaptors.vllm_cpu", "VllmCpuHooks"),
+    "npu": ("mindspeed_rl.adaptors.vllm_ascend", "VllmAscendHooks"),
+    "cuda": ("mindspeed_rl.adaptors.engine_hooks", "EngineHooks"),
+}
+
+
+def engine_hooks() -> EngineHooks:
+    """New hooks of the current platform for one vLLM engine."""
+    module, attribute = ENGINE_HOOKS[platform.current().name]
+    return getattr(importlib.import_module(module), attribute)()
 
 
 def apply(stage: Stage) -> None:

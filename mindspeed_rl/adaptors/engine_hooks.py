@@ -1,0 +1,40 @@
+"""What a platform does around vLLM's own calls: before it is built, around a weight load, around idle phases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class EngineHooks:
+    """The plain case: vLLM needs nothing but its own calls (sleep and wake_up).
+
+    Attributes:
+        sleeps: True when the engine must be built with `enable_sleep_mode`.
+    """
+
+    sleeps = True
+
+    def before_build(self, run_id: str) -> None:
+        """Called in every rank before its `LLM(...)`; `run_id` is equal in all ranks of a run and unique to the run."""
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Extra keyword arguments of `LLM(...)`."""
+        return {}
+
+    def before_load(self, model: Any) -> None:
+        """Puts the weights of vLLM's model into the layout that `model.load_weights` expects."""
+
+    def after_load(self, model: Any) -> None:
+        """Puts the weights into the layout that the kernels expect, once all of them were loaded."""
+
+    def release(self, llm: Any) -> None:
+        """Gives the engine's device memory back; no request may be running."""
+        llm.sleep(level=1)
+
+    def restore_weights(self, llm: Any) -> None:
+        """Makes the engine's weights writable again after `release`."""
+        llm.wake_up(tags=["weights"])
+
+    def restore_cache(self, llm: Any) -> None:
+        """Makes the engine's KV cache usable again after `release`."""
+        llm.wake_up(tags=["kv_cache"])

@@ -1,0 +1,99 @@
+"""vLLM's CPU build (0.32; looked up 0.18 to 0.32) as an in-process rollout engine whose weights can be replaced.
+
+| patch | symbol | why |
+|---|---|---|
+| live weights | layers.utils.dispatch_cpu_unquantized_gemm | packing at load empties `layer.weight`; `load_weights` then fails, and `reload_weights` is silently wrong for tied embeddings |
+| expert packing | quant_method.moe_kernel.fused_experts | experts are packed once; after a load they are packed again |
+| shared memory | ExecutorWithExternalLauncher._distributed_args, _CPUSHMDistributed._init_cpu_shm | all jobs of a host share one segment name, and a killed job leaves it behind |
+| KV release | the storage behind `kv_caches` | sleep mode does not exist on the CPU |
+
+They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+
+_applied = False
+
+
+def apply() -> None:
+    """Keeps the weights of vLLM's linear layers live in this process. Imports vLLM; idempotent."""
+    global _applied
+    if _applied:
+        return
+    import vllm.model_executor.layers.utils as layer_utils
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+    _applied = True
+
+
+def _name_segments_uniquely(run_id: str) -> None:
+    """Shared-memory segments carry the run's name and leave the file system as soon as every rank has mapped them.
+
+    Only valid once torch.distributed is initialised: the init method string that carries the name is then unused.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    def distributed_args(self: Any) -> tuple[str, int, int]:
+        return f"env://:{run_id}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
+    channel = cpu_communicator._CPUSHMDistributed
+    if hasattr(channel, "_join_segments"):
+        return
+    channel._join_segments = channel._init_cpu_shm
+
+    def init_and_unlink(self: Any) -> Any:
+        handle = self._join_segments()  # ends with a barrier: every rank has mapped every segment
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    channel._init_cpu_shm = init_and_unlink
+
+
+class VllmCpuHooks(EngineHooks):
+    """Live weights, experts packed again after each load, KV memory given back by shrinking its storage."""
+
+    sleeps = False
+
+    def __init__(self) -> None:
+        self._kv_bytes = 0
+
+    def before_build(self, run_id: str) -> None:
+        if torch.distributed.is_initialized():
+            _name_segments_uniquely(run_id)
+
+    def after_load(self, model: Any) -> None:
+        for module in model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and hasattr(module, "w13_weight"):
+                kernel.fused_experts.process_weights_after_loading(module)
+
+    def _kv_storage(self, llm: Any) -> torch.UntypedStorage:
+        engine = llm.llm_engine.engine_core.engine_core
+        return engine.model_executor.driver_worker.worker.model_runner.kv_caches[0].untyped_storage()
+
+    def release(self, llm: Any) -> None:
+        storage = self._kv_storage(llm)
+        if storage.size():
+            self._kv_bytes = storage.size()
+            storage.resize_(0)
+
+    def restore_weights(self, llm: Any) -> None:
+        """Weights stay where they are: host memory is not what a CPU run is short of."""
+
+    def restore_cache(self, llm: Any) -> None:
+        storage = self._kv_storage(llm)
+        if self._kv_bytes and not storage.size():
+            storage.resize_(self._kv_bytes)
