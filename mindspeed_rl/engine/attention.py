@@ -1,0 +1,260 @@
+"""Core attention on `scaled_dot_product_attention`: dense and packed causal, and context parallel by Ulysses or ring.
+
+Given to Megatron's SelfAttention through its ModuleSpec where Megatron's own module cannot be used: without
+TransformerEngine it refuses packed input and context parallelism. Shapes are Megatron's: [s, b, n, d] dense and [t, n, d]
+packed; with context parallelism s and t are the rank's zigzag slice (`sequence_layout.zigzag_positions`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mindspeed_rl.engine.sequence_layout import PackedLayout
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
+    """Causal attention of [b, s, n, d] tensors with grouped key/value heads; [b, s, n, d_v]."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=query.size(1) != key.size(1)
+    )
+    return out.transpose(1, 2)
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, dropout: float = 0.0) -> Tensor:
+    """Block-diagonal causal attention of [t, n, d] tensors in natural packed order; [t, n, d_v]."""
+    blocks = []
+    for group in layout.view.groups:
+        q, k, v = (tensor.index_select(0, group.gather).view(group.rows, group.width, *tensor.shape[1:]) for tensor in (query, key, value))
+        blocks.append(causal_attention(q, k, v, scale, dropout).flatten(0, 1))
+    return torch.cat(blocks).index_select(0, layout.view.restore)
+
+
+# ---------------------------------------------------------------- Ulysses: sequence slices <-> head slices
+
+
+class _AllToAll(torch.autograd.Function):
+    """Piece i of dimension 0 goes to rank i of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()  # empty_like of a permuted tensor keeps its strides, and the exchange would scramble it
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+def _sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[s / cp, b, n, d] -> [s, b, n / cp, d], ranks' slices in rank order."""
+    cp_size = group.size()
+    s, b, n, d = x.shape
+    pieces = x.reshape(s, b, cp_size, n // cp_size, d).permute(2, 0, 1, 3, 4)
+    return _AllToAll.apply(pieces, group).reshape(cp_size * s, b, n // cp_size, d)
+
+
+def _heads_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `_sequence_to_heads`."""
+    cp_size = group.size()
+    s, b, n, d = x.shape
+    pieces = _AllToAll.apply(x.reshape(cp_size, s // cp_size, b, n, d), group)
+    return pieces.permute(1, 2, 0, 3, 4).reshape(s // cp_size, b, cp_size * n, d)
+
+
+# ---------------------------------------------------------------- ring
+
+
+class _RingShift(torch.autograd.Function):
+    """The tensor of the previous rank; in backward its gradient goes back there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:
+        ctx.group, ctx.step = group, step
+        ranks = dist.get_process_group_ranks(group)
+        me = ranks.index(dist.get_rank())
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        exchange = [
+            dist.P2POp(dist.isend, x, ranks[(me + step) % len(ranks)], group),
+            dist.P2POp(dist.irecv, out, ranks[(me - step) % len(ranks)], group),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _RingShift.apply(grad, ctx.group, -ctx.step), None, None
+
+
+def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of one block pair with its log-sum-exp.
+
+    Args:
+        query, key, value: [b, n, s, d] (key and value may have fewer heads).
+        mask: broadcastable to [b, 1, s_q, s_k] bool, True where attention is allowed; at least one key a real query.
+
+    Returns:
+        [b, n, s_q, d_v] float32 and [b, n, s_q] float32.
+    """
+    repeat = query.size(1) // key.size(1)
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+    log_sum = scores.logsumexp(-1)
+    return (scores - log_sum[..., None]).exp() @ value.float(), log_sum
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, chunk_lengths: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+    """Exact causal attention while keys and values travel around the context-parallel ring.
+
+    Every sequence lies as its two zigzag chunks, each padded on the right to the widest chunk w.
+
+    Args:
+        query, key, value: [b, 2 * w, n, d], the rank's two chunks of b sequences.
+        chunk_lengths: [b] int64, real tokens in each of a sequence's chunks.
+
+    Returns:
+        [b, 2 * w, n, d_v]; rows of padding are meaningless.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    cp_size, me = len(ranks), ranks.index(dist.get_rank())
+    q = query.transpose(1, 2)
+    kv = torch.cat([key, value], dim=-1).transpose(1, 2)
+    width, key_dim = query.size(1) // 2, key.size(-1)
+    column = torch.arange(width, device=query.device)
+    real_key = (column[None, :] < chunk_lengths[:, None])[:, None, None, :]
+    causal = (column[:, None] >= column[None, :])[None, None]
+    halves = ((q[:, :, :width], me), (q[:, :, width:], 2 * cp_size - 1 - me))
+    partial: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
+    for step in range(cp_size):
+        if step:
+            kv = _RingShift.apply(kv, group, 1)
+        source = (me - step) % cp_size
+        blocks = ((kv[:, :, :width], source), (kv[:, :, width:], 2 * cp_size - 1 - source))
+        for (q_half, q_chunk), found in zip(halves, partial):
+            for kv_block, kv_chunk in blocks:
+                if kv_chunk <= q_chunk:
+                    k, v = kv_block.split([key_dim, kv_block.size(-1) - key_dim], dim=-1)
+                    found.append(_block_attention(q_half, k, v, scale, causal if kv_chunk == q_chunk else real_key))
+    outputs = []
+    for found in partial:
+        log_sums = torch.stack([log_sum for _, log_sum in found])
+        weights = (log_sums - log_sums.logsumexp(0)).exp()[..., None]
+        outputs.append(sum(weight * out for weight, (out, _) in zip(weights, found)))
+    out = torch.cat(outputs, dim=2).to(query.dtype)
+    # every rank has to run the backward of every shift, also where the last block was not needed
+    out = out + (kv * 0).sum().to(out.dtype)
+    return out.transpose(1, 2)
+
+
+# ---------------------------------------------------------------- the module
+
+
+class CoreAttention(nn.Module):
+    """Causal core attention with Megatron's constructor and call signature."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.ring = cp_comm_type == "p2p"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+    ) -> Tensor:
+        """[s, b, n * d_v] (dense) or [t, 1, n * d_v] (packed); attention is causal, so no mask is taken."""
+        dropout = self.dropout if self.training else 0.0
+        group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
+        if dropout and group is not None:
+            raise ValueError(f"attention_dropout: {dropout} with context_parallel_size > 1 is not supported; set it to 0.")
+        fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()
+        with fork:
+            if packed_seq_params is not None:
+                return self._packed(query, key, value, packed_seq_params, dropout, group)
+            return self._dense(query, key, value, dropout, group)
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, group: dist.ProcessGroup | None) -> Tensor:
+        s, b = query.shape[:2]
+        if group is None:
+            out = causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), self.scale, dropout).transpose(0, 1)
+        elif self.ring:
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            lengths = torch.full((b,), s // 2, device=query.device)
+            out = ring_attention(q, k, v, lengths, self.scale, group).transpose(0, 1)
+        else:
+            layout = PackedLayout.build([s * group.size()], query.device, group.size())
+            q, k, v = (x.index_select(0, layout.to_natural) for x in self._split_heads(query, key, value, group))
+            out = causal_attention(*(x.transpose(0, 1) for x in (q, k, v)), self.scale).transpose(0, 1)
+            out = _heads_to_sequence(out.index_select(0, layout.to_rank_major), group)
+        return out.reshape(s, b, -1)
+
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        tokens = query.size(0)
+        if group is None:
+            out = packed_attention(query, key, value, layout, self.scale, dropout)
+        elif self.ring:
+            out = self._packed_ring(query, key, value, layout, group)
+        else:
+            q, k, v = self._split_heads(*(x.unsqueeze(1) for x in (query, key, value)), group)
+            q, k, v = (x.squeeze(1).index_select(0, layout.to_natural) for x in (q, k, v))
+            out = packed_attention(q, k, v, layout, self.scale)
+            out = _heads_to_sequence(out.index_select(0, layout.to_rank_major).unsqueeze(1), group)
+        return out.reshape(tokens, 1, -1)
+
+    def _packed_ring(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, group: dist.ProcessGroup) -> Tensor:
+        """Packed sequences as [sequences, 2 * w]: each of the two zigzag chunks padded to the widest chunk."""
+        chunks = torch.tensor([length // (2 * group.size()) for length in layout.lengths])
+        width = int(chunks.max())
+        starts = torch.cat([chunks.new_zeros(1), (2 * chunks).cumsum(0)[:-1]])[:, None]
+        column = torch.arange(width)[None, :]
+        inside = torch.minimum(column, (chunks - 1).clamp(min=0)[:, None])
+        gather = torch.cat([starts + inside, starts + chunks[:, None] + inside], dim=1)
+        real = (column < chunks[:, None]).repeat(1, 2)
+        restore = torch.empty(int(2 * chunks.sum()), dtype=torch.int64)
+        restore[gather[real]] = torch.arange(gather.numel()).view_as(gather)[real]
+        flat, rows = gather.flatten().to(query.device), len(chunks)
+        q, k, v = (x.index_select(0, flat).view(rows, 2 * width, *x.shape[1:]) for x in (query, key, value))
+        out = ring_attention(q, k, v, chunks.to(query.device), self.scale, group)
+        return out.flatten(0, 1).index_select(0, restore.to(query.device))
+
+    def _split_heads(self, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        """Full-length tensors with 1/cp of the heads; key/value heads are repeated when there are fewer than ranks."""
+        cp_size, kv_heads = group.size(), key.size(2)
+        if kv_heads % cp_size:
+            repeat = cp_size // math.gcd(kv_heads, cp_size)
+            key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
+        return tuple(_sequence_to_heads(x, group) for x in (query, key, value))

@@ -1,0 +1,208 @@
+"""From ragged rows of tokens to the tensors of one micro-batch, packed or padded, for this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.engine.balance import pack_within_budget
+from mindspeed_rl.engine.sequence_layout import PackedLayout, zigzag_positions
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token sequences and what belongs to them; the unit in which the engine takes work.
+
+    Attributes:
+        input_ids: one [length] int64 tensor a row: prompt and response.
+        prompt_lengths: tokens of each row in front of the first predicted one (at least 1).
+        columns: name -> one tensor a row: [length - prompt_length] aligned with the predicted tokens, or a scalar.
+    """
+
+    input_ids: list[Tensor]
+    prompt_lengths: list[int]
+    columns: Mapping[str, list[Tensor]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, prompt and response."""
+        return [len(ids) for ids in self.input_ids]
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Predicted tokens of each row."""
+        return [len(ids) - prompt for ids, prompt in zip(self.input_ids, self.prompt_lengths)]
+
+    def select(self, indexes: Sequence[int]) -> Rows:
+        """The rows at these indexes, in that order."""
+        return Rows(
+            input_ids=[self.input_ids[i] for i in indexes],
+            prompt_lengths=[self.prompt_lengths[i] for i in indexes],
+            columns={name: [values[i] for i in indexes] for name, values in self.columns.items()},
+        )
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How this run lays micro-batches out.
+
+    Attributes:
+        packed: sequences are concatenated without padding (THD); otherwise right-padded to the longest.
+        cp_size, cp_rank: context-parallel slice of this rank.
+        cp_contiguous: slices are contiguous (MindSpeed's Ulysses) instead of Megatron's zigzag.
+        sequence_multiple: each sequence is padded to a multiple of this (2 * cp_size with context parallelism).
+        total_multiple: the tokens of a packed micro-batch, or the width of a padded one, are a multiple of this (TP with
+            sequence parallelism).
+        fixed_width: padded layout only: pad every sequence to this width; 0 pads to the longest.
+        pad_id: token that fills padding.
+    """
+
+    packed: bool
+    cp_size: int = 1
+    cp_rank: int = 0
+    cp_contiguous: bool = False
+    sequence_multiple: int = 1
+    total_multiple: int = 1
+    fixed_width: int = 0
+    pad_id: int = 0
+
+    def padded_length(self, length: int) -> int:
+        """Tokens that a sequence of this length takes in a packed micro-batch."""
+        return _round_up(length, self.sequence_multiple)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Everything one forward pass needs on this rank.
+
+    Attributes:
+        input_ids, position_ids: [1, t] packed or [b, s] padded, this rank's context-parallel slice.
+        packed: layout of a packed micro-batch, None for a padded one.
+        hidden_index: [n] int64; where this rank's predicting positions lie in its hidden states flattened from
+            [s, b, h] to [s * b, h] (the whole sequence-parallel region, not a slice of it).
+        labels: [n] int64, the predicted tokens.
+        slots: [n] int64; where they go in a flattened [rows, width] response-aligned tensor.
+        rows, width: shape of response-aligned tensors; width is the longest response.
+        response_mask: [rows, width] bool, True on real response tokens.
+        columns: name -> [rows, width] or [rows].
+        indexes: rows of the batch this micro-batch was cut from.
+        num_tokens: real tokens, prompts included.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    packed: PackedLayout | None
+    hidden_index: Tensor
+    labels: Tensor
+    slots: Tensor
+    rows: int
+    width: int
+    response_mask: Tensor
+    columns: dict[str, Tensor]
+    indexes: tuple[int, ...]
+    num_tokens: int
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _align(values: list[Tensor], width: int, device: torch.device) -> Tensor:
+    """[rows, width] from ragged rows, zero on padding; scalars give [rows]."""
+    if values[0].dim() == 0:
+        return torch.stack(values).to(device)
+    out = values[0].new_zeros((len(values), width))
+    for row, value in enumerate(values):
+        out[row, : len(value)] = value
+    return out.to(device)
+
+
+def build_micro_batch(batch: Rows, indexes: Sequence[int], shape: BatchShape, device: torch.device) -> MicroBatch:
+    """Lays the rows at `indexes` out as one micro-batch."""
+    rows = batch.select(indexes)
+    count, width = len(rows), max(max(rows.response_lengths), 1)
+    if shape.packed:
+        padded = [shape.padded_length(length) for length in rows.lengths]
+        tail = _round_up(sum(padded), shape.total_multiple * shape.cp_size * (2 if shape.cp_size > 1 else 1)) - sum(padded)
+        if tail:
+            padded.append(tail)  # a sequence of its own: nothing attends to it
+    else:
+        unit = shape.total_multiple * shape.sequence_multiple
+        padded = [_round_up(max(shape.fixed_width, *rows.lengths), unit)] * count
+    total = sum(padded)
+    ids = torch.full((total,), shape.pad_id, dtype=torch.int64)
+    positions = torch.cat([torch.arange(length) for length in padded])
+    labels = torch.zeros(total, dtype=torch.int64)
+    slots = torch.full((total,), -1, dtype=torch.int64)
+    start = 0
+    for row, (tokens, prompt) in enumerate(zip(rows.input_ids, rows.prompt_lengths)):
+        end, first = start + len(tokens), start + prompt - 1
+        ids[start:end] = tokens
+        labels[start : end - 1] = tokens[1:]
+        slots[first : end - 1] = row * width + torch.arange(len(tokens) - prompt)
+        start += padded[row]
+    if shape.packed:
+        held = _held_positions(padded, shape)
+        layout = PackedLayout.build(padded, device, shape.cp_size)
+        input_ids, position_ids = ids[held][None], positions[held][None]
+        held_slots, held_labels = slots[held], labels[held]  # hidden states are [t, 1, h]
+    else:
+        layout = None
+        held = _held_positions(padded[:1], shape)
+        input_ids, position_ids = ids.view(count, -1)[:, held], positions.view(count, -1)[:, held]
+        # hidden states are [s, b, h]: position-major
+        held_slots, held_labels = slots.view(count, -1)[:, held].t().flatten(), labels.view(count, -1)[:, held].t().flatten()
+    hidden_index = (held_slots >= 0).nonzero()[:, 0]
+    mask = torch.arange(width)[None, :] < torch.tensor(rows.response_lengths)[:, None]
+    return MicroBatch(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        packed=layout,
+        hidden_index=hidden_index.to(device),
+        labels=held_labels[hidden_index].to(device),
+        slots=held_slots[hidden_index].to(device),
+        rows=count,
+        width=width,
+        response_mask=mask.to(device),
+        columns={name: _align(values, width, device) for name, values in rows.columns.items()},
+        indexes=tuple(indexes),
+        num_tokens=sum(rows.lengths),
+    )
+
+
+def _held_positions(padded: Sequence[int], shape: BatchShape) -> Tensor:
+    """Positions of this rank's context-parallel slice in the natural order of padded sequences."""
+    total = sum(padded)
+    if shape.cp_size == 1:
+        return torch.arange(total)
+    if shape.cp_contiguous:
+        part = total // shape.cp_size
+        return torch.arange(shape.cp_rank * part, (shape.cp_rank + 1) * part)
+    return zigzag_positions(padded, shape.cp_size, shape.cp_rank)
+
+
+def split_micro_batches(
+    lengths: Sequence[int], shape: BatchShape, *, micro_batch_size: int, token_budget: int | None, max_rows: int | None = None, min_count: int = 1
+) -> list[list[int]]:
+    """Which rows form which micro-batch.
+
+    Args:
+        lengths: tokens of each row.
+        micro_batch_size: rows of a micro-batch when there is no token budget.
+        token_budget: most tokens of a micro-batch, padding included (`use_dynamic_bsz`); a hard limit.
+        max_rows: with a budget, most rows of a micro-batch.
+        min_count: at least so many micro-batches, because other ranks need as many.
+
+    Raises:
+        ValueError: a row alone exceeds the budget.
+    """
+    if token_budget is None:
+        return [list(range(first, min(first + micro_batch_size, len(lengths)))) for first in range(0, len(lengths), micro_batch_size)]
+    padded = [shape.padded_length(length) for length in lengths]
+    return pack_within_budget(padded, token_budget, min_bins=min_count, max_rows=max_rows)

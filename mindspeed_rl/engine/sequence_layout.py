@@ -1,0 +1,134 @@
+"""How the tokens of a micro-batch lie in memory: packed sequences, their dense view, their context-parallel slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+#: a group of sequences is padded to its longest when that wastes at most this share of it
+_MAX_PADDING = 0.25
+
+
+@dataclass(frozen=True)
+class DenseGroup:
+    """Sequences of similar length, seen as one right-padded [rows, width] block.
+
+    Attributes:
+        rows, width: shape of the block.
+        gather: [rows * width] int64 positions in the packed order; padding repeats the row's last token, which is
+            harmless under a causal mask because no real token looks at it.
+    """
+
+    rows: int
+    width: int
+    gather: Tensor
+
+
+@dataclass(frozen=True)
+class DenseView:
+    """All sequences of a packed micro-batch as a few dense blocks, and the way back.
+
+    Attributes:
+        groups: the blocks, each ready for one attention call.
+        restore: [tokens] int64; position of each packed token in the concatenation of the flattened blocks.
+    """
+
+    groups: tuple[DenseGroup, ...]
+    restore: Tensor
+
+
+def dense_view(lengths: Sequence[int]) -> DenseView:
+    """Groups packed sequences so that attention needs a few dense calls instead of one call a sequence."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+    restore = torch.empty(sum(lengths), dtype=torch.int64)
+    groups: list[DenseGroup] = []
+    offset = 0
+    first = 0
+    while first < len(order):
+        width, last, real = lengths[order[first]], first, 0
+        while last < len(order):
+            candidate = real + lengths[order[last]]
+            if candidate < (1.0 - _MAX_PADDING) * width * (last - first + 1):
+                break
+            real, last = candidate, last + 1
+        members = order[first:last]
+        begin = torch.tensor([starts[i] for i in members])[:, None]
+        length = torch.tensor([lengths[i] for i in members])[:, None]
+        column = torch.arange(width)[None, :]
+        gather = begin + torch.minimum(column, length - 1)
+        real_cells = column < length
+        flat = offset + torch.arange(len(members) * width).view(len(members), width)
+        restore[gather[real_cells]] = flat[real_cells]
+        groups.append(DenseGroup(rows=len(members), width=width, gather=gather.flatten()))
+        offset += len(members) * width
+        first = last
+    return DenseView(groups=tuple(groups), restore=restore)
+
+
+def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """[tokens / cp_size] int64 positions, in natural packed order, of the tokens a context-parallel rank holds.
+
+    Each sequence is cut in 2 * cp_size chunks; rank r holds chunks r and 2 * cp_size - 1 - r, so that all ranks have equal
+    work under a causal mask. This is Megatron's layout; its rotary embedding expects it.
+
+    Raises:
+        ValueError: a length is not a multiple of 2 * cp_size.
+    """
+    pieces = []
+    start = 0
+    for length in lengths:
+        if length % (2 * cp_size):
+            raise ValueError(f"a sequence of {length} tokens cannot be cut in {2 * cp_size} equal chunks for context parallelism.")
+        chunk = length // (2 * cp_size)
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+        start += length
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """PackedSeqParams that also remembers host-side lengths, so that no layer has to read them back from the device.
+
+    Attributes:
+        lengths: full length in tokens of each sequence, padding included (before any context-parallel cut).
+        view: the dense view of the natural packed order.
+        to_natural: with Ulysses, [tokens] int64: index into the rank-major order of each token in natural order.
+        to_rank_major: the inverse.
+    """
+
+    lengths: tuple[int, ...] = ()
+    view: DenseView | None = None
+    to_natural: Tensor | None = field(default=None)
+    to_rank_major: Tensor | None = field(default=None)
+
+    @classmethod
+    def build(cls, lengths: Sequence[int], device: torch.device, cp_size: int = 1) -> PackedLayout:
+        """The layout of sequences with these padded lengths, in this order."""
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        longest = max(lengths)
+        view = dense_view(lengths)
+        view = DenseView(
+            groups=tuple(DenseGroup(group.rows, group.width, group.gather.to(device)) for group in view.groups),
+            restore=view.restore.to(device),
+        )
+        layout = cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        layout.lengths, layout.view = tuple(lengths), view
+        if cp_size > 1:
+            rank_major = torch.cat([zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)])
+            layout.to_rank_major = rank_major.to(device)
+            layout.to_natural = torch.argsort(rank_major).to(device)
+        return layout

@@ -1,0 +1,124 @@
+"""Log-probs and entropy over a vocabulary that is split across tensor-parallel ranks, a chunk of tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int) -> Tensor:
+    """[n, v] float32; the last `padding` columns (vocabulary padding of this rank) get no probability."""
+    logits = (hidden @ weight.t()).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if padding:
+        logits[:, -padding:] = torch.finfo(torch.float32).min
+    return logits
+
+
+class _VocabLogProbs(torch.autograd.Function):
+    """log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
+
+    Backward recomputes the logits of each chunk: memory is one chunk of [chunk, vocab / tp] float32 in either direction.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk_size: int,
+        padding: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        vocab = weight.size(0)
+        first = vocab * (group.rank() if group is not None else 0)
+        tokens = hidden.size(0)
+        log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        log_z = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs)
+        for begin in range(0, tokens, chunk_size):
+            part = slice(begin, begin + chunk_size)
+            logits = _logits(hidden[part], weight, temperature, padding)
+            local = labels[part] - first
+            mine = (local >= 0) & (local < vocab)
+            top = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
+            shifted = logits - top[:, None]
+            weights = shifted.exp()
+            picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
+            # weights of padding are exactly 0, their logits are huge but finite: the product is 0
+            sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), picked])
+            total, weighted, picked = _all_reduce(sums, group).unbind(0)
+            log_total = total.log()
+            log_probs[part] = picked - log_total
+            log_z[part] = top + log_total
+            entropy[part] = log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
+        ctx.settings = (temperature, chunk_size, padding, first)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        hidden, weight, labels, log_z, entropy = ctx.saved_tensors
+        temperature, chunk_size, padding, first = ctx.settings
+        vocab = weight.size(0)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        entropy_matters = bool(grad_entropy.any())
+        for begin in range(0, hidden.size(0), chunk_size):
+            part = slice(begin, begin + chunk_size)
+            log_softmax = _logits(hidden[part], weight, temperature, padding) - log_z[part, None]
+            softmax = log_softmax.exp()
+            grad_logits = softmax * -grad_log_probs[part, None]
+            if entropy_matters:
+                # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
+                grad_logits -= softmax * (log_softmax + entropy[part, None]) * grad_entropy[part, None]
+            local = labels[part] - first
+            mine = (local >= 0) & (local < vocab)
+            grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[part] * mine)[:, None])
+            if temperature != 1.0:
+                grad_logits /= temperature
+            grad_logits = grad_logits.to(hidden.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            grad_weight += grad_logits.t() @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def vocab_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    padding: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy of each distribution, equal on all ranks of the group.
+
+    Collective over `group`. The gradient of `hidden` is the rank's part only: the caller sums it over the group (Megatron's
+    `copy_to_tensor_model_parallel_region` in front does that).
+
+    Args:
+        hidden: [n, h], the same on all ranks.
+        weight: [v / tp, h], the rank's rows of the output embedding.
+        labels: [n] int64 token ids.
+        temperature: divides the logits, as sampling did.
+        chunk_size: tokens whose logits exist at one time.
+        padding: rows at the end of this rank's `weight` that pad the vocabulary.
+
+    Returns:
+        log_probs [n] float32 and entropy [n] float32.
+    """
+    return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, group)
