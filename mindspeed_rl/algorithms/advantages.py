@@ -1,0 +1,223 @@
+"""Advantage estimators over the whole global batch.
+
+Each takes `AdvantageInputs` and returns (advantages, returns), both [B, R], in the dtype of the rewards, without gradient and
+0 where response_mask is False. They compute in float64: a group's std is a difference of near-equal numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms import ADVANTAGES, lookup, unknown_name
+from mindspeed_rl.algorithms.aggregation import row_sum
+from mindspeed_rl.algorithms.records import AdvantageInputs, Terms, masked_extreme, masked_mean, read_metrics
+from mindspeed_rl.observability.metrics import Metric
+
+WHITEN_EPS = 1e-8
+GDPO_EPS = 1e-4
+
+
+@torch.no_grad()
+def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+    """Return (advantages [B, R], returns [B, R], metrics) of the estimator that `adv_estimator` names.
+
+    Raises:
+        ValueError: unknown name, a missing input, or a group too small for the estimator.
+    """
+    estimator = lookup(ADVANTAGES, name, "adv_estimator")
+    advantages, returns = estimator(inputs)
+    mask = inputs.response_mask
+    terms: dict[str, Terms] = {}
+    for label, values in (("advantages", advantages), ("returns", returns)):
+        terms[f"critic/{label}/mean"] = masked_mean(values, mask)
+        terms[f"critic/{label}/max"] = masked_extreme(values, mask, "max")
+        terms[f"critic/{label}/min"] = masked_extreme(values, mask, "min")
+    if inputs.group_size > 1:
+        groups = inputs.rewards.view(-1, inputs.group_size)
+        same = (groups == groups[:, :1]).all(dim=1)
+        terms["reward/zero_std_groups"] = masked_mean(same, torch.ones_like(same))
+    return advantages, returns, read_metrics(terms)
+
+
+def group_norm(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Centre each reward on its group's mean, scale it, and spread it over the response.
+
+    A_i = (R_i - mean_group R) / (std R + eps); std with n - 1, of the group (GRPO, arXiv:2402.03300), of the whole batch, or no
+    division at all (scale "none", Dr. GRPO, arXiv:2503.20783). R_i is the score minus kl_coef * sum_t kl_t.
+
+    Raises:
+        ValueError: group_size 1 with scale "group", or one row with scale "batch": the std is undefined.
+    """
+    scores = sequence_rewards(inputs)
+    centred = _centred(scores, inputs.group_size)
+    if inputs.scale == "group":
+        if inputs.group_size < 2:
+            raise ValueError(_too_small("group_norm with scale_rewards group", "one score has no std"))
+        std = scores.view(-1, inputs.group_size).std(dim=1, keepdim=True).expand(-1, inputs.group_size).reshape(-1)
+        centred = centred / (std + inputs.eps)
+    elif inputs.scale == "batch":
+        if scores.numel() < 2:
+            raise ValueError("adv_estimator group_norm with scale_rewards batch needs a batch of at least 2 responses, not 1")
+        centred = centred / (scores.std() + inputs.eps)
+    elif inputs.scale != "none":
+        raise ValueError(unknown_name("scale_rewards", inputs.scale, ["group", "batch", "none"]))
+    advantages = _spread(centred, inputs)
+    return advantages, advantages
+
+
+def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Compare each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
+
+    A_i = R_i - 1/(G-1) sum_{j != i} R_j = G/(G-1) * (R_i - mean_group R).
+
+    Raises:
+        ValueError: group_size 1: there are no others.
+    """
+    group_size = inputs.group_size
+    if group_size < 2:
+        raise ValueError(_too_small("rloo", "leave-one-out of one leaves nothing"))
+    advantages = _spread(_centred(sequence_rewards(inputs), group_size) * group_size / (group_size - 1), inputs)
+    return advantages, advantages
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Whiten the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
+
+    rho_t = [t = last] R - kl_coef * kl_t; G_t = rho_t + gamma * G_{t+1} over response tokens; A = whiten(G).
+    """
+    returns = _discounted(token_rewards(inputs), inputs.response_mask, inputs.gamma)
+    advantages = whiten(returns, inputs.response_mask) if inputs.whiten else returns
+    return _finish(advantages, inputs), _finish(returns, inputs)
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Centre each reward on its group, spread it over the tokens and whiten over the global batch (arXiv:2501.03262).
+
+    Raises:
+        ValueError: group_size 1: every advantage would be 0.
+    """
+    if inputs.group_size < 2:
+        raise ValueError(_too_small("reinforce_plus_plus_baseline", "its baseline is the mean of the group"))
+    returns = _spread(_centred(sequence_rewards(inputs), inputs.group_size), inputs, finish=False)
+    advantages = whiten(returns, inputs.response_mask) if inputs.whiten else returns
+    return _finish(advantages, inputs), _finish(returns, inputs)
+
+
+def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
+
+    A_t = sum_{s >= t} rho_s - R(greedy), with rho as in REINFORCE++ and no discount.
+    """
+    if inputs.greedy_rewards is None or inputs.greedy_rewards.shape != inputs.rewards.shape:
+        raise ValueError("adv_estimator remax needs greedy_rewards [B]: the score of each row's prompt answered greedily")
+    returns = _discounted(token_rewards(inputs), inputs.response_mask, gamma=1.0)
+    return _finish(returns - inputs.greedy_rewards.double().unsqueeze(1), inputs), _finish(returns, inputs)
+
+
+def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Estimate advantages with a critic (GAE, arXiv:1506.02438) and whiten them.
+
+    delta_t = rho_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns = A + V before whitening. t+1 is the
+    next response token: tokens the actor did not sample are stepped over. V after the last token is 0.
+    """
+    if inputs.values is None:
+        raise ValueError("adv_estimator gae needs the critic's values")
+    rewards, values, mask = token_rewards(inputs), inputs.values.double(), inputs.response_mask
+    advantages = torch.zeros_like(rewards)
+    next_value = torch.zeros_like(rewards[:, 0])
+    running = torch.zeros_like(next_value)
+    for t in range(mask.shape[1] - 1, -1, -1):
+        here = mask[:, t]
+        step = rewards[:, t] + inputs.gamma * next_value - values[:, t] + inputs.gamma * inputs.lam * running
+        running = torch.where(here, step, running)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = running
+    returns = advantages + values
+    if inputs.whiten:
+        advantages = whiten(advantages, mask)
+    return _finish(advantages, inputs), _finish(returns, inputs)
+
+
+def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Normalize every reward function within the group, add them up, and whiten over the batch (GDPO, arXiv:2601.05242).
+
+    a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
+    A_i = (a_i - mean_batch a) / (std_batch a + 1e-4).
+
+    Raises:
+        ValueError: group_size 1, no reward_components, or as many weights as there are not components.
+    """
+    if inputs.group_size < 2:
+        raise ValueError(_too_small("gdpo", "one score has no std"))
+    components = inputs.reward_components
+    if components is None or components.dim() != 2 or components.shape[0] != inputs.rewards.shape[0]:
+        raise ValueError("adv_estimator gdpo needs reward_components [B, K]: the raw score of each reward function")
+    if inputs.kl is not None and inputs.kl_coef:
+        raise ValueError("adv_estimator gdpo has no reward to take the KL from: use_kl_in_reward must be false")
+    weights = inputs.reward_weights if inputs.reward_weights is not None else (1.0,) * components.shape[1]
+    if len(weights) != components.shape[1]:
+        raise ValueError(f"{len(weights)} reward weights were given for {components.shape[1]} reward functions")
+    grouped = components.double().view(-1, inputs.group_size, components.shape[1])
+    normed = (grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, keepdim=True) + inputs.eps)
+    total = (normed * torch.tensor(weights, dtype=torch.float64, device=normed.device)).sum(dim=2).view(-1)
+    advantages = _spread((total - total.mean()) / (total.std() + GDPO_EPS), inputs)
+    return advantages, advantages
+
+
+def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Return the score of each response less its summed KL penalty: [B] float64."""
+    scores = inputs.rewards.double()
+    if inputs.kl is not None and inputs.kl_coef:
+        scores = scores - inputs.kl_coef * row_sum(inputs.kl.double(), inputs.response_mask).squeeze(1)
+    return scores
+
+
+def token_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Return rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
+    mask = inputs.response_mask
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
+    rewards = torch.where(positions == last, inputs.rewards.double().unsqueeze(1), 0.0)
+    if inputs.kl is not None and inputs.kl_coef:
+        rewards = rewards - torch.where(mask, inputs.kl_coef * inputs.kl.double(), 0.0)
+    return rewards
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Return (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
+
+    Raises:
+        ValueError: fewer than two tokens: the variance is undefined.
+    """
+    kept = values[mask]
+    if kept.numel() < 2:
+        raise ValueError(f"whitening needs at least 2 response tokens in the batch, not {kept.numel()}")
+    return (values - kept.mean()) * torch.rsqrt(kept.var() + WHITEN_EPS)
+
+
+def _too_small(estimator: str, reason: str) -> str:
+    return f"adv_estimator {estimator} needs n_samples_per_prompt >= 2, not 1: {reason}"
+
+
+def _centred(scores: Tensor, group_size: int) -> Tensor:
+    groups = scores.view(-1, group_size)
+    return (groups - groups.mean(dim=1, keepdim=True)).reshape(-1)
+
+
+def _spread(scores: Tensor, inputs: AdvantageInputs, finish: bool = True) -> Tensor:
+    spread = scores.unsqueeze(1).expand(inputs.response_mask.shape)
+    return _finish(spread, inputs) if finish else spread
+
+
+def _finish(values: Tensor, inputs: AdvantageInputs) -> Tensor:
+    return torch.where(inputs.response_mask, values, 0.0).to(inputs.rewards.dtype)
+
+
+def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    returns = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0])
+    for t in range(mask.shape[1] - 1, -1, -1):
+        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
+        returns[:, t] = running
+    return returns

@@ -1,0 +1,103 @@
+"""Importance weights for the gap between the trainer's old policy and the inference engine that sampled.
+
+With d_t = log pi_old - log mu of the sampled token (mu: the inference engine), per token w_t = e^{d_t}, per sequence the
+product e^{sum_t d_t} or the geometric mean e^{mean_t d_t}. "truncate" (TIS) limits the weight to the threshold, "mask" (MIS,
+IcePop) sets it to 0 outside [threshold_low, threshold]:
+
+    token_truncate               min(w_t, C)
+    token_mask                   w_t * [C_low <= w_t <= C]
+    sequence_product_truncate    min(prod w, C)               TRL's and verl's sequence_truncate
+    sequence_product_mask        prod w * [C_low <= prod w <= C]  TRL's sequence_mask
+    sequence_geometric_truncate  min(geo w, C)                ms-swift's sequence_truncate
+    sequence_geometric_mask      geo w * [C_low <= geo w <= C]
+    token_geometric_mask         w_t * [C_low <= geo w <= C]  ms-swift's sequence_mask
+
+The bare names sequence_truncate and sequence_mask are refused: they mean different numbers in different projects.
+Weights carry no gradient and multiply the policy term alone, never the KL or the entropy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms import unknown_name
+from mindspeed_rl.algorithms.aggregation import row_mean, row_sum
+from mindspeed_rl.algorithms.records import Terms, masked_extreme, masked_mean
+
+CORRECTIONS: tuple[str, ...] = (
+    "token_truncate",
+    "token_mask",
+    "sequence_product_truncate",
+    "sequence_product_mask",
+    "sequence_geometric_truncate",
+    "sequence_geometric_mask",
+    "token_geometric_mask",
+)
+AMBIGUOUS = {
+    "sequence_truncate": "sequence_product_truncate (TRL, verl) or sequence_geometric_truncate (ms-swift)",
+    "sequence_mask": "sequence_product_mask (TRL) or token_geometric_mask (ms-swift)",
+}
+
+
+def check_correction(mode: str | None, threshold: float, threshold_low: float) -> None:
+    """Raise ValueError unless the mode is one of CORRECTIONS or None and the thresholds are in order."""
+    key = "rollout_importance_sampling_mode"
+    if mode in AMBIGUOUS:
+        raise ValueError(f"{key}: {mode!r} differs between projects; write {AMBIGUOUS[mode]}")
+    if mode is not None and mode not in CORRECTIONS:
+        raise ValueError(unknown_name(key, mode, list(CORRECTIONS)))
+    if not 0.0 <= threshold_low <= threshold or threshold <= 0.0:
+        raise ValueError(
+            f"rollout_importance_sampling_threshold must be positive and not below rollout_importance_sampling_threshold_low, "
+            f"not {threshold} and {threshold_low}"
+        )
+
+
+@torch.no_grad()
+def rollout_weights(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, mode: str, *, threshold: float, threshold_low: float = 0.0
+) -> Tensor:
+    """Return the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
+
+    Args:
+        old_log_probs: [B, R], by the trainer, of the policy that sampled.
+        rollout_log_probs: [B, R], by the inference engine.
+        mask: [B, R] bool.
+        mode: one of CORRECTIONS.
+    """
+    check_correction(mode, threshold, threshold_low)
+    difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
+    token = difference.exp()
+    if mode.startswith("sequence_product"):
+        weight = statistic = row_sum(difference, mask).exp().expand_as(token)
+    elif mode.startswith("sequence_geometric"):
+        weight = statistic = row_mean(difference, mask).exp().expand_as(token)
+    elif mode == "token_geometric_mask":
+        weight, statistic = token, row_mean(difference, mask).exp().expand_as(token)
+    else:
+        weight = statistic = token
+    if mode.endswith("truncate"):
+        weight = weight.clamp(max=threshold)
+    else:
+        weight = torch.where((statistic >= threshold_low) & (statistic <= threshold), weight, 0.0)
+    return torch.where(mask, weight, 1.0)
+
+
+@torch.no_grad()
+def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Terms]:
+    """Return how far the trainer's log-probs are from the inference engine's, over the masked tokens.
+
+    rollout/log_probs_diff_mean, _max: |log pi_old - log mu|.
+    rollout/kl: KL(mu || pi_old), by k3 on the tokens mu sampled: w - 1 - log w.
+    rollout/ess: (sum w)^2 / (n sum w^2) of the token weights w = pi_old / mu; 1.0 when both policies agree.
+    """
+    difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
+    weight = difference.exp()
+    kept = torch.where(mask, weight, 0)
+    return {
+        "rollout/log_probs_diff_mean": masked_mean(difference.abs(), mask),
+        "rollout/log_probs_diff_max": masked_extreme(difference.abs(), mask, "max"),
+        "rollout/kl": masked_mean(torch.expm1(difference) - difference, mask),
+        "rollout/ess": ("ess", (kept.sum(), mask.sum(), kept.square().sum())),
+    }

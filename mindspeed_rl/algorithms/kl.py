@@ -1,0 +1,124 @@
+"""Per-token KL estimators and the controllers of their coefficient.
+
+With x = log pi(a) - log ref(a) for tokens a sampled from pi (http://joschu.net/blog/kl-approx.html):
+
+    k1 = x            unbiased, noisy, may be negative; as a loss its gradient is zero on average
+    k2 = x^2 / 2      biased value; as a loss its gradient is that of KL(pi || ref), the one that is wanted
+    k3 = e^-x + x - 1 unbiased value, never negative; as a loss its gradient is that of KL(ref || pi)
+
+"k3+" shows the value of k3 and has the gradient of k2.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms import KL_ESTIMATORS, lookup, unknown_name
+
+KLClamp = Literal["none", "upstream"]
+KL_CLAMPS: tuple[str, ...] = ("none", "upstream")
+UPSTREAM_LOG_RATIO_LIMIT = 20.0
+UPSTREAM_VALUE_LIMIT = 10.0
+
+
+def k1(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
+
+
+def absolute(x: Tensor) -> Tensor:
+    """Return |x|."""
+    return x.abs()
+
+
+def k2(x: Tensor) -> Tensor:
+    """Return x^2 / 2."""
+    return 0.5 * x.square()
+
+
+def k3(x: Tensor) -> Tensor:
+    """Return e^-x + x - 1, without the cancellation near x = 0."""
+    return torch.expm1(-x) + x
+
+
+def k3_with_k2_gradient(x: Tensor) -> Tensor:
+    """Return k3 whose derivative is that of k2."""
+    return k2(x) + (k3(x) - k2(x)).detach()
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, clamp: KLClamp = "none") -> Tensor:
+    """Return the per-token KL estimate of `kind`.
+
+    Args:
+        log_probs: [B, R], of the policy that sampled; the gradient goes through it.
+        ref_log_probs: [B, R].
+        kind: a key of KL_ESTIMATORS: k1 = kl, abs, k2 = mse, k3 = low_var_kl, k3+ = low_var_kl+.
+        clamp: "upstream" limits x to +-20 and the value to +-10 for the k3 kinds, as MindSpeed-RL does for low_var_kl (the
+            gradient is zero beyond); "none" leaves the estimate exact.
+
+    Returns:
+        [B, R]; meaningless where the caller's mask is False.
+    """
+    if clamp not in KL_CLAMPS:
+        raise ValueError(unknown_name("kl_clamp", clamp, list(KL_CLAMPS)))
+    estimator = lookup(KL_ESTIMATORS, kind, "kl_penalty")
+    x = log_probs - ref_log_probs
+    if clamp == "upstream" and estimator in (k3, k3_with_k2_gradient):
+        x = x.clamp(-UPSTREAM_LOG_RATIO_LIMIT, UPSTREAM_LOG_RATIO_LIMIT)
+        return estimator(x).clamp(-UPSTREAM_VALUE_LIMIT, UPSTREAM_VALUE_LIMIT)
+    return estimator(x)
+
+
+class FixedKL:
+    """A KL coefficient that never changes."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Leave the coefficient as it is."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coef = state["coef"]
+
+
+class AdaptiveKL:
+    """A KL coefficient steered towards a target KL (arXiv:1909.08593).
+
+    update: coef <- coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon).
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        if target <= 0:
+            raise ValueError(f"kl_target must be positive, not {target}")
+        if horizon <= 0:
+            raise ValueError(f"kl_horizon must be positive, not {horizon}")
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Move the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coef = state["coef"]
+
+
+def kl_controller(kind: str, coef: float, *, target: float, horizon: int) -> FixedKL | AdaptiveKL:
+    """Return the controller that `kl_ctrl_type` names; the driver owns it and saves its state_dict with the checkpoint."""
+    if kind == "fixed":
+        return FixedKL(coef)
+    if kind == "adaptive":
+        return AdaptiveKL(coef, target, horizon)
+    raise ValueError(unknown_name("kl_ctrl_type", kind, ["fixed", "adaptive"]))

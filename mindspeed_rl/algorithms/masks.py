@@ -1,0 +1,85 @@
+"""Which tokens, responses and groups take part in the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.aggregation import row_mean
+
+
+def overlong_filter(loss_mask: Tensor, truncated: Tensor) -> Tensor:
+    """Return the loss mask without the responses that ended for lack of room.
+
+    The rewards of these responses still count in their group's advantage; their rows still count as sequences (`aggregation`).
+
+    Args:
+        loss_mask: [B, R] bool.
+        truncated: [B] bool; True where the response hit its length limit.
+    """
+    return loss_mask & ~truncated.unsqueeze(1)
+
+
+def entropy_threshold(shards: Sequence[tuple[Tensor, Tensor]], top_quantile: float) -> float | None:
+    """Return the entropy below which tokens lose their policy term, over the whole global batch (arXiv:2506.01939).
+
+    It is the (1 - top_quantile) quantile, linearly interpolated, of the entropies of all shards. Tokens with H >= threshold
+    train. Gather the shards of all data-parallel ranks first: a threshold of a part of the batch depends on how it was cut.
+
+    Args:
+        shards: (entropy [b, R], mask [b, R] bool) pairs.
+        top_quantile: the share of tokens that train; 1.0 switches the mask off.
+
+    Returns:
+        None when top_quantile is 1.0.
+
+    Raises:
+        ValueError: top_quantile outside (0, 1], or no token at all.
+    """
+    if not 0.0 < top_quantile <= 1.0:
+        raise ValueError(f"top_entropy_quantile must be in (0, 1], not {top_quantile}")
+    if top_quantile == 1.0:
+        return None
+    kept = torch.cat([entropy.detach()[mask].flatten().double().cpu() for entropy, mask in shards])
+    if not kept.numel():
+        raise ValueError("top_entropy_quantile: the batch has no token to take a quantile of")
+    # torch.quantile refuses more than 2^24 numbers, fewer than one batch of long responses.
+    ordered = kept.sort().values
+    position = (1.0 - top_quantile) * (ordered.numel() - 1)
+    below = int(position)
+    above = min(below + 1, ordered.numel() - 1)
+    return float(ordered[below] + (ordered[above] - ordered[below]) * (position - below))
+
+
+def off_policy_keep(advantages: Tensor, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, delta: float) -> Tensor:
+    """Return which sequences keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
+
+    A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The
+    advantage of a sequence is its mean over the tokens that train. Denominators keep the dropped tokens.
+    """
+    drift = row_mean(sampler_log_probs - log_probs.detach(), mask)
+    return ~((row_mean(advantages, mask) < 0) & (drift > delta))
+
+
+def groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
+    """Return which groups differ within themselves in the metric: [B / group_size] bool (DAPO, arXiv:2503.14476).
+
+    For a metric of right or wrong this keeps 0 < #right < G. Groups of one are kept.
+
+    Args:
+        metric: [B]; the samples of a prompt are adjacent.
+    """
+    if group_size < 1 or metric.numel() % group_size:
+        raise ValueError(f"{metric.numel()} rows do not divide into groups of {group_size} samples")
+    groups = metric.view(-1, group_size)
+    if group_size == 1:
+        return torch.ones(groups.shape[0], dtype=torch.bool, device=metric.device)
+    return (groups != groups[:, :1]).any(dim=1)
+
+
+def rows_of_groups(groups: Tensor, group_size: int) -> Tensor:
+    """Return the rows of the groups that are True: [n * group_size] int64, in order."""
+    first = groups.nonzero().flatten() * group_size
+    return (first.unsqueeze(1) + torch.arange(group_size, device=groups.device)).flatten()

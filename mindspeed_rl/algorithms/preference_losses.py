@@ -1,0 +1,159 @@
+"""Losses of the preference and reward-model stages: sums over pairs (or placeholders) and their counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_rl.algorithms import unknown_name
+from mindspeed_rl.algorithms.records import LossOutput, masked_mean, read_metrics
+
+DPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge", "ipo")
+SIMPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge")
+
+
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """P pairs. Log-probs are sums over the tokens of the answer; those of the policy carry the gradient.
+
+    Attributes:
+        chosen_log_probs, rejected_log_probs: [P].
+        chosen_lengths, rejected_lengths: [P] tokens in the sums.
+        ref_chosen_log_probs, ref_rejected_log_probs: [P]; not for SimPO.
+    """
+
+    chosen_log_probs: Tensor
+    rejected_log_probs: Tensor
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
+    ref_chosen_log_probs: Tensor | None = None
+    ref_rejected_log_probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DPOSettings:
+    """beta > 0; label_smoothing in [0, 0.5), for sigmoid; pref_ftx weighs an SFT loss on the chosen answer."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    pref_ftx: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in DPO_LOSS_TYPES:
+            raise ValueError(unknown_name("dpo_loss_type", self.loss_type, list(DPO_LOSS_TYPES)))
+        _check_preference("dpo", self.loss_type, self.beta, self.label_smoothing)
+        if self.pref_ftx < 0:
+            raise ValueError(f"pref_ftx must not be negative, not {self.pref_ftx}")
+
+
+@dataclass(frozen=True)
+class SimPOSettings:
+    """beta > 0; gamma_beta_ratio is the target margin over beta; loss_type one of SIMPO_LOSS_TYPES."""
+
+    loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
+    beta: float = 2.5
+    gamma_beta_ratio: float = 1.4
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in SIMPO_LOSS_TYPES:
+            raise ValueError(unknown_name("simpo_loss_type", self.loss_type, list(SIMPO_LOSS_TYPES)))
+        _check_preference("simpo", self.loss_type, self.beta, self.label_smoothing)
+        if self.gamma_beta_ratio < 0:
+            raise ValueError(f"gamma_beta_ratio must not be negative, not {self.gamma_beta_ratio}")
+
+
+def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
+    """Return the DPO loss (arXiv:2305.18290) summed over pairs.
+
+    z = (log pi_c - log pi_r) - (ref_c - ref_r), with label smoothing e:
+        sigmoid: -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z)
+        hinge:   max(0, 1 - beta z)                          SLiC, arXiv:2305.10425
+        ipo:     (z - 1 / (2 beta))^2 with log-probs averaged over the answer's tokens, arXiv:2310.12036
+    plus pref_ftx * (-log pi_c / |c|).
+    """
+    if batch.ref_chosen_log_probs is None or batch.ref_rejected_log_probs is None:
+        raise ValueError("dpo needs the log-probs of a reference model, which the batch does not have")
+    chosen = batch.chosen_log_probs - batch.ref_chosen_log_probs
+    rejected = batch.rejected_log_probs - batch.ref_rejected_log_probs
+    if settings.loss_type == "ipo":
+        chosen, rejected = chosen / _lengths(batch.chosen_lengths), rejected / _lengths(batch.rejected_lengths)
+        losses = (chosen - rejected - 1.0 / (2.0 * settings.beta)).square()
+    else:
+        losses = _margin_loss(settings.beta * (chosen - rejected), settings.loss_type, settings.label_smoothing)
+    if settings.pref_ftx:
+        losses = losses - settings.pref_ftx * batch.chosen_log_probs / _lengths(batch.chosen_lengths)
+    return _pair_output(losses, settings.beta * chosen, settings.beta * rejected)
+
+
+def simpo_loss(batch: PreferenceBatch, settings: SimPOSettings) -> LossOutput:
+    """Return the SimPO loss (arXiv:2405.14734) summed over pairs.
+
+    z = log pi_c / |c| - log pi_r / |r| - gamma_beta_ratio; sigmoid and hinge of beta z as in DPO. No reference model.
+    """
+    chosen = batch.chosen_log_probs / _lengths(batch.chosen_lengths)
+    rejected = batch.rejected_log_probs / _lengths(batch.rejected_lengths)
+    z = chosen - rejected - settings.gamma_beta_ratio
+    losses = _margin_loss(settings.beta * z, settings.loss_type, settings.label_smoothing)
+    return _pair_output(losses, settings.beta * chosen, settings.beta * rejected)
+
+
+def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossOutput:
+    """Return the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
+
+    Args:
+        chosen_scores, rejected_scores: [P], the value head on the last token of each answer; with gradient.
+    """
+    return _pair_output(-F.logsigmoid(chosen_scores - rejected_scores), chosen_scores, rejected_scores)
+
+
+def process_reward_loss(logits: Tensor, labels: Tensor, placeholder_mask: Tensor) -> LossOutput:
+    """Return the process reward model's cross entropy at the placeholders, as a sum and their number.
+
+    Args:
+        logits: [B, S, K], with gradient: the logits of the K reward tokens (the whole vocabulary when none are named).
+        labels: [B, S] int64 in [0, K) where the mask is True: which of the K is right; other positions are never read.
+        placeholder_mask: [B, S] bool.
+    """
+    targets = torch.where(placeholder_mask, labels, 0)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(labels)
+    loss_sum, count = torch.where(placeholder_mask, losses, 0).sum(), placeholder_mask.sum()
+    right = logits.argmax(dim=-1) == targets
+    return LossOutput(loss_sum, count, read_metrics({"rewards/accuracies": masked_mean(right, placeholder_mask)}))
+
+
+def _check_preference(stage: str, loss_type: str, beta: float, label_smoothing: float) -> None:
+    if beta <= 0:
+        raise ValueError(f"{stage}_beta must be positive, not {beta}")
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(f"{stage}_label_smoothing must be in [0, 0.5), not {label_smoothing}")
+    if label_smoothing and loss_type != "sigmoid":
+        raise ValueError(f"{stage}_label_smoothing is {label_smoothing} but has no effect with {stage}_loss_type {loss_type}")
+
+
+def _margin_loss(margin: Tensor, loss_type: str, label_smoothing: float) -> Tensor:
+    if loss_type == "hinge":
+        return F.relu(1.0 - margin)
+    return -(1.0 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+def _lengths(lengths: Tensor) -> Tensor:
+    if (lengths < 1).any():
+        raise ValueError(f"pairs {(lengths < 1).nonzero().flatten().tolist()[:8]} have an answer without tokens")
+    return lengths
+
+
+def _pair_output(losses: Tensor, chosen: Tensor, rejected: Tensor) -> LossOutput:
+    everything = torch.ones_like(losses, dtype=torch.bool)
+    metrics = {
+        "rewards/chosen": masked_mean(chosen, everything),
+        "rewards/rejected": masked_mean(rejected, everything),
+        "rewards/margins": masked_mean(chosen - rejected, everything),
+        "rewards/accuracies": masked_mean(chosen > rejected, everything),
+    }
+    return LossOutput(losses.sum(), everything.sum(), read_metrics(metrics))

@@ -1,0 +1,178 @@
+"""What goes into the losses and estimators and what comes out of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.observability.metrics import Metric
+
+
+@dataclass(frozen=True)
+class EffectiveShare(Metric):
+    """The effective share of samples under importance weights w: (sum w)^2 / (count * sum w^2), in (0, 1].
+
+    value is sum w; the parts merge exactly, which a mean of shares would not.
+    """
+
+    squares: float = 0.0
+
+    def merged(self, other: Metric) -> EffectiveShare:
+        """Return the share over both parts together."""
+        if not isinstance(other, EffectiveShare):
+            raise ValueError("an effective share merges only with another one")
+        return EffectiveShare("sum", self.value + other.value, self.count + other.count, self.squares + other.squares)
+
+    def result(self) -> float:
+        """Return the share; NaN when nothing was measured or every weight is 0."""
+        return self.value**2 / (self.count * self.squares) if self.squares else math.nan
+
+
+Terms = tuple[str, tuple[Tensor, ...]]
+"""A metric still on the device: (reduction, (value, count) or, for "ess", (sum w, count, sum w^2))."""
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Terms:
+    """Return the mean of the values where the mask is True."""
+    return "mean", (torch.where(mask, values.detach(), 0).sum(), mask.sum())
+
+
+def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"]) -> Terms:
+    """Return the largest or smallest value where the mask is True."""
+    kept = torch.where(mask, values.detach(), float("-inf") if reduction == "max" else float("inf"))
+    return reduction, (kept.amax() if reduction == "max" else kept.amin(), mask.sum())
+
+
+def read_metrics(terms: Mapping[str, Terms]) -> dict[str, Metric]:
+    """Return the metrics as plain floats, read from the device in one transfer; those over nothing are left out."""
+    flat = [part for _, parts in terms.values() for part in parts]
+    exact = any(part.dtype == torch.float64 for part in flat)
+    numbers = iter(torch.stack([part.to(torch.float64 if exact else torch.float32) for part in flat]).tolist() if flat else ())
+    metrics: dict[str, Metric] = {}
+    for name, (reduction, parts) in terms.items():
+        value, count, *squares = [next(numbers) for _ in parts]
+        if count:
+            metrics[name] = EffectiveShare("sum", value, count, *squares) if squares else Metric(reduction, value, count)
+    return metrics
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss as a sum and the count it is to be divided by.
+
+    The engine divides once: loss = (sum of loss_sum over all micro-batches and data-parallel ranks) / (sum of count over the
+    same). Neither depends on how the rows were cut into micro-batches, so neither does the update.
+
+    Attributes:
+        loss_sum: 0-d, carries the gradient.
+        count: 0-d int64: tokens, sequences, pairs, or rows * L_max, as the loss's normalizer says.
+        metrics: by the name under which they are logged.
+    """
+
+    loss_sum: Tensor
+    count: Tensor
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass
+class PolicyBatch:
+    """Rows of one micro-batch for `policy_loss`. All tensors are [B, R], aligned to the response and padded on the right.
+
+    A row is a whole response: under context parallelism the engine gathers the log-probs of a sequence first. Values at
+    positions where the masks are False are never read.
+
+    Attributes:
+        log_probs: log pi_theta of the sampled tokens; carries the gradient.
+        advantages: one value a token.
+        response_mask: bool; tokens the actor sampled. A row without any is a filler and counts nowhere.
+        loss_mask: bool; tokens that train, a subset of response_mask; None means all of response_mask.
+        old_log_probs: of the policy at the start of the update; None means exactly on-policy (log_probs without gradient).
+        ref_log_probs: of the reference policy; required when kl_coef is not 0.
+        rollout_log_probs: as reported by the inference engine.
+        entropy: per-token entropy; required for entropy_coeff (with gradient) and for top-entropy masking.
+        entropy_threshold: tokens below it lose their policy term; from `masks.entropy_threshold` over the global batch.
+    """
+
+    log_probs: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    entropy_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_mask is None:
+            self.loss_mask = self.response_mask
+        shape = self.log_probs.shape
+        if self.log_probs.dim() != 2:
+            raise ValueError(f"log_probs must be [B, R], not {list(shape)}")
+        others = ("advantages", "response_mask", "loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
+        for name in others:
+            value = getattr(self, name)
+            if value is not None and value.shape != shape:
+                raise ValueError(f"{name} is {list(value.shape)} but log_probs is {list(shape)}")
+        for name in ("response_mask", "loss_mask"):
+            if getattr(self, name).dtype != torch.bool:
+                raise ValueError(f"{name} must be bool, not {getattr(self, name).dtype}")
+
+
+@dataclass
+class AdvantageInputs:
+    """The whole global batch, for `compute_advantages`. B rows, the group_size samples of a prompt being adjacent.
+
+    Attributes:
+        rewards: [B], one score a response.
+        response_mask: [B, R] bool; tokens the actor sampled.
+        group_size: samples of one prompt.
+        kl: [B, R] per-token KL to the reference, for KL in the reward; None without.
+        kl_coef: its coefficient: token t loses kl_coef * kl_t of its reward.
+        values: [B, R] critic's values (gae); values[:, t] is the state before token t.
+        greedy_rewards: [B] score of the greedy response to the row's prompt (remax).
+        reward_components: [B, K] raw score of each reward function (gdpo).
+        reward_weights: K weights of the components (gdpo); None means all 1.
+        gamma, lam: discount, GAE lambda.
+        scale: divide by the std of the group, of the batch, or not at all (group_norm).
+        eps: added to a std before division.
+        whiten: normalize over all response tokens of the batch (gae, reinforce_plus_plus, reinforce_plus_plus_baseline).
+    """
+
+    rewards: Tensor
+    response_mask: Tensor
+    group_size: int = 1
+    kl: Tensor | None = None
+    kl_coef: float = 0.0
+    values: Tensor | None = None
+    greedy_rewards: Tensor | None = None
+    reward_components: Tensor | None = None
+    reward_weights: tuple[float, ...] | None = None
+    gamma: float = 1.0
+    lam: float = 0.95
+    scale: Literal["group", "batch", "none"] = "group"
+    eps: float = 1e-6
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        if self.response_mask.dim() != 2 or self.response_mask.dtype != torch.bool:
+            raise ValueError(
+                f"response_mask must be a [B, R] bool tensor, not {list(self.response_mask.shape)} {self.response_mask.dtype}"
+            )
+        rows = self.response_mask.shape[0]
+        if self.rewards.shape != (rows,):
+            raise ValueError(f"rewards is {list(self.rewards.shape)} but response_mask has {rows} rows")
+        if not torch.isfinite(self.rewards).all():
+            bad = (~torch.isfinite(self.rewards)).nonzero().flatten().tolist()
+            raise ValueError(f"rewards of rows {bad[:8]} are not finite")
+        if self.group_size < 1 or rows % self.group_size:
+            raise ValueError(f"{rows} rows do not divide into groups of {self.group_size} samples")
+        for name in ("kl", "values"):
+            value = getattr(self, name)
+            if value is not None and value.shape != self.response_mask.shape:
+                raise ValueError(f"{name} is {list(value.shape)} but response_mask is {list(self.response_mask.shape)}")
