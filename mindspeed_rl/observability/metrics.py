@@ -1,0 +1,137 @@
+"""Metrics with a declared reduction, so that parts merge to the same figure in any order and grouping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+# How two partial (value, count) pairs of one metric become one.
+REDUCTIONS: dict[str, Callable[[float, float], float]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "max": max,
+    "min": min,
+    "last": lambda a, b: b,
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A part of a metric: its reduction and what has been seen so far.
+
+    Attributes:
+        reduction: mean, sum, max, min or last.
+        value: for mean the SUM of what was seen; else the reduced value.
+        count: how many items were seen; the divisor of mean.
+    """
+
+    reduction: str
+    value: float
+    count: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            nearest = get_close_matches(self.reduction, REDUCTIONS, n=1)
+            hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+            raise ValueError(f"Unknown reduction '{self.reduction}'.{hint} Known: {', '.join(REDUCTIONS)}.")
+
+    def merged(self, other: Metric) -> Metric:
+        """Both parts together; for `last`, the other one.
+
+        Raises:
+            ValueError: the parts declare different reductions.
+        """
+        if self.reduction != other.reduction:
+            raise ValueError(f"A metric cannot be reduced by '{self.reduction}' here and by '{other.reduction}' there.")
+        if not self.count or not other.count:
+            return self if self.count else other
+        return Metric(self.reduction, REDUCTIONS[self.reduction](self.value, other.value), self.count + other.count)
+
+    def result(self) -> float:
+        """The figure to show; NaN for a mean over nothing."""
+        if self.reduction != "mean":
+            return self.value
+        return self.value / self.count if self.count else math.nan
+
+
+class Metrics(Mapping[str, Metric]):
+    """Named metrics that accumulate over micro-batches, ranks and workers. Plain data: pickles anywhere.
+
+    Example:
+        metrics.add_mean("actor/pg_loss", loss_sum, num_tokens)   # each micro-batch
+        total = merge(parts_of_all_ranks).results()               # {"actor/pg_loss": sum / count}
+    """
+
+    def __init__(self, parts: Mapping[str, Metric] | None = None) -> None:
+        self._parts: dict[str, Metric] = dict(parts or {})
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __repr__(self) -> str:
+        return f"Metrics({self._parts!r})"
+
+    def add(self, name: str, metric: Metric) -> None:
+        """The metric of this name covers `metric` too.
+
+        Raises:
+            ValueError: the name was used with another reduction before.
+        """
+        known = self._parts.get(name)
+        try:
+            self._parts[name] = metric if known is None else known.merged(metric)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def add_mean(self, name: str, total: float, count: float = 1.0) -> None:
+        """Adds `count` items whose sum is `total` to a mean. Numbers or one-element tensors."""
+        self.add(name, Metric("mean", float(total), float(count)))
+
+    def add_sum(self, name: str, value: float) -> None:
+        """Adds to a total."""
+        self.add(name, Metric("sum", float(value)))
+
+    def add_max(self, name: str, value: float) -> None:
+        """Takes part in a maximum."""
+        self.add(name, Metric("max", float(value)))
+
+    def add_min(self, name: str, value: float) -> None:
+        """Takes part in a minimum."""
+        self.add(name, Metric("min", float(value)))
+
+    def add_last(self, name: str, value: float) -> None:
+        """Replaces what was there (a learning rate, a step number)."""
+        self.add(name, Metric("last", float(value)))
+
+    def add_spread(self, name: str, values: Iterable[float]) -> None:
+        """Adds values to the three metrics `name/mean`, `name/max` and `name/min`; nothing for no values."""
+        values = [float(value) for value in values]
+        if values:
+            self.add(f"{name}/mean", Metric("mean", math.fsum(values), float(len(values))))
+            self.add(f"{name}/max", Metric("max", max(values), float(len(values))))
+            self.add(f"{name}/min", Metric("min", min(values), float(len(values))))
+
+    def merge(self, other: Mapping[str, Metric]) -> None:
+        """Covers what `other` saw too."""
+        for name, metric in other.items():
+            self.add(name, metric)
+
+    def results(self) -> dict[str, float]:
+        """The figure of each metric, in the order in which they first appeared."""
+        return {name: metric.result() for name, metric in self._parts.items()}
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """One `Metrics` over what all parts saw; `last` is that of the last part."""
+    total = Metrics()
+    for part in parts:
+        total.merge(part)
+    return total
