@@ -1,0 +1,56 @@
+"""Rewards: scorers, the registry that names them, and the pool of killable processes that runs them.
+
+Importing this package loads the registry alone. A scorer is a function; what it may ask for by parameter name and what it may
+return is written down in `scorer.py`. A new built-in scorer is one function and one line below; a user's own is `module:function`
+or a file in `external_plugins` that calls `register` (or assigns to `REWARDS`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+REWARDS: dict[str, str | Callable[..., Any]] = {
+    # MindSpeed-RL's verifiers
+    "acc": "mindspeed_rl.rewards.math_scores:acc",
+    "format": "mindspeed_rl.rewards.formats:think_answer",
+    # plain text
+    "exact_match": "mindspeed_rl.rewards.text_scores:exact_match",
+}
+"""Name -> scorer: a function, a class whose instances are callable, or `module:function` (imported in the worker only)."""
+
+
+def register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function (or class) is known as `name` from here on.
+
+    Raises:
+        ValueError: the name is taken by another function.
+    """
+
+    def enter(scorer: Callable[..., Any]) -> Callable[..., Any]:
+        known = REWARDS.get(name)
+        if known is not None and known is not scorer:
+            raise ValueError(f"the reward name '{name}' is already taken by {known}; register the function under another name")
+        REWARDS[name] = scorer
+        return scorer
+
+    return enter
+
+
+def find(name: str) -> str | Callable[..., Any]:
+    """Return the registry's entry for a name; a `module:function` stands for itself.
+
+    Raises:
+        ValueError: unknown name; lists the known ones and the nearest.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    if ":" in name:
+        return name
+    nearest = difflib.get_close_matches(name, REWARDS, n=1)
+    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+    raise ValueError(
+        f"unknown reward function '{name}'{hint} Known: {', '.join(sorted(REWARDS))}; "
+        "or give module:function, or a file that registers the name in external_plugins"
+    )

@@ -1,0 +1,186 @@
+"""A worker process: takes jobs from its socket, calls the scorers, sends every value as soon as it has it.
+
+The pool keeps the clock: it kills a worker whose call takes too long. So this file has no timers but the soft one of async scorers,
+which many share one worker at a time and should not die together.
+
+A job is {"op": "score", "function": index, "samples": [fields]} or, for plain per-sample scorers, "functions": [indices] to be called
+one after the other on every sample. The answers are {"op": "value", "sample": i, "function": j, "parts": dict | None, "error",
+"state"}, and {"op": "done"} in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Coroutine
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.rewards import REWARDS
+from mindspeed_rl.rewards.channel import Channel
+from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
+
+_MAX_CHILDREN = 16
+
+
+def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
+    """Load the scorers and serve jobs until the pool closes the socket."""
+    _limit_memory(setup["memory_bytes"])
+    try:
+        worker = Worker(channel, setup)
+    except Exception as error:  # the user's modules may raise anything while they load; the pool turns it into its own error
+        channel.send({"op": "broken", "error": str(error) if isinstance(error, ValueError) else _describe(error)})
+        return
+    channel.send({"op": "ready", "functions": [{"batched": s.batched, "is_async": s.is_async} for s in worker.scorers]})
+    while (job := channel.receive()) is not None:
+        if not worker.serve(job):
+            return
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Bound private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as statm:
+            data_bytes = int(statm.read().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + memory_bytes,) * 2)
+
+
+def load_plugin(path: str) -> None:
+    """Run a plug-in file, once a process, so that it registers its names.
+
+    Raises:
+        ValueError: no such file, or it raises while it loads.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"external_plugins: there is no file '{path}'")
+    name = "reward_plugin_" + "".join(c if c.isalnum() else "_" for c in str(Path(path).resolve()))
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"external_plugins: '{path}' is not a Python file (*.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"external_plugins: '{path}' fails to load: {_describe(error)}") from error
+
+
+def _describe(error: BaseException) -> str:
+    """The exception with the line of the user's code it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"[:1000]
+
+
+class Worker:
+    """The scorers of this process and the job at hand."""
+
+    def __init__(self, channel: Channel, setup: dict[str, Any]) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+        plain = setup["settings"]
+        self._settings = RewardSettings(**{f.name: plain[f.name] for f in fields(RewardSettings)})
+        for path in self._settings.external_plugins:
+            load_plugin(path)
+        for name, target in setup["targets"].items():  # registered in the pool's process, by a module that is not loaded here
+            REWARDS.setdefault(name, target)
+        self.scorers = [Scorer.of(name, import_scorer(name), self._settings) for name in setup["functions"]]
+
+    def serve(self, job: dict[str, Any]) -> bool:
+        """Score one job; False if this process should end rather than go on (it is out of memory, or has too many children)."""
+        samples = [RewardSample(**sample) for sample in job["samples"]]
+        scorers = [(index, self.scorers[index]) for index in job["functions"]]
+        healthy = True
+        if scorers[0][1].batched:
+            healthy = self._score_batch(*scorers[0], samples)
+        elif scorers[0][1].is_async:
+            asyncio.run(self._score_concurrently(*scorers[0], samples))
+        else:
+            for row, sample in enumerate(samples):
+                for index, scorer in scorers:
+                    healthy = self._score_sample(index, scorer, row, sample)
+                    if not healthy:
+                        break
+                if not healthy:
+                    break
+        if os.getpid() != self._pid:
+            os._exit(0)
+        healthy = healthy and self._num_children() <= _MAX_CHILDREN
+        self._channel.send({"op": "done", "healthy": healthy})
+        return healthy
+
+    def _score_sample(self, index: int, scorer: Scorer, row: int, sample: RewardSample) -> bool:
+        try:
+            parts = scorer.values(scorer.call([sample], self._settings), 1)[0]
+        except Exception as error:
+            self._send(index, row, error=error)
+            return not isinstance(error, MemoryError)
+        self._send(index, row, parts=parts)
+        return True
+
+    def _score_batch(self, index: int, scorer: Scorer, samples: list[RewardSample]) -> bool:
+        try:
+            returned = scorer.call(samples, self._settings)
+            if scorer.is_async:
+                returned = asyncio.run(_awaited(returned))
+            values = scorer.values(returned, len(samples))
+        except Exception as error:
+            for row in range(len(samples)):
+                self._send(index, row, error=error)
+            return not isinstance(error, MemoryError)
+        for row, parts in enumerate(values):
+            self._send(index, row, parts=parts)
+        return True
+
+    async def _score_concurrently(self, index: int, scorer: Scorer, samples: list[RewardSample]) -> None:
+        async def score(row: int, sample: RewardSample) -> None:
+            limit_s = self._settings.verifier_timeout
+            try:
+                returned = await asyncio.wait_for(scorer.call([sample], self._settings), limit_s)
+                parts = scorer.values(returned, 1)[0]
+            except asyncio.TimeoutError:
+                self._send(index, row, state="timeout", text=f"took longer than verifier_timeout ({limit_s:g} s)")
+            except Exception as error:
+                self._send(index, row, error=error)
+            else:
+                self._send(index, row, parts=parts)
+
+        await asyncio.gather(*(score(row, sample) for row, sample in enumerate(samples)))
+
+    def _send(
+        self,
+        function: int,
+        row: int,
+        *,
+        parts: dict[str, float] | None = None,
+        error: Exception | None = None,
+        state: str = "ok",
+        text: str = "",
+    ) -> None:
+        if os.getpid() != self._pid:  # the scorer forked and came back twice: the copy has nothing to say
+            os._exit(0)
+        if isinstance(error, MemoryError):
+            state, text = "memory", "ran out of memory (reward_memory_gib)"
+        elif error is not None:
+            state, text = "failed", str(error) if isinstance(error, ScorerError) else _describe(error)
+        self._channel.send({"op": "value", "function": function, "sample": row, "parts": parts, "state": state, "error": text})
+
+    def _num_children(self) -> int:
+        if sys.platform != "linux":
+            return 0
+        with open(f"/proc/self/task/{os.getpid()}/children") as listing:
+            return len(listing.read().split())
+
+
+async def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return await coroutine
