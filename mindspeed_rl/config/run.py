@@ -1,0 +1,51 @@
+"""A whole run file as one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
+from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.megatron import SUPERVISED_STAGES, MegatronConfig
+from mindspeed_rl.config.rl import RLConfig
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Everything a run file says, typed and merged.
+
+    Attributes:
+        megatron_training: what all roles share, with the model block it names.
+        actor_config: shared keys, model block and the role's own keys merged; so are the other roles.
+        ref_config: the actor's merged keys when the run file has no such group.
+        reward_config, critic_config, vit_config: None when the run file has no such group.
+        rl_config, generate_config: None in supervised stages.
+        set_keys: the keys that the run file or an override set, by group (model blocks not included).
+    """
+
+    config_name: str
+    config_dir: str
+    platform: Literal["auto", "npu", "cpu", "cuda"] = "auto"
+    run_dir: str | None = None
+    megatron_training: MegatronConfig
+    actor_config: MegatronConfig
+    ref_config: MegatronConfig
+    reward_config: MegatronConfig | None = None
+    critic_config: MegatronConfig | None = None
+    vit_config: MegatronConfig | None = None
+    rl_config: RLConfig | None = None
+    generate_config: GenerateConfig | None = None
+    profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
+    msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
+    set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str | None:
+        """The stage that is trained."""
+        return self.megatron_training.stage
+
+    @property
+    def is_supervised(self) -> bool:
+        """True for the stages that learn from a dataset alone."""
+        return self.stage in SUPERVISED_STAGES
