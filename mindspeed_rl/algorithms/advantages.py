@@ -15,16 +15,19 @@ from mindspeed_rl.algorithms.records import AdvantageInputs, Terms, masked_extre
 from mindspeed_rl.observability.metrics import Metric
 
 WHITEN_EPS = 1e-8
-GDPO_EPS = 1e-4
 
 
 @torch.no_grad()
 def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor, dict[str, Metric]]:
     """Return (advantages [B, R], returns [B, R], metrics) of the estimator that `adv_estimator` names.
 
+    group_norm with scale "gdpo" is gdpo, as ms-swift writes it.
+
     Raises:
         ValueError: unknown name, a missing input, or a group too small for the estimator.
     """
+    if name == "group_norm" and inputs.scale == "gdpo":
+        name = "gdpo"
     estimator = lookup(ADVANTAGES, name, "adv_estimator")
     advantages, returns = estimator(inputs)
     mask = inputs.response_mask
@@ -107,11 +110,11 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
 
-    A_t = sum_{s >= t} rho_s - R(greedy), with rho as in REINFORCE++ and no discount.
+    A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++.
     """
     if inputs.greedy_rewards is None or inputs.greedy_rewards.shape != inputs.rewards.shape:
         raise ValueError("adv_estimator remax needs greedy_rewards [B]: the score of each row's prompt answered greedily")
-    returns = _discounted(token_rewards(inputs), inputs.response_mask, gamma=1.0)
+    returns = _discounted(token_rewards(inputs), inputs.response_mask, inputs.gamma)
     return _finish(returns - inputs.greedy_rewards.double().unsqueeze(1), inputs), _finish(returns, inputs)
 
 
@@ -143,7 +146,7 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Normalize every reward function within the group, add them up, and whiten over the batch (GDPO, arXiv:2601.05242).
 
     a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
-    A_i = (a_i - mean_batch a) / (std_batch a + 1e-4).
+    A_i = (a_i - mean_batch a) / (std_batch a + eps).
 
     Raises:
         ValueError: group_size 1, no reward_components, or as many weights as there are not components.
@@ -161,7 +164,7 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     grouped = components.double().view(-1, inputs.group_size, components.shape[1])
     normed = (grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, keepdim=True) + inputs.eps)
     total = (normed * torch.tensor(weights, dtype=torch.float64, device=normed.device)).sum(dim=2).view(-1)
-    advantages = _spread((total - total.mean()) / (total.std() + GDPO_EPS), inputs)
+    advantages = _spread((total - total.mean()) / (total.std() + inputs.eps), inputs)
     return advantages, advantages
 
 

@@ -1,18 +1,17 @@
 """Importance weights for the gap between the trainer's old policy and the inference engine that sampled.
 
-With d_t = log pi_old - log mu of the sampled token (mu: the inference engine), per token w_t = e^{d_t}, per sequence the
-product e^{sum_t d_t} or the geometric mean e^{mean_t d_t}. "truncate" (TIS) limits the weight to the threshold, "mask" (MIS,
-IcePop) sets it to 0 outside [threshold_low, threshold]:
+With d_t = log pi_old - log mu of the sampled token (mu: the inference engine), w_t = e^{d_t} per token; per sequence the
+product e^{sum_t d_t} ("sequence") or the geometric mean e^{mean_t d_t} ("geometric"). "truncate" (TIS) limits the weight to
+the threshold C, "mask" (MIS, IcePop) sets it to 0 outside [C_min, C]:
 
-    token_truncate               min(w_t, C)
-    token_mask                   w_t * [C_low <= w_t <= C]
-    sequence_product_truncate    min(prod w, C)               TRL's and verl's sequence_truncate
-    sequence_product_mask        prod w * [C_low <= prod w <= C]  TRL's sequence_mask
-    sequence_geometric_truncate  min(geo w, C)                ms-swift's sequence_truncate
-    sequence_geometric_mask      geo w * [C_low <= geo w <= C]
-    token_geometric_mask         w_t * [C_low <= geo w <= C]  ms-swift's sequence_mask
+    token_truncate        min(w_t, C)                          TRL, verl, ms-swift
+    token_mask            w_t * [C_min <= w_t <= C]            IcePop; ms-swift without C_min
+    sequence_truncate     min(prod w, C)                       TRL, verl; not ms-swift, which takes the geometric mean
+    sequence_mask         prod w * [C_min <= prod w <= C]      TRL
+    geometric_truncate    min(geo w, C)                        ms-swift's sequence_truncate
+    geometric_mask        geo w * [C_min <= geo w <= C]
+    token_geometric_mask  w_t * [C_min <= geo w <= C]          ms-swift's sequence_mask, OpenRLHF's seq-mask-tis
 
-The bare names sequence_truncate and sequence_mask are refused: they mean different numbers in different projects.
 Weights carry no gradient and multiply the policy term alone, never the KL or the entropy.
 """
 
@@ -28,35 +27,40 @@ from mindspeed_rl.algorithms.records import Terms, masked_extreme, masked_mean
 CORRECTIONS: tuple[str, ...] = (
     "token_truncate",
     "token_mask",
-    "sequence_product_truncate",
-    "sequence_product_mask",
-    "sequence_geometric_truncate",
-    "sequence_geometric_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
     "token_geometric_mask",
 )
-AMBIGUOUS = {
-    "sequence_truncate": "sequence_product_truncate (TRL, verl) or sequence_geometric_truncate (ms-swift)",
-    "sequence_mask": "sequence_product_mask (TRL) or token_geometric_mask (ms-swift)",
-}
 
 
-def check_correction(mode: str | None, threshold: float, threshold_low: float) -> None:
+def check_correction(mode: str | None, threshold: float, threshold_min: float | None) -> None:
     """Raise ValueError unless the mode is one of CORRECTIONS or None and the thresholds are in order."""
-    key = "rollout_importance_sampling_mode"
-    if mode in AMBIGUOUS:
-        raise ValueError(f"{key}: {mode!r} differs between projects; write {AMBIGUOUS[mode]}")
     if mode is not None and mode not in CORRECTIONS:
-        raise ValueError(unknown_name(key, mode, list(CORRECTIONS)))
-    if not 0.0 <= threshold_low <= threshold or threshold <= 0.0:
+        raise ValueError(unknown_name("rollout_importance_sampling_mode", mode, list(CORRECTIONS)))
+    if threshold <= 0.0:
+        raise ValueError(f"rollout_importance_sampling_threshold must be positive, not {threshold}")
+    if threshold_min is not None and not 0.0 <= threshold_min <= threshold:
         raise ValueError(
-            f"rollout_importance_sampling_threshold must be positive and not below rollout_importance_sampling_threshold_low, "
-            f"not {threshold} and {threshold_low}"
+            f"rollout_importance_sampling_threshold_min must be between 0 and rollout_importance_sampling_threshold = "
+            f"{threshold}, not {threshold_min}"
+        )
+    if threshold_min is not None and mode is not None and not mode.endswith("mask"):
+        raise ValueError(
+            f"rollout_importance_sampling_threshold_min bounds the masking modes only; it has no effect with {mode}"
         )
 
 
 @torch.no_grad()
 def rollout_weights(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, mode: str, *, threshold: float, threshold_low: float = 0.0
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    mode: str,
+    *,
+    threshold: float,
+    threshold_min: float | None = None,
 ) -> Tensor:
     """Return the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
 
@@ -66,12 +70,12 @@ def rollout_weights(
         mask: [B, R] bool.
         mode: one of CORRECTIONS.
     """
-    check_correction(mode, threshold, threshold_low)
+    check_correction(mode, threshold, threshold_min)
     difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
     token = difference.exp()
-    if mode.startswith("sequence_product"):
+    if mode.startswith("sequence"):
         weight = statistic = row_sum(difference, mask).exp().expand_as(token)
-    elif mode.startswith("sequence_geometric"):
+    elif mode.startswith("geometric"):
         weight = statistic = row_mean(difference, mask).exp().expand_as(token)
     elif mode == "token_geometric_mask":
         weight, statistic = token, row_mean(difference, mask).exp().expand_as(token)
@@ -80,7 +84,7 @@ def rollout_weights(
     if mode.endswith("truncate"):
         weight = weight.clamp(max=threshold)
     else:
-        weight = torch.where((statistic >= threshold_low) & (statistic <= threshold), weight, 0.0)
+        weight = torch.where((statistic >= (threshold_min or 0.0)) & (statistic <= threshold), weight, 0.0)
     return torch.where(mask, weight, 1.0)
 
 

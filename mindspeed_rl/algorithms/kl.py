@@ -11,17 +11,18 @@ With x = log pi(a) - log ref(a) for tokens a sampled from pi (http://joschu.net/
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms import KL_ESTIMATORS, lookup, unknown_name
 
-KLClamp = Literal["none", "upstream"]
-KL_CLAMPS: tuple[str, ...] = ("none", "upstream")
-UPSTREAM_LOG_RATIO_LIMIT = 20.0
-UPSTREAM_VALUE_LIMIT = 10.0
+if TYPE_CHECKING:
+    from mindspeed_rl.config import RLConfig
+
+LOG_RATIO_LIMIT = 20.0
+VALUE_LIMIT = 10.0
 
 
 def k1(x: Tensor) -> Tensor:
@@ -49,26 +50,23 @@ def k3_with_k2_gradient(x: Tensor) -> Tensor:
     return k2(x) + (k3(x) - k2(x)).detach()
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, clamp: KLClamp = "none") -> Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, clamp: bool = False) -> Tensor:
     """Return the per-token KL estimate of `kind`.
 
     Args:
         log_probs: [B, R], of the policy that sampled; the gradient goes through it.
         ref_log_probs: [B, R].
         kind: a key of KL_ESTIMATORS: k1 = kl, abs, k2 = mse, k3 = low_var_kl, k3+ = low_var_kl+.
-        clamp: "upstream" limits x to +-20 and the value to +-10 for the k3 kinds, as MindSpeed-RL does for low_var_kl (the
-            gradient is zero beyond); "none" leaves the estimate exact.
+        clamp: limit x to +-20 and the value to +-10 for the k3 kinds, as MindSpeed-RL does for low_var_kl; beyond it the
+            gradient is zero.
 
     Returns:
         [B, R]; meaningless where the caller's mask is False.
     """
-    if clamp not in KL_CLAMPS:
-        raise ValueError(unknown_name("kl_clamp", clamp, list(KL_CLAMPS)))
     estimator = lookup(KL_ESTIMATORS, kind, "kl_penalty")
     x = log_probs - ref_log_probs
-    if clamp == "upstream" and estimator in (k3, k3_with_k2_gradient):
-        x = x.clamp(-UPSTREAM_LOG_RATIO_LIMIT, UPSTREAM_LOG_RATIO_LIMIT)
-        return estimator(x).clamp(-UPSTREAM_VALUE_LIMIT, UPSTREAM_VALUE_LIMIT)
+    if clamp and estimator in (k3, k3_with_k2_gradient):
+        return estimator(x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clamp(-VALUE_LIMIT, VALUE_LIMIT)
     return estimator(x)
 
 
@@ -115,10 +113,18 @@ class AdaptiveKL:
         self.coef = state["coef"]
 
 
-def kl_controller(kind: str, coef: float, *, target: float, horizon: int) -> FixedKL | AdaptiveKL:
-    """Return the controller that `kl_ctrl_type` names; the driver owns it and saves its state_dict with the checkpoint."""
-    if kind == "fixed":
+def kl_coefficient(rl_config: RLConfig) -> float:
+    """Return the coefficient the run starts with: beta in a run file that counts completions, else init_kl_coef."""
+    if rl_config.num_generations is not None and rl_config.beta is not None:
+        return rl_config.beta
+    return rl_config.init_kl_coef
+
+
+def kl_controller(rl_config: RLConfig) -> FixedKL | AdaptiveKL:
+    """Return the controller that kl_ctrl_type names; the driver owns it and saves its state_dict with the checkpoint."""
+    coef = kl_coefficient(rl_config)
+    if rl_config.kl_ctrl_type == "fixed":
         return FixedKL(coef)
-    if kind == "adaptive":
-        return AdaptiveKL(coef, target, horizon)
-    raise ValueError(unknown_name("kl_ctrl_type", kind, ["fixed", "adaptive"]))
+    if rl_config.kl_ctrl_type == "adaptive":
+        return AdaptiveKL(coef, target=rl_config.kl_target, horizon=rl_config.kl_horizon)
+    raise ValueError(unknown_name("kl_ctrl_type", rl_config.kl_ctrl_type, ["fixed", "adaptive"]))

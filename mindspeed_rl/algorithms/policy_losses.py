@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_rl.algorithms import POLICY_LOSSES, lookup, unknown_name
 from mindspeed_rl.algorithms.aggregation import Normalizer, aggregate, row_mean
 from mindspeed_rl.algorithms.corrections import check_correction, mismatch_metrics, rollout_weights
-from mindspeed_rl.algorithms.kl import KLClamp, kl_penalty
+from mindspeed_rl.algorithms.kl import kl_coefficient, kl_penalty
 from mindspeed_rl.algorithms.masks import off_policy_keep
 from mindspeed_rl.algorithms.objectives import cispo, cispo_cap, clip, sapo
 from mindspeed_rl.algorithms.records import LossOutput, PolicyBatch, Terms, masked_mean, read_metrics
@@ -35,12 +35,12 @@ class PolicyLossKind:
     Attributes:
         objective: (ratio, log_probs, advantages, settings) -> (token losses, clipped).
         normalizer: what the summed loss is divided by.
-        level: the importance ratio it demands; None leaves importance_sampling_level to the run file.
+        level: the importance ratio taken when importance_sampling_level is unset.
     """
 
     objective: Callable[..., tuple[Tensor, Tensor]]
     normalizer: Normalizer
-    level: ImportanceLevel | None = None
+    level: ImportanceLevel = "token"
 
 
 GRPO = PolicyLossKind(clip, "sequence")
@@ -59,8 +59,9 @@ class PolicyLossSettings:
 
     Attributes:
         loss_type: a key of POLICY_LOSSES or the "module:NAME" of a PolicyLossKind.
-        importance_sampling_level: token r_t; sequence s = exp(mean_t log r_t), GSPO; sequence_token the same value with each
-            token's own gradient, GSPO-token (both arXiv:2507.18071).
+        importance_sampling_level: None takes the loss_type's own: token, for gspo sequence. token r_t; sequence
+            s = exp(mean_t log r_t); sequence_token the value of s with each token's own gradient, GSPO-token (both
+            arXiv:2507.18071).
         clip_ratio_low, clip_ratio_high: eps below and above 1; for cispo_cap clip_ratio_high is the cap itself.
         clip_ratio_c: dual clip's c > 1. delta: two-sided clip, >= 1 + clip_ratio_high. At most one of the two.
         max_response_length: L_max in tokens, for dr_grpo.
@@ -69,7 +70,7 @@ class PolicyLossSettings:
     """
 
     loss_type: str = "grpo"
-    importance_sampling_level: ImportanceLevel = "token"
+    importance_sampling_level: ImportanceLevel | None = None
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float | None = None
@@ -78,25 +79,29 @@ class PolicyLossSettings:
     tau_neg: float = 1.05
     kl_coef: float = 0.0
     kl_penalty: str = "low_var_kl"
-    kl_clamp: KLClamp = "none"
+    kl_clamp: bool = False
     use_bias_correction_kl: bool = False
     entropy_coeff: float = 0.0
     max_response_length: int | None = None
     off_policy_sequence_mask_delta: float | None = None
     rollout_correction: str | None = None
     rollout_threshold: float = 2.0
-    rollout_threshold_low: float = 0.0
+    rollout_threshold_min: float | None = None
 
     def __post_init__(self) -> None:
         kind = self.kind()
-        if self.importance_sampling_level not in IMPORTANCE_LEVELS:
+        if self.importance_sampling_level not in (None, *IMPORTANCE_LEVELS):
             raise ValueError(unknown_name("importance_sampling_level", self.importance_sampling_level, list(IMPORTANCE_LEVELS)))
+        if self.importance_sampling_level == "token" and kind.level != "token":
+            raise ValueError(
+                f"importance_sampling_level token contradicts loss_type {self.loss_type}; with it the loss is grpo"
+            )
         if self.clip_ratio_low < 0 or self.clip_ratio_high < 0:
             raise ValueError(f"clip ratios must not be negative, not {self.clip_ratio_low} and {self.clip_ratio_high}")
-        if self.loss_type == "cispo_cap" and self.clip_ratio_high < 1.0:
+        if kind.objective is cispo_cap and self.clip_ratio_high < 1.0:
             raise ValueError(
-                f"clip_ratio_high is the ratio's absolute cap in loss_type cispo_cap and must be >= 1, "
-                f"not {self.clip_ratio_high}; loss_type cispo takes 1 + clip_ratio_high"
+                f"clip_ratio_high is the ratio's absolute cap in loss_type cispo_cap and must be >= 1, not {self.clip_ratio_high}; "
+                "set it with clip_higher_enable, or take loss_type cispo, which clips at 1 + clip_ratio_high"
             )
         if self.clip_ratio_c is not None and self.delta is not None:
             raise ValueError("clip_ratio_c and delta bound the same branch; set one of them")
@@ -113,15 +118,14 @@ class PolicyLossSettings:
             raise ValueError(f"tau_pos and tau_neg must be positive, not {self.tau_pos} and {self.tau_neg}")
         if kind.normalizer == "constant" and (self.max_response_length is None or self.max_response_length < 1):
             raise ValueError(f"loss_type {self.loss_type} needs max_response_length in tokens, not {self.max_response_length}")
-        check_correction(self.rollout_correction, self.rollout_threshold, self.rollout_threshold_low)
+        check_correction(self.rollout_correction, self.rollout_threshold, self.rollout_threshold_min)
 
     @classmethod
     def from_config(cls, rl_config: RLConfig, stage: str, *, max_response_length: int) -> PolicyLossSettings:
         """Return the settings that a run file's rl_config means.
 
-        Where the run file names no loss_type, the stage decides as it does in MindSpeed-RL: the mean over tokens of the global
-        batch, or with token_level_loss false the mean over sequences; KL in the loss for ray_grpo alone, and only while
-        use_kl_in_reward is false.
+        Without loss_type the stage decides: the mean over tokens of the global batch, or for ray_dapo with token_level_loss
+        false the mean over sequences. The KL is in the loss for ray_grpo alone, and only while use_kl_in_reward is false.
 
         Args:
             stage: megatron_training.stage: ray_grpo, ray_dapo or ray_ppo.
@@ -130,12 +134,10 @@ class PolicyLossSettings:
         low, high = rl_config.clip_ratio, rl_config.clip_ratio
         if rl_config.clip_higher_enable:
             low, high = rl_config.clip_ratio_low, rl_config.clip_ratio_high
-        loss_type = rl_config.loss_type
-        if loss_type is None:
-            loss_type = "dapo" if rl_config.token_level_loss else "grpo"
+        by_stage = "grpo" if stage == "ray_dapo" and not rl_config.token_level_loss else "dapo"
         kl_in_loss = stage == "ray_grpo" and not rl_config.use_kl_in_reward
         return cls(
-            loss_type=loss_type,
+            loss_type=rl_config.loss_type or by_stage,
             importance_sampling_level=rl_config.importance_sampling_level,
             clip_ratio_low=low,
             clip_ratio_high=high,
@@ -143,7 +145,7 @@ class PolicyLossSettings:
             delta=rl_config.delta,
             tau_pos=rl_config.tau_pos,
             tau_neg=rl_config.tau_neg,
-            kl_coef=rl_config.init_kl_coef if kl_in_loss else 0.0,
+            kl_coef=kl_coefficient(rl_config) if kl_in_loss else 0.0,
             kl_penalty=rl_config.kl_penalty,
             kl_clamp=rl_config.kl_clamp,
             use_bias_correction_kl=rl_config.use_bias_correction_kl,
@@ -152,7 +154,7 @@ class PolicyLossSettings:
             off_policy_sequence_mask_delta=rl_config.off_policy_sequence_mask_delta,
             rollout_correction=rl_config.rollout_importance_sampling_mode,
             rollout_threshold=rl_config.rollout_importance_sampling_threshold,
-            rollout_threshold_low=rl_config.rollout_importance_sampling_threshold_low,
+            rollout_threshold_min=rl_config.rollout_importance_sampling_threshold_min,
         )
 
     def kind(self) -> PolicyLossKind:
@@ -174,7 +176,7 @@ def policy_loss(batch: PolicyBatch, settings: PolicyLossSettings) -> LossOutput:
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     log_ratio = log_probs - old_log_probs
 
-    ratio = importance_ratio(log_ratio, mask, kind.level or settings.importance_sampling_level)
+    ratio = importance_ratio(log_ratio, mask, settings.importance_sampling_level or kind.level)
     policy, clipped = kind.objective(ratio, log_probs, advantages, settings)
     metrics: dict[str, Terms] = {
         "actor/pg_clipfrac": masked_mean(clipped, mask),
@@ -197,7 +199,7 @@ def policy_loss(batch: PolicyBatch, settings: PolicyLossSettings) -> LossOutput:
             mask,
             settings.rollout_correction,
             threshold=settings.rollout_threshold,
-            threshold_low=settings.rollout_threshold_low,
+            threshold_min=settings.rollout_threshold_min,
         )
         policy = policy * weights
         metrics["rollout/weight_mean"] = masked_mean(weights, mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms import unknown_name
 from mindspeed_rl.algorithms.records import LossOutput, masked_mean, read_metrics
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config import MegatronConfig
 
 DPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge", "ipo")
 SIMPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge")
@@ -46,9 +49,12 @@ class DPOSettings:
     def __post_init__(self) -> None:
         if self.loss_type not in DPO_LOSS_TYPES:
             raise ValueError(unknown_name("dpo_loss_type", self.loss_type, list(DPO_LOSS_TYPES)))
-        _check_preference("dpo", self.loss_type, self.beta, self.label_smoothing)
-        if self.pref_ftx < 0:
-            raise ValueError(f"pref_ftx must not be negative, not {self.pref_ftx}")
+        _check_preference("dpo", self)
+
+    @classmethod
+    def from_config(cls, config: MegatronConfig) -> DPOSettings:
+        """Return the settings that the dpo keys of a run file mean."""
+        return cls(config.dpo_loss_type, config.dpo_beta, config.dpo_label_smoothing, config.pref_ftx)
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,21 @@ class SimPOSettings:
     beta: float = 2.5
     gamma_beta_ratio: float = 1.4
     label_smoothing: float = 0.0
+    pref_ftx: float = 0.0
 
     def __post_init__(self) -> None:
         if self.loss_type not in SIMPO_LOSS_TYPES:
             raise ValueError(unknown_name("simpo_loss_type", self.loss_type, list(SIMPO_LOSS_TYPES)))
-        _check_preference("simpo", self.loss_type, self.beta, self.label_smoothing)
+        _check_preference("simpo", self)
         if self.gamma_beta_ratio < 0:
             raise ValueError(f"gamma_beta_ratio must not be negative, not {self.gamma_beta_ratio}")
+
+    @classmethod
+    def from_config(cls, config: MegatronConfig) -> SimPOSettings:
+        """Return the settings that the simpo keys of a run file mean."""
+        return cls(
+            config.simpo_loss_type, config.simpo_beta, config.gamma_beta_ratio, config.simpo_label_smoothing, config.pref_ftx
+        )
 
 
 def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
@@ -86,20 +100,20 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
         losses = (chosen - rejected - 1.0 / (2.0 * settings.beta)).square()
     else:
         losses = _margin_loss(settings.beta * (chosen - rejected), settings.loss_type, settings.label_smoothing)
-    if settings.pref_ftx:
-        losses = losses - settings.pref_ftx * batch.chosen_log_probs / _lengths(batch.chosen_lengths)
+    losses = losses + _sft_term(batch, settings.pref_ftx)
     return _pair_output(losses, settings.beta * chosen, settings.beta * rejected)
 
 
 def simpo_loss(batch: PreferenceBatch, settings: SimPOSettings) -> LossOutput:
     """Return the SimPO loss (arXiv:2405.14734) summed over pairs.
 
-    z = log pi_c / |c| - log pi_r / |r| - gamma_beta_ratio; sigmoid and hinge of beta z as in DPO. No reference model.
+    z = log pi_c / |c| - log pi_r / |r| - gamma_beta_ratio; sigmoid and hinge of beta z as in DPO, and
+    its pref_ftx term. No reference model.
     """
     chosen = batch.chosen_log_probs / _lengths(batch.chosen_lengths)
     rejected = batch.rejected_log_probs / _lengths(batch.rejected_lengths)
     z = chosen - rejected - settings.gamma_beta_ratio
-    losses = _margin_loss(settings.beta * z, settings.loss_type, settings.label_smoothing)
+    losses = _margin_loss(settings.beta * z, settings.loss_type, settings.label_smoothing) + _sft_term(batch, settings.pref_ftx)
     return _pair_output(losses, settings.beta * chosen, settings.beta * rejected)
 
 
@@ -127,19 +141,25 @@ def process_reward_loss(logits: Tensor, labels: Tensor, placeholder_mask: Tensor
     return LossOutput(loss_sum, count, read_metrics({"rewards/accuracies": masked_mean(right, placeholder_mask)}))
 
 
-def _check_preference(stage: str, loss_type: str, beta: float, label_smoothing: float) -> None:
-    if beta <= 0:
-        raise ValueError(f"{stage}_beta must be positive, not {beta}")
-    if not 0.0 <= label_smoothing < 0.5:
-        raise ValueError(f"{stage}_label_smoothing must be in [0, 0.5), not {label_smoothing}")
-    if label_smoothing and loss_type != "sigmoid":
-        raise ValueError(f"{stage}_label_smoothing is {label_smoothing} but has no effect with {stage}_loss_type {loss_type}")
+def _check_preference(stage: str, settings: DPOSettings | SimPOSettings) -> None:
+    if settings.beta <= 0:
+        raise ValueError(f"{stage}_beta must be positive, not {settings.beta}")
+    if not 0.0 <= settings.label_smoothing < 0.5:
+        raise ValueError(f"{stage}_label_smoothing must be in [0, 0.5), not {settings.label_smoothing}")
+    if settings.label_smoothing and settings.loss_type != "sigmoid":
+        raise ValueError(f"{stage}_label_smoothing needs {stage}_loss_type sigmoid; it has no effect with {settings.loss_type}")
+    if settings.pref_ftx < 0:
+        raise ValueError(f"pref_ftx must not be negative, not {settings.pref_ftx}")
 
 
 def _margin_loss(margin: Tensor, loss_type: str, label_smoothing: float) -> Tensor:
     if loss_type == "hinge":
         return F.relu(1.0 - margin)
     return -(1.0 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+def _sft_term(batch: PreferenceBatch, pref_ftx: float) -> Tensor | float:
+    return -pref_ftx * batch.chosen_log_probs / _lengths(batch.chosen_lengths) if pref_ftx else 0.0
 
 
 def _lengths(lengths: Tensor) -> Tensor:

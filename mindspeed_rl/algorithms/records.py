@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl.observability.metrics import Metric
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config import RLConfig
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class AdvantageInputs:
         reward_components: [B, K] raw score of each reward function (gdpo).
         reward_weights: K weights of the components (gdpo); None means all 1.
         gamma, lam: discount, GAE lambda.
-        scale: divide by the std of the group, of the batch, or not at all (group_norm).
+        scale: divide by the std of the group, of the batch, or not at all; "gdpo" turns group_norm into gdpo.
         eps: added to a std before division.
         whiten: normalize over all response tokens of the batch (gae, reinforce_plus_plus, reinforce_plus_plus_baseline).
     """
@@ -155,7 +158,7 @@ class AdvantageInputs:
     reward_weights: tuple[float, ...] | None = None
     gamma: float = 1.0
     lam: float = 0.95
-    scale: Literal["group", "batch", "none"] = "group"
+    scale: Literal["group", "batch", "none", "gdpo"] = "group"
     eps: float = 1e-6
     whiten: bool = True
 
@@ -176,3 +179,25 @@ class AdvantageInputs:
             value = getattr(self, name)
             if value is not None and value.shape != self.response_mask.shape:
                 raise ValueError(f"{name} is {list(value.shape)} but response_mask is {list(self.response_mask.shape)}")
+
+    @classmethod
+    def from_config(
+        cls, rl_config: RLConfig, rewards: Tensor, response_mask: Tensor, *, group_size: int, **tensors: Tensor | float | None
+    ) -> AdvantageInputs:
+        """Return inputs with the numbers of a run file: scale, eps, gamma, lam and whiten.
+
+        Args:
+            group_size: samples of a prompt, from the batch plan.
+            tensors: kl, kl_coef, values, greedy_rewards, reward_components, reward_weights as the estimator needs them.
+        """
+        return cls(
+            rewards,
+            response_mask,
+            group_size=group_size,
+            gamma=rl_config.gamma,
+            lam=rl_config.lam,
+            scale=rl_config.scale_rewards,
+            eps=rl_config.adv_epsilon,
+            whiten=rl_config.advantage_whiten or rl_config.adv_estimator != "gae",
+            **tensors,
+        )
