@@ -1,0 +1,127 @@
+"""Console output that stays readable, and a run.log that keeps everything.
+
+The console shows what `mindspeed_rl` has to say (rank 0 only) and warnings of others; run.log takes every record of every
+process at INFO and, for worker processes, what native code prints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+PACKAGE = "mindspeed_rl"
+
+# Libraries that narrate their work at INFO or WARNING; their errors still reach the console.
+CHATTY = (
+    "absl",
+    "asyncio",
+    "datasets",
+    "filelock",
+    "fsspec",
+    "httpx",
+    "huggingface_hub",
+    "matplotlib",
+    "megatron",
+    "numba",
+    "ray",
+    "torch",
+    "transfer_queue",
+    "transformers",
+    "urllib3",
+    "vllm",
+    "vllm_ascend",
+)
+
+_FILE_FORMAT = "%(asctime)s %(levelname)s [%(worker)s] %(name)s: %(message)s"
+
+
+def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that keep libraries from configuring logging of their own; those already set are left out.
+
+    Set them before the libraries are imported: in this process, and as Ray's runtime environment for the workers.
+    """
+    wanted = {
+        # vLLM would otherwise install a handler that writes to stdout; its records reach ours instead.
+        "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TQDM_MININTERVAL": "1",
+    }
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bool = True, level: int = logging.INFO) -> None:
+    """All records of this process go to the log file, and the few worth reading to stderr.
+
+    Replaces the handlers of the root logger, so the call may be repeated.
+
+    Args:
+        log_file: run.log, shared by all processes; each record is one append. None: console only.
+        worker: name of this process in the file, e.g. "driver" or "rank 3".
+        console: False on all ranks but one.
+        level: least level of our own records on the console.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(logging.INFO)
+    if log_file is not None:
+        log_file = Path(log_file)
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(log_file, mode="a", encoding="utf-8")
+        to_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"worker": worker}))
+        root.addHandler(to_file)
+    if console:
+        to_console = logging.StreamHandler(sys.stderr)
+        to_console.setFormatter(logging.Formatter("%(message)s"))
+        to_console.addFilter(lambda record: _worth_reading(record, level))
+        root.addHandler(to_console)
+    elif log_file is None:
+        root.addHandler(logging.NullHandler())
+    for name in CHATTY:
+        _pass_upwards(name)
+    # Python warnings become records: to the file always, to the console never.
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+
+
+def redirect_output(path: Path) -> None:
+    """Whatever this process prints, native code included, is appended to the file. For worker processes."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def _worth_reading(record: logging.LogRecord, level: int) -> bool:
+    origin = record.name.split(".")[0]
+    if origin == PACKAGE or origin == "__main__":
+        return record.levelno >= level
+    if origin == "py":  # py.warnings
+        return False
+    # Records named "root" come from libraries that call logging.warning() itself.
+    return record.levelno >= (logging.ERROR if origin in CHATTY or origin == "root" else logging.WARNING)
+
+
+def _pass_upwards(name: str) -> None:
+    """The logger's records reach the root handlers and nobody else."""
+    logger = logging.getLogger(name)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.propagate = True
