@@ -1,0 +1,58 @@
+"""One file per architecture: HF config -> Megatron config, layer spec, and the invertible HF <-> Megatron weight table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindspeed_rl.models.architecture import Architecture
+
+ARCHITECTURES: dict[str, str] = {
+    "llama": "mindspeed_rl.models.llama:LLAMA",
+    "mistral": "mindspeed_rl.models.mistral:MISTRAL",
+    "qwen2": "mindspeed_rl.models.qwen2:QWEN2",
+    "qwen3": "mindspeed_rl.models.qwen3:QWEN3",
+}
+
+
+def find_architecture(name: str) -> Architecture:
+    """The Architecture registered under a name, or one of your own given as ``module:attribute``.
+
+    Raises:
+        ValueError: no such name; the message lists the known ones and the nearest.
+    """
+    import importlib
+
+    if name not in ARCHITECTURES and ":" not in name:
+        near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown architecture {name!r}; known are {', '.join(ARCHITECTURES)}{hint}")
+    module, _, attribute = ARCHITECTURES.get(name, name).partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def all_architectures() -> list[Architecture]:
+    """Every registered Architecture."""
+    return [find_architecture(name) for name in ARCHITECTURES]
+
+
+def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
+    """The Architecture of a checkpoint, from its config.json.
+
+    Raises:
+        ValueError: neither ``architectures`` nor ``model_type`` is one that we know.
+    """
+    classes = hf_config.get("architectures") or []
+    model_type = hf_config.get("model_type")
+    known = all_architectures()
+    for candidate in known:
+        if any(name in candidate.hf_classes for name in classes):
+            return candidate
+    if not classes:
+        for candidate in known:
+            if model_type in candidate.model_types:
+                return candidate
+    supported = ", ".join(name for candidate in known for name in candidate.hf_classes if name.endswith("CausalLM"))
+    raise ValueError(f"config.json is of {classes or [model_type]}, which is not supported; supported are {supported}")

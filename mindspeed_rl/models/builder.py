@@ -1,0 +1,355 @@
+"""Network -> Megatron's TransformerConfig, layer spec and GPTModel, without TransformerEngine or Apex.
+
+Importing this imports Megatron, so on a machine that needs an adaptor `adaptors.apply("train")` must have run.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mindspeed_rl.models.layers import NoopLayer, SandwichNormLayer, WindowedAttention
+from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.network import Network, RopeScaling
+from mindspeed_rl.models.reward_model import GPTRewardModel
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+#: No TransformerEngine and no Apex: their fused kernels are off. MindSpeed turns its own on by patching.
+_WITHOUT_FUSED_KERNELS = {
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+}
+
+
+def transformer_config(network: Network, *, layout: Layout | None = None, **run: Any) -> TransformerConfig:
+    """Megatron's config of a network.
+
+    Args:
+        network: the shape facts.
+        layout: where the layers go; sets the parallel sizes, the uneven pipeline of ``num_layer_list`` and the number
+            of layers with no-op layers. Without it the parallel sizes come from ``run``.
+        run: any field of TransformerConfig (parallel sizes, dtype, recomputation, dropout ...); wins over the network.
+
+    Raises:
+        ValueError: the network has experts that the options of Megatron cannot express.
+    """
+    settings: dict[str, Any] = {
+        **_WITHOUT_FUSED_KERNELS,
+        "num_layers": network.num_layers,
+        "hidden_size": network.hidden_size,
+        "ffn_hidden_size": network.ffn_hidden_size,
+        "num_attention_heads": network.num_attention_heads,
+        "num_query_groups": network.num_query_groups,
+        "kv_channels": network.kv_channels,
+        "normalization": network.normalization,
+        "layernorm_epsilon": network.norm_epsilon,
+        "layernorm_zero_centered_gamma": network.layernorm_zero_centered_gamma,
+        "gated_linear_unit": True,
+        "activation_func": ACTIVATIONS[network.activation],
+        "add_bias_linear": False,
+        "add_qkv_bias": network.add_qkv_bias,
+        "qk_layernorm": network.qk_layernorm,
+        "rotary_interleaved": network.rotary_interleaved,
+        "softmax_scale": network.query_scale,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if network.num_moe_experts:
+        settings |= _moe_settings(network, layout)
+    if network.multi_latent_attention:
+        settings |= _mla_settings(network)
+    if layout is not None:
+        settings |= _layout_settings(layout)
+    settings |= run
+    config = (MLATransformerConfig if network.multi_latent_attention else TransformerConfig)(**settings)
+    if network.rope_scaling is not None and network.rope_scaling.type == "yarn" and not network.multi_latent_attention:
+        _set_yarn(config, network.rope_scaling)
+    return config
+
+
+def _moe_settings(network: Network, layout: Layout | None) -> dict[str, Any]:
+    slots: list[int | None] = list(range(network.num_layers))
+    if layout is not None:
+        slots = layout.real_numbers()
+    return {
+        "num_moe_experts": network.num_moe_experts,
+        "moe_ffn_hidden_size": network.moe_ffn_hidden_size,
+        "moe_layer_freq": [int(layer is not None and network.is_moe_layer(layer)) for layer in slots],
+        "moe_router_topk": network.moe_router_topk,
+        "moe_router_pre_softmax": network.moe_router_pre_softmax,
+        "moe_router_score_function": network.moe_router_score_function,
+        "moe_router_enable_expert_bias": network.moe_router_enable_expert_bias,
+        "moe_router_num_groups": network.moe_router_num_groups,
+        "moe_router_group_topk": network.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": network.moe_router_topk_scaling_factor,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": network.moe_aux_loss_coeff,
+        "moe_shared_expert_intermediate_size": network.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": network.moe_shared_expert_gate,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _mla_settings(network: Network) -> dict[str, Any]:
+    scaling = network.rope_scaling
+    yarn = scaling is not None and scaling.type == "yarn"
+    settings: dict[str, Any] = {
+        "q_lora_rank": network.q_lora_rank,
+        "kv_lora_rank": network.kv_lora_rank,
+        "qk_head_dim": network.qk_head_dim,
+        "qk_pos_emb_head_dim": network.qk_pos_emb_head_dim,
+        "v_head_dim": network.v_head_dim,
+        "qk_layernorm": True,
+        "rotary_base": network.rotary_base,
+        "rotary_percent": 1.0,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+    if scaling is not None and yarn:
+        settings |= {
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": 1.0 if scaling.mscale is None else scaling.mscale,
+            "mscale_all_dim": 0.0 if scaling.mscale_all_dim is None else scaling.mscale_all_dim,
+        }
+    return settings
+
+
+def _layout_settings(layout: Layout) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "num_layers": layout.num_slots,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+    }
+    if layout.num_experts:
+        settings |= {"expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.expert_tp_size}
+    if layout.schedule == "dualpipev":
+        raise ValueError("dualpipev is a schedule of MindSpeed; Megatron's pipeline schedules cannot run that layout")
+    if layout.moe_tp_extend_ep and layout.num_experts:
+        raise ValueError(
+            "moe_tp_extend_ep is MindSpeed's dispatcher; to train without it use expert_model_parallel_size = EP x TP and "
+            "expert_tensor_parallel_size = 1, which places the same experts on the same ranks"
+        )
+    if layout.num_layer_list is not None and layout.pp > 1:
+        stages: list[list[str]] = [["decoder"] * count for count in layout.num_layer_list]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        settings["pipeline_model_parallel_layout"] = stages
+    return settings
+
+
+def _set_yarn(config: TransformerConfig, scaling: RopeScaling) -> None:
+    # GPTModel reads these from the config object; TransformerConfig has no such fields, so they are set afterwards.
+    mscale, mscale_all_dim = scaling.mscale, scaling.mscale_all_dim
+    if scaling.attention_factor is not None:
+        expected = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+        if not math.isclose(scaling.attention_factor, expected, rel_tol=1e-6):
+            raise ValueError(f"yarn attention_factor {scaling.attention_factor} is not supported; Megatron computes {expected}")
+    for name, value in {
+        "yarn_rotary_scaling_factor": scaling.factor,
+        "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "yarn_beta_fast": scaling.beta_fast,
+        "yarn_beta_slow": scaling.beta_slow,
+        "yarn_mscale": mscale,
+        "yarn_mscale_all_dim": mscale_all_dim,
+        "yarn_correction_range_round_to_int": scaling.truncate,
+    }.items():
+        setattr(config, name, value)
+
+
+# ---------------------------------------------------------------------- layer spec
+
+
+def layer_spec(
+    network: Network,
+    config: TransformerConfig,
+    *,
+    norm: type[nn.Module],
+    core_attention: type[nn.Module],
+    layout: Layout | None = None,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, with the given norm and core attention.
+
+    Layers with a sliding window or capped attention logits use :class:`WindowedAttention` in place of
+    ``core_attention``: no fused kernel of the platforms computes those.
+
+    Args:
+        layout: the layout the config was made with; needed when it has no-op layers.
+        vp_stage, pp_rank: the chunk; ``pp_rank`` defaults to this process's.
+    """
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    numbers = list(range(network.num_layers)) if layout is None else layout.real_numbers()
+    kinds: dict[tuple[bool, bool], ModuleSpec] = {}
+    specs = []
+    for layer in numbers[first : first + count]:
+        if layer is None:
+            specs.append(ModuleSpec(module=NoopLayer))
+            continue
+        windowed = layer in network.sliding_window_layers
+        kind = (network.is_moe_layer(layer), windowed)
+        if kind not in kinds:
+            kinds[kind] = _one_layer(network, config, norm, core_attention, *kind)
+        specs.append(kinds[kind])
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def _one_layer(
+    network: Network,
+    config: TransformerConfig,
+    norm: type[nn.Module],
+    core_attention: type[nn.Module],
+    moe: bool,
+    windowed: bool,
+) -> ModuleSpec:
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=network.num_moe_experts if moe else None,
+            moe_grouped_gemm=config.moe_grouped_gemm if moe else False,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=network.multi_latent_attention,
+        )
+    )
+    layer = spec.submodules
+    layer.input_layernorm = norm
+    layer.pre_mlp_layernorm = norm
+    attention = layer.self_attention.submodules
+    if network.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = norm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    attention.core_attention = core_attention
+    if windowed or network.attn_logit_softcapping:
+        attention.core_attention = ModuleSpec(
+            module=WindowedAttention,
+            params={"window": network.sliding_window if windowed else None, "softcap": network.attn_logit_softcapping},
+        )
+    layer.sharded_state_dict_keys_map = distributed_key_map(network, moe)
+    if network.post_norm:
+        spec.module = SandwichNormLayer
+        spec.params = {"post_norm": norm}
+    return spec
+
+
+def distributed_key_map(network: Network, moe: bool) -> dict[str, str]:
+    """Parameter prefixes that ``torch_dist`` checkpoints name differently: Megatron fuses these norms into the next linear."""
+    keys: dict[str, str] = {}
+    if network.multi_latent_attention:
+        keys["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+        if network.q_lora_rank is not None:
+            keys["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+    else:
+        keys["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not moe:
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return keys
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def build_gpt_model(
+    network: Network,
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    parallel_output: bool = True,
+    max_sequence_length: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> GPTModel:
+    """One model chunk, with random weights; logits, or scores [b, s, 1] when ``network.head`` is "reward".
+
+    Collective when an embedding is tied across pipeline stages. Multi-token-prediction layers are not built.
+    """
+    scaling = network.rope_scaling
+    yarn = scaling is not None and scaling.type == "yarn" and not network.multi_latent_attention
+    reward = network.head == "reward"
+    model = (GPTRewardModel if reward else GPTModel)(
+        config,
+        spec,
+        vocab_size=network.padded_vocab_size,
+        max_sequence_length=max_sequence_length or network.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=parallel_output,
+        share_embeddings_and_output_weights=not (network.untie_embeddings_and_output_weights or reward),
+        position_embedding_type="yarn" if yarn else "rope",
+        rotary_percent=network.rotary_percent,
+        rotary_base=network.rotary_base,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    if scaling is not None and scaling.type != "yarn":
+        _scale_frequencies(model, network)
+    if pre_process and network.embedding_scale is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_scale_output, factor=network.embedding_scale))
+    if post_process and network.final_logit_softcapping is not None and not reward:
+        model.output_layer.register_forward_hook(partial(_cap_logits, cap=network.final_logit_softcapping))
+    return model
+
+
+def _scale_frequencies(model: GPTModel, network: Network) -> None:
+    # Megatron's own rope scaling fixes every constant of Llama 3.1 but the factor, and has no linear scaling.
+    assert network.rope_scaling is not None
+    embedding = model.rotary_pos_emb
+    scaled = scaled_frequencies(embedding.inv_freq.float().cpu(), network.rope_scaling)
+    embedding.inv_freq = scaled.to(embedding.inv_freq.device)
+
+
+def scaled_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies after ``linear`` or ``llama3`` scaling. [rotary_dim / 2] float32."""
+    if scaling.type == "linear":
+        return inv_freq / scaling.factor
+    wavelength = 2 * math.pi / inv_freq
+    low = scaling.original_max_position_embeddings / scaling.low_freq_factor
+    high = scaling.original_max_position_embeddings / scaling.high_freq_factor
+    blend = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
+    stretched = torch.where(wavelength > low, inv_freq / scaling.factor, blended)
+    return torch.where(wavelength < high, inv_freq, stretched)
+
+
+def _scale_output(module: nn.Module, inputs: Any, output: Tensor, factor: float) -> Tensor:
+    return output * torch.tensor(factor, dtype=output.dtype)
+
+
+def _cap_logits(
+    module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None], cap: float
+) -> tuple[Tensor, Tensor | None]:
+    logits, bias = output
+    return cap * torch.tanh(logits / cap), bias

@@ -1,0 +1,131 @@
+"""Modules that a few architectures need and Megatron-core does not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    BaseTransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
+
+
+class NoopLayer(MegatronModule, BaseTransformerLayer):
+    """An empty layer that evens out a pipeline: it has no parameters and returns its input."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        pg_collection: Any = None,
+        vp_stage: int | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        pp_rank = None if pg_collection is None else pg_collection.pp.rank()
+        self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pp_rank)
+
+    def forward(self, hidden_states: Tensor, context: Tensor | None = None, **unused: Any) -> tuple[Tensor, Tensor | None]:
+        return hidden_states, context
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        return {}
+
+
+class SandwichNormLayer(TransformerLayer):
+    """A decoder layer that also normalizes what attention and MLP return, before the residual (Gemma 2, GLM-4-0414)."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, post_norm: type[nn.Module], **kwargs: Any
+    ) -> None:
+        super().__init__(config, submodules, **kwargs)
+        for name in ("post_attn_norm", "post_mlp_layernorm"):
+            norm = build_module(post_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            setattr(self, name, norm)
+        self.self_attn_bda = _normed(self.self_attn_bda, self.post_attn_norm)
+        self.mlp_bda = _normed(self.mlp_bda, self.post_mlp_layernorm)
+
+
+def _normed(bias_dropout_add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
+    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = bias_dropout_add(training, fused)
+
+        def apply(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return apply
+
+    return build
+
+
+class WindowedAttention(nn.Module):
+    """Causal attention with a sliding window, capped logits, or both, written out in plain tensor operations.
+
+    It materializes the scores of one sequence at a time; context parallelism is refused.
+
+    Args:
+        window: a token sees itself and the ``window`` - 1 tokens before it; None means all.
+        softcap: logits become softcap * tanh(logits / softcap); None means unchanged.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        window: int | None = None,
+        softcap: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError("context_parallel_size must be 1 for a model with sliding-window or capped attention")
+        if config.attention_dropout:
+            raise ValueError("attention_dropout must be 0 for a model with sliding-window or capped attention")
+        self.window, self.softcap = window, softcap
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[s, b, n * d] from [s, b, n, d], or [t, 1, n * d] from packed [t, n, d]."""
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
+        lengths = bounds.diff().tolist()
+        if (tail := query.size(0) - sum(lengths)) > 0:
+            lengths.append(tail)
+        parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)))
+        return torch.cat([self._attend(*part) for part in parts if part[0].size(0)])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, n, s, d]
+        repeats = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        scores = query @ key.transpose(-1, -2) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        position = torch.arange(scores.size(-1), device=scores.device)
+        distance = position[:, None] - position[None, :]
+        hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
+        out = (weights @ value).permute(2, 0, 1, 3)
+        return out.reshape(out.size(0), out.size(1), -1)

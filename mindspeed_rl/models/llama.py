@@ -1,0 +1,29 @@
+"""Llama 2, 3, 3.1, 3.2 (text) and models with the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
+from mindspeed_rl.models.network import Network, read_common, require_activation
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a Llama config.json; biases in attention or MLP are refused (no released Llama has them)."""
+    require_activation(hf_config)
+    for key in ("attention_bias", "mlp_bias"):
+        if hf_config.get(key):
+            raise ValueError(f"config.json sets {key}; Llama is converted without it")
+    return Network(**read_common(hf_config, "llama"))
+
+
+LLAMA = Architecture(
+    name="llama",
+    hf_classes=("LlamaForCausalLM", "LlamaForSequenceClassification"),
+    model_types=("llama",),
+    upstream_names=("llama2", "llama3"),
+    read_network=read_network,
+    read_layer_ops=dense_layer_ops,
+    legacy=True,
+)

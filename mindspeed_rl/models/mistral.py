@@ -1,0 +1,29 @@
+"""Mistral 7B and successors with the same layers; v0.1 attends to a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
+from mindspeed_rl.models.network import Network, read_common, require_activation
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a Mistral config.json."""
+    require_activation(hf_config)
+    common = read_common(hf_config, "mistral")
+    window = hf_config.get("sliding_window")
+    layers = tuple(range(common["num_layers"])) if window else ()
+    return Network(**common, sliding_window=window, sliding_window_layers=layers)
+
+
+MISTRAL = Architecture(
+    name="mistral",
+    hf_classes=("MistralForCausalLM", "MistralForSequenceClassification"),
+    model_types=("mistral",),
+    upstream_names=("llama2", "mistral", "magistral"),
+    read_network=read_network,
+    read_layer_ops=dense_layer_ops,
+    legacy=True,
+)

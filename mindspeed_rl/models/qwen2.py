@@ -1,0 +1,39 @@
+"""Qwen2 and Qwen2.5: Llama with biases on query, key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
+from mindspeed_rl.models.network import Network, read_common, require_activation
+
+
+def read_sliding_window(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """``sliding_window`` fields of a Qwen config.json, which names the window even where it is switched off."""
+    if not hf_config.get("use_sliding_window"):
+        return {}
+    types = hf_config.get("layer_types")
+    if types:
+        layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    else:
+        layers = tuple(range(int(hf_config.get("max_window_layers", 0)), num_layers))
+    return {"sliding_window": hf_config.get("sliding_window"), "sliding_window_layers": layers}
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a Qwen2 config.json."""
+    require_activation(hf_config)
+    common = read_common(hf_config, "qwen2")
+    return Network(**common, add_qkv_bias=True, **read_sliding_window(hf_config, common["num_layers"]))
+
+
+QWEN2 = Architecture(
+    name="qwen2",
+    hf_classes=("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
+    model_types=("qwen2",),
+    upstream_names=("llama2", "qwen25"),
+    read_network=read_network,
+    read_layer_ops=dense_layer_ops,
+    legacy=True,
+)

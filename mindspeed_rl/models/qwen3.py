@@ -1,0 +1,32 @@
+"""Qwen3: no qkv bias, a norm on every query and key head, head_dim independent of the hidden size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
+from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.qwen2 import read_sliding_window
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a Qwen3 config.json."""
+    require_activation(hf_config)
+    common = read_common({"head_dim": 128, **hf_config}, "qwen3")
+    return Network(
+        **common,
+        qk_layernorm=True,
+        add_qkv_bias=bool(hf_config.get("attention_bias")),
+        **read_sliding_window(hf_config, common["num_layers"]),
+    )
+
+
+QWEN3 = Architecture(
+    name="qwen3",
+    hf_classes=("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
+    model_types=("qwen3",),
+    upstream_names=("qwen3",),
+    read_network=read_network,
+    read_layer_ops=dense_layer_ops,
+)

@@ -1,0 +1,81 @@
+"""Small random HF models, made by transformers itself, that the tests convert and compare with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def _config(name: str, **changes: Any) -> Any:
+    return getattr(transformers, f"{name}Config")(**{**COMMON, **changes})
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: _config("Llama"),
+    "llama31-tied": lambda: _config("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True, head_dim=16),
+    "llama-linear": lambda: _config("Llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    "mistral": lambda: _config("Mistral", sliding_window=None),
+    "mistral-window": lambda: _config("Mistral", sliding_window=7),
+    "qwen2": lambda: _config("Qwen2"),
+    "qwen2-tied": lambda: _config("Qwen2", tie_word_embeddings=True),
+    "qwen2-yarn": lambda: _config("Qwen2", rope_parameters=YARN),
+    "qwen3": lambda: _config("Qwen3", head_dim=16),
+}
+
+
+def make_hf_model(name: str, seed: int = 0) -> nn.Module:
+    """A float32 HF causal language model with random weights (norms and biases too) in eval mode."""
+    config = CONFIGS[name]()
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    randomize(model, seed)
+    return model
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Give norms and biases, which transformers starts at 1 and 0, values that a wrong order of rows would show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.ndim == 1 and ("norm" in name or "bias" in name):
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+
+def save_hf_model(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **save: Any) -> nn.Module:
+    """Save the model as an HF folder and return it."""
+    model = make_hf_model(name, seed).to(dtype)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def hf_config_of(model: nn.Module) -> dict[str, Any]:
+    """What config.json would hold."""
+    return {**json.loads(model.config.to_json_string(use_diff=False)), "architectures": [type(model).__name__]}
