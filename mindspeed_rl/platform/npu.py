@@ -1,8 +1,17 @@
-"""Ascend NPUs through torch_npu and HCCL."""
+"""Ascend NPUs through torch_npu and HCCL.
+
+Only names and signatures that torch_npu 2.9, 2.10 and 2.13 share are used (`tests/data/npu/contract.json` pins them), and
+never `torch.accelerator`: its memory half does not reach the NPU allocator before 2.13. Tested on a simulated device
+(`tests/npu_sim`); not verified on NPU hardware.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,10 +34,15 @@ class NpuPlatform(Platform):
 
     @classmethod
     def is_available(cls) -> bool:
+        # Never ask torch.cuda: MindSpeed makes torch.cuda.is_available() answer for the NPU.
         if importlib.util.find_spec("torch_npu") is None:
             return False
-        import torch_npu  # noqa: F401
-
+        try:
+            import torch_npu  # noqa: F401
+        except (ImportError, OSError) as error:
+            raise ImportError(
+                f"torch_npu is installed but does not load ({error}); `mindspeed-rl doctor` lists what is missing."
+            ) from error
         return torch.npu.is_available()
 
     def device(self, index: int = 0) -> torch.device:
@@ -64,3 +78,71 @@ class NpuPlatform(Platform):
 
     def manual_seed(self, seed: int) -> None:
         torch.npu.manual_seed(seed)
+
+    def worker_env(self) -> dict[str, str]:
+        """What a worker must have whatever the run file says; `environment.worker_environment` adds the tunables."""
+        return {
+            # We choose the die with set_device: HCCL inside a node and IPC need all dies visible in every process.
+            "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+            # Megatron asserts it with tensor or context parallelism, on NPUs too.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            # Weights in the NZ layout cannot be overwritten in place: vLLM-Ascend refuses wake_up and weight updates.
+            "VLLM_ASCEND_ENABLE_NZ": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> Any | None:
+        """HCCL options with their own buffer size: every communicator holds two buffers, 200 MiB each unless told.
+
+        Returns:
+            `ProcessGroupHCCL.Options`, or None when no size is asked for.
+        """
+        if buffer_size_mib is None:
+            return None
+        import torch_npu
+
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = {"hccl_buffer_size": buffer_size_mib, "group_name": group_name}
+        return options
+
+    def device_id_for_ray(self, assigned: list[str]) -> int:
+        """Index to give `set_device` for the NPU that Ray assigned.
+
+        With RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES every die is visible and the assigned id counts among the
+        visible ones; without it Ray has narrowed the process to one die, which is number 0.
+
+        Raises:
+            ValueError: Ray assigned no NPU, or one that this process does not see.
+        """
+        if not assigned:
+            raise ValueError('Ray assigned no NPU to this worker; ask for resources={"NPU": 1}.')
+        if not os.environ.get("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"):
+            return 0
+        visible = os.environ.get(self.visible_devices_env, "")
+        if not visible:
+            return int(assigned[0])
+        order = visible.split(",")
+        if assigned[0] not in order:
+            raise ValueError(f"Ray assigned NPU {assigned[0]}, but {self.visible_devices_env} is '{visible}'.")
+        return order.index(assigned[0])
+
+    @contextlib.contextmanager
+    def profile(self, directory: str, **settings: Any) -> Iterator[Any]:
+        """Profiles the block with torch_npu's profiler and writes a trace below `directory`.
+
+        Args:
+            settings: `level` ("none", "0", "1", "2": how much the device records), `analyse` (True parses the trace at the
+                end, which takes minutes; `torch_npu.profiler.profiler.analyse` does it later) and the keyword arguments
+                of `torch_npu.profiler.profile`.
+        """
+        from torch_npu import profiler
+
+        level = f"Level{settings.pop('level', '0')}".replace("Levelnone", "Level_none")
+        handler = profiler.tensorboard_trace_handler(directory, analyse_flag=settings.pop("analyse", False))
+        settings.setdefault("activities", [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU])
+        settings.setdefault(
+            "experimental_config", profiler._ExperimentalConfig(profiler_level=getattr(profiler.ProfilerLevel, level))
+        )
+        with profiler.profile(on_trace_ready=handler, **settings) as session:
+            yield session

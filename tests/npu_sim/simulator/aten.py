@@ -1,0 +1,125 @@
+"""CPU kernels for every aten operator that torch_npu implements for its device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_npu  # noqa: F401
+from torch.utils._pytree import tree_map
+
+from simulator import calls
+from simulator.memory import cpu_view, device_copy
+
+#: operators whose torch_npu kernels only deal with memory and metadata: they stay real
+KEPT = frozenset(
+    "empty empty_strided as_strided view _reshape_alias unfold squeeze unsqueeze view_as_real view_as_complex set_ resize_ "
+    "_to_copy to _pin_memory is_pinned record_stream contiguous is_set_to _resize_output_ npu_get_storage_size".split()
+)
+
+
+def _draw_seed(device: torch.device) -> int:
+    """A CPU seed derived from the device generator's state; advances that generator as one kernel would."""
+    generator = torch.npu.default_generators[device.index or 0]
+    state = bytes(generator.get_state().tolist())
+    offset = int.from_bytes(state[-8:], "little") + 4
+    advanced = state[:-8] + offset.to_bytes(8, "little")
+    generator.set_state(torch.tensor(list(advanced), dtype=torch.uint8))
+    return int.from_bytes(hashlib.sha256(state).digest()[:6], "little")
+
+
+def _run(op: Callable, name: str, draws: bool, args: tuple, kwargs: dict) -> Any:
+    """Calls `op` on CPU views of the device arguments and returns device results."""
+    calls[name] += 1
+    device: torch.device | None = None
+    originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the view -> (view, device tensor)
+
+    def to_cpu(value: Any) -> Any:
+        nonlocal device
+        if isinstance(value, torch.Tensor) and value.device.type == "npu":
+            device = device or value.device
+            view = cpu_view(value)
+            originals[id(view)] = (view, value)
+            return view
+        if isinstance(value, torch.device) and value.type == "npu":
+            device = device or value
+            return torch.device("cpu")
+        return None if isinstance(value, torch.Generator) else value
+
+    args = tree_map(to_cpu, args)
+    kwargs = {key: None if key == "pin_memory" else tree_map(to_cpu, value) for key, value in kwargs.items()}
+    if device is None or device.type != "npu":
+        device = torch.device("npu", torch.npu.current_device())
+    if draws:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_draw_seed(device))
+            result = op(*args, **kwargs)
+    else:
+        result = op(*args, **kwargs)
+    for view, original in originals.values():  # out= and in-place operators may have resized their argument
+        if view.size() != original.size():
+            original.resize_(view.size())
+            cpu_view(original).copy_(view)
+
+    def to_device(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in originals:
+            return originals[id(value)][1]
+        return device_copy(value, device) if value.device.type == "cpu" else value
+
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(to_device, result)) if type(result) in (tuple, list) else tuple(map(to_device, result))
+    return to_device(result)
+
+
+def _kernel(op: Callable, name: str) -> Callable:
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    return lambda *args, **kwargs: _run(op, name, draws, args, kwargs)
+
+
+def _matmul_backward(grad: torch.Tensor, left: torch.Tensor, right: torch.Tensor, mask: list[bool]) -> tuple:
+    """torch_npu's own matmul backward, which aten has no CPU kernel for."""
+    calls["aten::matmul_backward"] += 1
+    upstream, a, b = (cpu_view(tensor).float() for tensor in (grad, left, right))
+    if b.dim() == 1:
+        grad_a = upstream.unsqueeze(-1) * b
+        grad_b = (a * upstream.unsqueeze(-1)).reshape(-1, b.shape[0]).sum(0)
+    else:
+        grad_a = (upstream @ b.transpose(-1, -2)).sum_to_size(a.shape)
+        grad_b = (a.transpose(-1, -2) @ upstream).sum_to_size(b.shape)
+    return device_copy(grad_a.to(left.dtype), grad.device), device_copy(grad_b.to(right.dtype), grad.device)
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """scaled_dot_product_attention by its mathematical decomposition (torch_npu sends it to a fused kernel)."""
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def install() -> int:
+    """Overrides the kernels and returns how many."""
+    count = 0
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = full_name.partition("::")
+        base, _, overload = rest.partition(".")
+        if namespace != "aten" or base in KEPT or base in ("matmul_backward", "scaled_dot_product_attention"):
+            continue
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "PrivateUse1"):
+            continue
+        packet = getattr(torch.ops.aten, base, None)
+        if packet is None or (overload or "default") not in packet.overloads():
+            continue  # registered for TorchScript only: Python cannot reach it either
+        op = getattr(packet, overload or "default")
+        _library.impl(op, _kernel(op, full_name), "PrivateUse1", allow_override=True)
+        count += 1
+    _library.impl("matmul_backward", _matmul_backward, "PrivateUse1", allow_override=True)
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        _library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
+    return count

@@ -1,0 +1,262 @@
+"""Reference implementations of the fused `npu::` operators, from their documented mathematics, in fp32.
+
+Attention keeps the contract of the real operator: layouts, cumulative sequence ends, sparse modes with their compressed
+mask, and a backward pass that uses the softmax statistics and the output it is given. Ring attention passes the global
+ones for every block: recomputing them gives gradients that are wrong by a factor while the loss is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from simulator import calls
+from simulator.memory import cpu_view, device_copy
+
+Tensor = torch.Tensor
+_INT_MAX = 2147483647
+#: sparse modes 2, 3 and 4 want this compressed causal mask instead of a full one
+COMPRESSED_MASK = (2048, 2048)
+
+
+def _mask(sparse_mode: int, atten_mask: Tensor | None, rows: int, columns: int) -> Tensor | None:
+    """[rows, columns] bool, True on masked positions, or None."""
+    if sparse_mode in (0, 1):
+        if atten_mask is None:
+            return None
+        if atten_mask.shape[-2] < rows or atten_mask.shape[-1] < columns:
+            raise RuntimeError(f"npu_fusion_attention: atten_mask {tuple(atten_mask.shape)} is smaller than {rows} x {columns}")
+        return atten_mask.reshape(atten_mask.shape[-2:])[:rows, :columns].bool()
+    if sparse_mode in (2, 3):
+        if atten_mask is None or tuple(atten_mask.shape[-2:]) != COMPRESSED_MASK:
+            shape = None if atten_mask is None else tuple(atten_mask.shape)
+            raise RuntimeError(f"npu_fusion_attention: sparse_mode {sparse_mode} needs a 2048 x 2048 atten_mask, got {shape}")
+        diagonal = 1 if sparse_mode == 2 else columns - rows + 1
+        return torch.ones(rows, columns, dtype=torch.bool).triu(diagonal)
+    raise RuntimeError(f"npu_fusion_attention: sparse_mode {sparse_mode} is not simulated")
+
+
+class _Layout:
+    """Cuts the tensors of one call into [heads, tokens, dim] sequences and puts results together again."""
+
+    def __init__(self, layout: str, head_num: int, query: Tensor, q_ends: list[int] | None, kv_ends: list[int] | None) -> None:
+        self.layout, self.head_dim = layout, query.shape[-1]
+        if layout in ("BSH", "SBH"):
+            self.head_dim = query.shape[-1] // head_num
+        if layout == "TND":
+            if not q_ends or not kv_ends:
+                raise RuntimeError("npu_fusion_attention: layout TND needs actual_seq_qlen and actual_seq_kvlen")
+            if q_ends[-1] != query.shape[0]:
+                raise RuntimeError(f"npu_fusion_attention: actual_seq_qlen ends at {q_ends[-1]}, query has {query.shape[0]} tokens")
+            if query.shape[1] != head_num:
+                raise RuntimeError(f"npu_fusion_attention: head_num {head_num} but query has {query.shape[1]} heads")
+        self.q_ends, self.kv_ends = q_ends, kv_ends
+
+    def split(self, tensor: Tensor, ends: list[int] | None) -> Iterator[Tensor]:
+        """Yields [N, S, ...] per sequence; statistics [.., S] without a head dimension keep their layout."""
+        if self.layout == "TND":
+            start = 0
+            for end in ends:
+                yield tensor[start:end].transpose(0, 1)
+                start = end
+            return
+        if self.layout == "BSND":
+            tensor = tensor.transpose(1, 2)
+        elif self.layout == "BSH":
+            tensor = tensor.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        elif self.layout == "SBH":
+            tensor = tensor.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
+        elif self.layout != "BNSD":
+            raise RuntimeError(f"npu_fusion_attention: layout {self.layout} is not simulated")
+        yield from tensor
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split` for [N, S, D] parts."""
+        if self.layout == "TND":
+            return torch.cat([part.transpose(0, 1) for part in parts])
+        stacked = torch.stack(parts)
+        if self.layout == "BSND":
+            return stacked.transpose(1, 2).contiguous()
+        if self.layout == "BSH":
+            return stacked.transpose(1, 2).flatten(2)
+        if self.layout == "SBH":
+            return stacked.permute(2, 0, 1, 3).flatten(2)
+        return stacked
+
+    def split_statistics(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yields [N, S] per sequence: statistics are [T, N, 8] for TND and [B, N, S, 8] otherwise."""
+        flat = tensor[..., 0].float()
+        if self.layout == "TND":
+            start = 0
+            for end in self.q_ends:
+                yield flat[start:end].transpose(0, 1)
+                start = end
+        else:
+            yield from flat
+
+    def join_statistics(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split_statistics`, with the eight copies the operator returns."""
+        joined = torch.cat([part.transpose(0, 1) for part in parts]) if self.layout == "TND" else torch.stack(parts)
+        return joined.unsqueeze(-1).expand(*joined.shape, 8).contiguous()
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    scores = (query @ key.transpose(1, 2)) * scale
+    return scores if mask is None else scores.masked_fill(mask, float("-inf"))
+
+
+def _attention(
+    query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, keep_prob=1.0,
+    pre_tockens=_INT_MAX, next_tockens=_INT_MAX, inner_precise=0, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None,
+    sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None, **unused: Any,
+) -> tuple:  # fmt: skip
+    if pse is not None or padding_mask is not None or keep_prob != 1.0 or prefix or sink is not None or any(unused.values()):
+        raise RuntimeError("npu_fusion_attention: pse, padding_mask, dropout, prefix and sink are not simulated")
+    layout = _Layout(input_layout, head_num, query, actual_seq_qlen, actual_seq_kvlen)
+    outputs, maxima, sums = [], [], []
+    for q, k, v in zip(
+        layout.split(query, actual_seq_qlen), layout.split(key, actual_seq_kvlen), layout.split(value, actual_seq_kvlen)
+    ):
+        q, k, v = q.float(), k.float(), v.float()
+        repeat = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
+        scores = _scores(q, k, scale, _mask(sparse_mode, atten_mask, q.shape[1], k.shape[1]))
+        maximum = scores.amax(-1).clamp_min(torch.finfo(torch.float32).min)
+        weights = torch.exp(scores - maximum.unsqueeze(-1))
+        total = weights.sum(-1)
+        outputs.append(weights @ v / total.clamp_min(1e-30).unsqueeze(-1))
+        maxima.append(maximum)
+        sums.append(total)
+    empty = torch.empty(0, dtype=query.dtype)
+    out = layout.join(outputs).to(query.dtype)
+    return out, layout.join_statistics(maxima), layout.join_statistics(sums), empty, 0, 0, 0
+
+
+def _attention_backward(
+    query, key, value, dy, head_num, input_layout, *, pse=None, padding_mask=None, atten_mask=None, softmax_max=None,
+    softmax_sum=None, softmax_in=None, attention_in=None, scale_value=1.0, keep_prob=1.0, pre_tockens=_INT_MAX,
+    next_tockens=_INT_MAX, inner_precise=0, seed=0, offset=0, numels=0, prefix=None, actual_seq_qlen=None,
+    actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None, **unused: Any,
+) -> tuple:  # fmt: skip
+    layout = _Layout(input_layout, head_num, query, actual_seq_qlen, actual_seq_kvlen)
+    gradients: list[tuple[Tensor, Tensor, Tensor]] = []
+    sequences = zip(
+        layout.split(query, actual_seq_qlen), layout.split(key, actual_seq_kvlen), layout.split(value, actual_seq_kvlen),
+        layout.split(dy, actual_seq_qlen), layout.split(attention_in, actual_seq_qlen),
+        layout.split_statistics(softmax_max), layout.split_statistics(softmax_sum),
+    )  # fmt: skip
+    for q, k, v, upstream, out, maximum, total in sequences:
+        q, k, v, upstream, out = q.float(), k.float(), v.float(), upstream.float(), out.float()
+        groups, repeat = k.shape[0], q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
+        scores = _scores(q, k, scale_value, _mask(sparse_mode, atten_mask, q.shape[1], k.shape[1]))
+        weights = torch.exp(scores - maximum.unsqueeze(-1)) / total.unsqueeze(-1)
+        grad_v = weights.transpose(1, 2) @ upstream
+        grad_weights = upstream @ v.transpose(1, 2)
+        grad_scores = weights * (grad_weights - (upstream * out).sum(-1, keepdim=True)) * scale_value
+        grad_q, grad_k = grad_scores @ k, grad_scores.transpose(1, 2) @ q
+        grad_k, grad_v = (g.unflatten(0, (groups, repeat)).sum(1) for g in (grad_k, grad_v))
+        gradients.append((grad_q, grad_k, grad_v))
+    empty = torch.empty(0, dtype=query.dtype)
+    return (*(layout.join(list(parts)).to(query.dtype) for parts in zip(*gradients)), empty, empty)
+
+
+def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple:
+    values = x.float()
+    rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon)
+    return (values * rstd).to(x.dtype) * gamma, rstd
+
+
+def _rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple:
+    values, upstream = x.float(), dy.float()
+    normed, scale = values * rstd.float(), rstd.float()
+    weighted = upstream * gamma.float()
+    grad_x = scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
+    grad_gamma = (upstream * normed).reshape(-1, *gamma.shape).sum(0)
+    return grad_x.to(x.dtype), grad_gamma
+
+
+def _swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = x.float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def _swiglu_backward(dy: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = x.float().chunk(2, dim)
+    sigmoid, upstream = torch.sigmoid(gate), dy.float()
+    grad_gate = upstream * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([grad_gate, upstream * gate * sigmoid], dim).to(x.dtype)
+
+
+def _rotate(x: Tensor, mode: str) -> Tensor:
+    if mode == "half":
+        first, second = x.chunk(2, -1)
+        return torch.cat([-second, first], -1)
+    if mode == "interleave":
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    raise RuntimeError(f"npu_rotary_mul: rotary_mode {mode} is not one of half, interleave")
+
+
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
+    return (x.float() * cos.float() + _rotate(x.float(), rotary_mode) * sin.float()).to(x.dtype)
+
+
+def _rotary_backward(dy, x, cos, sin, rotary_mode="half", rotate=None) -> tuple:
+    upstream = dy.float()
+    # the transpose of rotation by a quarter turn is its negative
+    grad_x = upstream * cos.float() - _rotate(upstream * sin.float(), rotary_mode)
+    grad_cos = (upstream * x.float()).sum_to_size(cos.shape)
+    grad_sin = (upstream * _rotate(x.float(), rotary_mode)).sum_to_size(sin.shape)
+    return grad_x.to(x.dtype), grad_cos.to(cos.dtype), grad_sin.to(sin.dtype)
+
+
+def _add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple:
+    total = x1 + x2
+    normed, rstd = _rms_norm(total, gamma, epsilon)
+    return normed, rstd, total
+
+
+KERNELS: dict[str, Callable] = {
+    "npu_fusion_attention": _attention,
+    "npu_fusion_attention_grad": _attention_backward,
+    "npu_rms_norm": _rms_norm,
+    "npu_rms_norm_backward": _rms_norm_backward,
+    "npu_add_rms_norm": _add_rms_norm,
+    "npu_swiglu": _swiglu,
+    "npu_swiglu_backward": _swiglu_backward,
+    "npu_rotary_mul": _rotary,
+    "npu_rotary_mul_backward": _rotary_backward,
+}
+
+
+def _kernel(name: str, function: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls[f"npu::{name}"] += 1
+        device: torch.device | None = None
+
+        def to_cpu(value: Any) -> Any:
+            nonlocal device
+            if isinstance(value, (list, tuple)):
+                return [to_cpu(item) for item in value]
+            if isinstance(value, Tensor) and value.device.type == "npu":
+                device = value.device
+                return cpu_view(value)
+            return value
+
+        result = function(*(to_cpu(value) for value in args), **{key: to_cpu(value) for key, value in kwargs.items()})
+        if isinstance(result, tuple):
+            return tuple(device_copy(value, device) if isinstance(value, Tensor) else value for value in result)
+        return device_copy(result, device)
+
+    return run
+
+
+_library = torch.library.Library("npu", "IMPL")
+
+
+def install() -> None:
+    """Overrides the fused operators; one the wheel does not have is an error."""
+    for name, function in KERNELS.items():
+        _library.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
