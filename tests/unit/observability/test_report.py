@@ -1,0 +1,54 @@
+"""The report and the completions file hold what happened."""
+
+import json
+
+from mindspeed_rl.observability.completions import Completion, CompletionWriter
+from mindspeed_rl.observability.report import read_metrics, write_report
+
+
+def test_the_report_sums_up_the_metrics_file(tmp_path):
+    lines = [
+        {"iteration": 1, "grpo/score/mean": 0.25, "timing/all": 1.0, "timing/rollout": 0.5},
+        {"iteration": 2, "grpo/score/mean": None, "timing/all": 3.0, "timing/rollout": 1.5},
+        {"iteration": 3, "grpo/score/mean": 0.75, "timing/all": 2.0, "timing/rollout": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_report(tmp_path, {"train_iters": 3}, title="grpo_tiny", results={"accuracy after": 0.91})
+    text = path.read_text()
+    assert "| grpo/score/mean | 0.25 | 0.75 | 0.5 | 0.25 | 0.75 |" in text
+    assert "| rollout | 1.000 | 0:03 | 50% |" in text
+    assert "| accuracy after | 0.91 |" in text and '"train_iters": 3' in text
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["metrics"]["timing/all"] == {"first": 1.0, "last": 2.0, "mean": 2.0, "min": 1.0, "max": 3.0, "count": 3}
+    assert report["iterations"] == 3 and report["versions"]["torch"] and report["config"] == {"train_iters": 3}
+
+
+def test_a_run_that_failed_before_its_first_iteration_still_gets_a_report(tmp_path):
+    text = write_report(tmp_path / "run", {}, title="grpo", outcome="worker 1 died").read_text()
+    assert "Outcome: worker 1 died. Iterations: 0." in text
+
+
+def test_a_repeated_iteration_counts_once_and_its_records_join(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 2, "a": 1}\n{"iteration": 1, "a": 5}\n{"iteration": 2, "a": 3, "eval/accuracy": 0.5}\n')
+    assert read_metrics(path) == [{"iteration": 1, "a": 5}, {"iteration": 2, "a": 3, "eval/accuracy": 0.5}]
+
+
+def test_completions_are_written_every_n_iterations(tmp_path):
+    writer = CompletionWriter(tmp_path / "completions.jsonl", interval=2, limit=1)
+    one = Completion("3+4=", "7", 1.0, {"acc": 1.0}, 0.5, {"label": "7"})
+    for iteration in (1, 2, 3, 4):
+        writer.write(iteration, [one, one])
+    records = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records] == [1, 2, 4]
+    assert records[0] == {
+        "iteration": 1, "prompt": "3+4=", "response": "7", "reward": 1.0,
+        "parts": {"acc": 1.0}, "advantage": 0.5, "extra": {"label": "7"},
+    }  # fmt: skip
+
+
+def test_interval_zero_writes_nothing(tmp_path):
+    writer = CompletionWriter(tmp_path / "completions.jsonl", interval=0)
+    assert not writer.wants(1)
+    writer.write(1, [Completion("a", "b", 0.0)])
+    assert not (tmp_path / "completions.jsonl").exists()

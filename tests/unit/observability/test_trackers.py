@@ -1,0 +1,61 @@
+"""Trackers write what they are given; a missing package is named."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mindspeed_rl.config import RLConfig
+from mindspeed_rl.observability.trackers import make_trackers
+
+
+def tracker_files(run_dir: Path, rl_config: RLConfig) -> Path:
+    trackers = make_trackers(rl_config, run_dir, {"lr": 1.0})
+    trackers.log(1, {"actor/pg_loss": 0.5, "eval/accuracy": 0.25})
+    trackers.log(2, {"actor/pg_loss": math.nan})
+    trackers.close()
+    return run_dir
+
+
+def test_every_run_has_a_jsonl_of_its_metrics(tmp_path):
+    tracker_files(tmp_path, RLConfig())
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"iteration": 1, "actor/pg_loss": 0.5, "eval/accuracy": 0.25},
+        {"iteration": 2, "actor/pg_loss": None},
+    ]
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_resumed_run_appends_to_its_metrics(tmp_path):
+    tracker_files(tmp_path, RLConfig())
+    tracker_files(tmp_path, RLConfig())
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_tensorboard_reads_the_scalars_back(tmp_path):
+    tracker_files(tmp_path, RLConfig(use_tensorboard=True))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["tensors"]) == ["eval/accuracy", "train/actor/pg_loss"]
+    first = events.Tensors("train/actor/pg_loss")[0]
+    assert first.step == 1 and list(first.tensor_proto.float_val) == [0.5]
+
+
+@pytest.mark.parametrize("package", ["wandb", "swanlab"])
+def test_a_tracker_without_its_package_is_an_error_that_names_it(tmp_path, package):
+    try:
+        __import__(package)
+    except ModuleNotFoundError:
+        with pytest.raises(ValueError, match=f"use_{package} is true, but '{package}' is not installed"):
+            make_trackers(RLConfig(**{f"use_{package}": True}), tmp_path, {})
+    else:
+        pytest.skip(f"{package} is installed here")
+
+
+def test_wandb_switches_tensorboard_off(tmp_path):
+    with pytest.raises(ValueError, match="wandb"):
+        make_trackers(RLConfig(use_tensorboard=True, use_wandb=True), tmp_path, {})
+    assert not (tmp_path / "tensorboard").exists()
