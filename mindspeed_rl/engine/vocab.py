@@ -15,9 +15,11 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.
     return tensor
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, softcap: float | None) -> Tensor:
     """[n, v] float32; the last `padding` columns (vocabulary padding of this rank) get no probability."""
     logits = (hidden @ weight.t()).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if temperature != 1.0:
         logits = logits / temperature
     if padding:
@@ -40,6 +42,7 @@ class _VocabLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         padding: int,
+        softcap: float | None,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         vocab = weight.size(0)
@@ -50,7 +53,7 @@ class _VocabLogProbs(torch.autograd.Function):
         entropy = torch.empty_like(log_probs)
         for begin in range(0, tokens, chunk_size):
             part = slice(begin, begin + chunk_size)
-            logits = _logits(hidden[part], weight, temperature, padding)
+            logits = _logits(hidden[part], weight, temperature, padding, softcap)
             local = labels[part] - first
             mine = (local >= 0) & (local < vocab)
             top = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
@@ -65,20 +68,21 @@ class _VocabLogProbs(torch.autograd.Function):
             log_z[part] = top + log_total
             entropy[part] = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.settings = (temperature, chunk_size, padding, first)
+        ctx.settings = (temperature, chunk_size, padding, softcap, first)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
-        temperature, chunk_size, padding, first = ctx.settings
+        temperature, chunk_size, padding, softcap, first = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         entropy_matters = bool(grad_entropy.any())
         for begin in range(0, hidden.size(0), chunk_size):
             part = slice(begin, begin + chunk_size)
-            log_softmax = _logits(hidden[part], weight, temperature, padding) - log_z[part, None]
+            logits = _logits(hidden[part], weight, temperature, padding, softcap)
+            log_softmax = logits - log_z[part, None]
             softmax = log_softmax.exp()
             grad_logits = softmax * -grad_log_probs[part, None]
             if entropy_matters:
@@ -89,10 +93,13 @@ class _VocabLogProbs(torch.autograd.Function):
             grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[part] * mine)[:, None])
             if temperature != 1.0:
                 grad_logits /= temperature
+            if softcap is not None:
+                # padding has no gradient, so its stand-in value does not matter here
+                grad_logits *= 1.0 - (logits * temperature / softcap).clamp(-1.0, 1.0).square()
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             grad_weight += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def vocab_log_probs(
@@ -103,6 +110,7 @@ def vocab_log_probs(
     temperature: float = 1.0,
     chunk_size: int = 1024,
     padding: int = 0,
+    softcap: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy of each distribution, equal on all ranks of the group.
@@ -117,8 +125,9 @@ def vocab_log_probs(
         temperature: divides the logits, as sampling did.
         chunk_size: tokens whose logits exist at one time.
         padding: rows at the end of this rank's `weight` that pad the vocabulary.
+        softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
 
     Returns:
         log_probs [n] float32 and entropy [n] float32.
     """
-    return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, group)
+    return _VocabLogProbs.apply(hidden, weight, labels, temperature, chunk_size, padding, softcap, group)

@@ -289,15 +289,19 @@ def build_gpt_model(
     parallel_output: bool = True,
     max_sequence_length: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    lm_class: type[GPTModel] = GPTModel,
+    reward_class: type[GPTRewardModel] = GPTRewardModel,
 ) -> GPTModel:
     """One model chunk, with random weights; logits, or scores [b, s, 1] when ``network.head`` is "reward".
+
+    ``lm_class`` and ``reward_class`` may be subclasses that return something else from the same weights.
 
     Collective when an embedding is tied across pipeline stages. Multi-token-prediction layers are not built.
     """
     scaling = network.rope_scaling
     yarn = scaling is not None and scaling.type == "yarn" and not network.multi_latent_attention
     reward = network.head == "reward"
-    model = (GPTRewardModel if reward else GPTModel)(
+    model = (reward_class if reward else lm_class)(
         config,
         spec,
         vocab_size=network.padded_vocab_size,

@@ -1,0 +1,221 @@
+"""From the run's keys to Megatron modules with weights: network, layout, layers, DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from mindspeed_rl import platform
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.attention import CoreAttention
+from mindspeed_rl.engine.batching import BatchShape
+from mindspeed_rl.engine.norm import RMSNorm
+from mindspeed_rl.engine.optimizer import ddp_config
+from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
+from mindspeed_rl.models import architecture_for
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
+from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.network import Network
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is to be built, before anything is.
+
+    Attributes:
+        architecture, network: from the HF config.json, checked against the run file's network keys.
+        layout: how the model is cut.
+        hf_config: the config.json.
+    """
+
+    architecture: Architecture
+    network: Network
+    layout: Layout
+    hf_config: dict
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """Model chunks of this rank (one, or one for each virtual stage) and what they were built from.
+
+    Attributes:
+        chunks: modules as the schedule runs them (Float16Module and DDP wrapped around).
+        models: the bare models inside, in the same order.
+    """
+
+    plan: ModelPlan
+    transformer_config: TransformerConfig
+    chunks: list[nn.Module]
+    models: list[nn.Module]
+
+
+def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: str = "lm") -> ModelPlan:
+    """Reads config.json and places its layers.
+
+    Raises:
+        ValueError: there is no config.json, a network key of the run file contradicts it, or the layout does not fit.
+    """
+    path = Path(hf_folder, "config.json")
+    if not path.is_file():
+        raise ValueError(f"{path}: not found; the engine reads the model's shape from the Hugging Face folder (tokenizer_name_or_path or load).")
+    hf_config = json.loads(path.read_text())
+    architecture = architecture_for(hf_config)
+    network = architecture.network(hf_config).with_head(head)
+    _check_keys(config, network, path)
+    # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
+    network = network.padded(1, config.tensor_model_parallel_size)
+    if config.padded_vocab_size is not None:
+        if config.padded_vocab_size < network.vocab_size:
+            raise ValueError(f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {network.vocab_size}.")
+        network = network.padded(config.padded_vocab_size, 1)
+    layout = Layout(
+        num_layers=network.num_layers,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        vpp=parallel.num_stage_chunks(config, network.num_layers),
+        ep=parallel.expert_sizes(config)[0],
+        etp=parallel.expert_sizes(config)[1],
+        num_layer_list=parallel.layer_list(config),
+        noop_layers=parallel.noop_layers(config),
+        num_experts=network.num_moe_experts or 0,
+    )
+    return ModelPlan(architecture, network, layout, hf_config)
+
+
+def _check_keys(config: MegatronConfig, network: Network, path: Path) -> None:
+    """Raises when the run file's network keys describe another model than config.json."""
+    if config.num_layers is None:
+        return
+    expected = {
+        "num_layers": network.num_layers + len(parallel.noop_layers(config)),
+        "hidden_size": network.hidden_size,
+        "num_attention_heads": network.num_attention_heads,
+        "qk_layernorm": network.qk_layernorm or network.multi_latent_attention and config.qk_layernorm,
+        "num_experts": network.num_moe_experts,
+        "untie_embeddings_and_output_weights": network.untie_embeddings_and_output_weights,
+    }
+    if config.group_query_attention:
+        expected["num_query_groups"] = network.num_query_groups
+    wrong = [f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value]
+    if wrong:
+        raise ValueError(f"model: the run file's network keys do not describe the model of {path}: {'; '.join(wrong)}.")
+
+
+def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int) -> BatchShape:
+    """How this rank lays micro-batches out. Needs Megatron's process groups."""
+    cp_size = config.context_parallel_size
+    tp_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return BatchShape(
+        packed=packed,
+        cp_size=cp_size,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_contiguous=platform.current().megatron_kernels and config.context_parallel_algo == "ulysses_cp_algo",
+        sequence_multiple=2 * cp_size if cp_size > 1 else 1,
+        total_multiple=tp_multiple if packed else math.lcm(tp_multiple, 1),
+        pad_id=pad_id,
+    )
+
+
+def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> dict:
+    """Fields of TransformerConfig that the run decides and the network does not."""
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    settings = {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "cp_comm_type": "p2p" if config.context_parallel_algo == "megatron_cp_algo" else "a2a",
+        "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": config.bf16,
+        # shapes differ between micro-batches; Megatron accepts that only with this dispatcher, dense models included
+        "variable_seq_lengths": config.pipeline_model_parallel_size > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        # the loss is a sum; Megatron divides gradients once by the count over all micro-batches and ranks
+        "calculate_per_token_loss": True,
+        "recompute_granularity": config.recompute_granularity,
+        "recompute_method": config.recompute_method,
+        "recompute_num_layers": config.recompute_num_layers,
+        "attention_softmax_in_fp32": config.attention_softmax_in_fp32,
+        "deterministic_mode": config.npu_deterministic or config.deterministic,
+        "moe_grouped_gemm": bool(network.num_moe_experts) and config.moe_grouped_gemm,
+        # with both directions batched to one peer, gloo and HCCL match messages in posting order and mix them up
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+    }
+    if config.recompute_granularity == "selective":
+        settings["recompute_modules"] = list(config.recompute_modules or ["core_attn"])
+    if config.num_layers is not None:  # dropout keys belong to the network keys; a plain HF folder trains without dropout
+        settings |= {"attention_dropout": config.attention_dropout, "hidden_dropout": config.hidden_dropout}
+    if network.num_moe_experts:
+        if config.moe_token_dispatcher_type == "allgather":
+            if config.pipeline_model_parallel_size > 1:
+                raise ValueError("moe_token_dispatcher_type: allgather cannot be used with pipeline_model_parallel_size > 1; use alltoall.")
+            settings["moe_token_dispatcher_type"] = "allgather"
+        if config.num_layers is not None:
+            balancing = {"aux_loss": "aux_loss", "seq_aux_loss": "seq_aux_loss", "sinkhorn": "sinkhorn"}
+            settings["moe_router_load_balancing_type"] = balancing.get(config.moe_router_load_balancing_type, "none")
+            settings["moe_aux_loss_coeff"] = config.moe_aux_loss_coeff
+    return settings
+
+
+@contextlib.contextmanager
+def _quiet_initialisation() -> Iterator[None]:
+    """Weights are about to be loaded: random numbers drawn here must not move the run's generators."""
+    state = platform.current().rng_state()
+    try:
+        yield
+    finally:
+        platform.current().set_rng_state(state)
+
+
+def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
+    """This rank's model chunks with random weights; collective over the training world."""
+    network, layout = plan.network, plan.layout
+    transformer = transformer_config(network, layout=layout, **_run_settings(config, network, layout))
+    own = not platform.current().megatron_kernels
+    norm, attention = (RMSNorm, CoreAttention) if own else (WrappedTorchNorm, DotProductAttention)
+    models: list[nn.Module] = []
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    with _quiet_initialisation():
+        for stage in range(layout.vpp):
+            vp_stage = stage if layout.vpp > 1 else None
+            spec = layer_spec(network, transformer, norm=norm, core_attention=attention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank)
+            model = build_gpt_model(
+                network,
+                transformer,
+                spec,
+                pre_process=(pp_rank, stage) == layout.first_chunk,
+                post_process=(pp_rank, stage) == layout.last_chunk,
+                vp_stage=vp_stage,
+                lm_class=PolicyModel,
+                reward_class=ValueModel,
+            )
+            if isinstance(model, PolicyModel):
+                model.true_vocab_size = network.vocab_size
+                model.final_logit_softcapping = network.final_logit_softcapping
+            models.append(model.to(platform.current().device()))
+    chunks = [Float16Module(transformer, model) if config.bf16 else model for model in models]
+    if trainable:
+        chunks = [
+            DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+    else:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+    return BuiltModel(plan, transformer, chunks, models)

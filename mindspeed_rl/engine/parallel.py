@@ -1,0 +1,179 @@
+"""The process groups of a run and where this process stands in them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from mindspeed_rl import platform
+from mindspeed_rl.config import MegatronConfig
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process among all processes of the training world."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_env(cls) -> RankInfo:
+        """From the variables that torchrun and our launcher set.
+
+        Raises:
+            ValueError: a variable is missing.
+        """
+        try:
+            return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
+        except KeyError as error:
+            raise ValueError(f"environment: {error} is not set; start ranks through `mindspeed-rl train` or torchrun.") from None
+
+
+def init_process_group(info: RankInfo, timeout_s: float) -> None:
+    """Joins the training world; collective over all its ranks."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            platform.current().collective_backend,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+
+
+def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: float) -> None:
+    """Creates Megatron's process groups for this layout; collective. Does nothing when they exist.
+
+    Args:
+        num_chunks: model chunks a pipeline stage holds, from `num_stage_chunks`.
+
+    Raises:
+        ValueError: the world cannot hold the layout.
+    """
+    model_size = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+    if dist.get_world_size() % model_size:
+        raise ValueError(
+            f"world size {dist.get_world_size()} is not a multiple of tensor ({config.tensor_model_parallel_size}) x pipeline "
+            f"({config.pipeline_model_parallel_size}) x context ({config.context_parallel_size}) parallel size."
+        )
+    if parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=expert_sizes(config)[0],
+        expert_tensor_parallel_size=expert_sizes(config)[1],
+        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+    )
+
+
+def num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:
+    """Model chunks a pipeline stage holds; more than 1 with virtual stages.
+
+    Args:
+        num_layers: real layers of the model, without no-op layers.
+
+    Raises:
+        ValueError: the layers of a stage do not divide.
+    """
+    chunk, stages = config.num_layers_per_virtual_pipeline_stage, config.pipeline_model_parallel_size
+    if chunk is None or stages == 1:
+        return 1
+    per_stage = (num_layers + len(noop_layers(config))) // stages
+    if per_stage % chunk:
+        raise ValueError(
+            f"num_layers_per_virtual_pipeline_stage: {chunk} does not divide the {per_stage} layers of a pipeline stage."
+        )
+    return per_stage // chunk
+
+
+def expert_sizes(config: MegatronConfig) -> tuple[int, int | None]:
+    """Expert parallel and expert tensor parallel size as Megatron takes them.
+
+    `moe_tp_extend_ep` spreads whole experts over EP x TP ranks: in Megatron's words EP x TP with an expert tensor size of 1.
+    """
+    if config.moe_tp_extend_ep:
+        return config.expert_model_parallel_size * config.tensor_model_parallel_size, 1
+    return config.expert_model_parallel_size, config.expert_tensor_parallel_size
+
+
+def noop_layers(config: MegatronConfig) -> tuple[int, ...]:
+    """Positions of the empty layers, from the key's "5,95", 5 or [5, 95] form."""
+    return _numbers(config.noop_layers) or ()
+
+
+def layer_list(config: MegatronConfig) -> tuple[int, ...] | None:
+    """Layers of each pipeline stage, from the key's "16,17,16,15" form."""
+    return _numbers(config.num_layer_list)
+
+
+def _numbers(value: str | int | list[int] | None) -> tuple[int, ...] | None:
+    if value is None or value == "":
+        return None
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    return tuple(int(part) for part in parts)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds Python, NumPy, torch and Megatron's tensor-parallel generators, per pipeline stage as Megatron does."""
+    import random
+
+    import numpy as np
+    import torch
+
+    seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def is_data_source() -> bool:
+    """True on the one rank of each model replica that fetches its rows (first TP, PP and CP rank)."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+        and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    )
+
+
+def is_output_source() -> bool:
+    """True on the one rank of each model replica that hands results out (first TP and CP rank of the last stage)."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    )
+
+
+class ControlGroup:
+    """Small Python objects between the ranks of one model replica, over gloo whatever the device backend is."""
+
+    def __init__(self) -> None:
+        """Collective over the world: every rank takes part in creating every replica's group."""
+        replicas: dict[int, list[int]] = {}
+        mine = parallel_state.get_data_parallel_rank()
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (mine, is_data_source()))
+        for rank, (replica, _) in enumerate(ranks):
+            replicas.setdefault(replica, []).append(rank)
+        self.source = next(rank for rank, (replica, source) in enumerate(ranks) if replica == mine and source)
+        for replica, members in sorted(replicas.items()):
+            group = dist.new_group(members, backend="gloo")
+            if replica == mine:
+                self.group, self.size = group, len(members)
+
+    def broadcast(self, value: Any) -> Any:
+        """The object that the replica's data source passed; collective over the replica."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.source, group=self.group)
+        return box[0]

@@ -1,0 +1,252 @@
+"""One model on Megatron: forward for log-probs, forward and backward for updates, on any parallel layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mindspeed_rl import platform
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches
+from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
+from mindspeed_rl.engine.policy_model import HeadRequest
+from mindspeed_rl.observability.metrics import Metrics
+
+#: (micro-batch, [rows, width] log-probs or values, [rows, width] entropy or None) -> loss sum and count
+LossFunction = Callable[[MicroBatch, Tensor, Tensor | None], LossOutput]
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; no weight was changed."""
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How many rows or tokens one forward pass takes.
+
+    Attributes:
+        micro_batch_size: rows of a micro-batch without a token budget.
+        token_budget: most tokens of a micro-batch (`use_dynamic_bsz`), or None.
+        max_rows: with a budget, most rows of a micro-batch.
+    """
+
+    micro_batch_size: int
+    token_budget: int | None = None
+    max_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        metrics: of the losses, merged over micro-batches (this rank's part; empty on ranks that do not hand results out).
+        grad_norm: global norm before clipping.
+        lr: learning rate of the step.
+    """
+
+    metrics: Metrics
+    grad_norm: float
+    lr: float
+
+
+class TrainEngine:
+    """A model and, when it trains, its optimizer and schedule.
+
+    All methods are collective over the training world unless they say otherwise.
+    """
+
+    def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
+        """Wraps a built model.
+
+        Args:
+            config: the role's keys.
+            model: from `build.build_model`; its chunks are wrapped for DDP when they train.
+            shape: how micro-batches are laid out.
+            temperature: sampling temperature; logits are divided by it.
+        """
+        self.config = config
+        self.model = model
+        self.chunks = model.chunks
+        self.shape = shape
+        self.temperature = temperature
+        self.device = platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
+        self.optimizer = None
+        self.scheduler = None
+
+    def start_training(self, steps_per_iteration: int) -> None:
+        """Builds optimizer and schedule; the weights must be loaded, because fp32 main weights are copied from them now."""
+        self.optimizer = build_optimizer(self.config, self.chunks)
+        self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
+        transformer_config = self.model.transformer_config
+        transformer_config.finalize_model_grads_func = finalize_model_grads
+        transformer_config.grad_scale_func = self.optimizer.scale_loss
+        if self.config.overlap_grad_reduce:
+            transformer_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
+            if len(self.chunks) == 1:
+                transformer_config.no_sync_func = transformer_config.no_sync_func[0]
+
+    # ------------------------------------------------------------------ forward only
+
+    @torch.no_grad()
+    def forward(self, rows: Rows, batching: MicroBatching) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Log-probs and entropies of the predicted tokens (values and nothing with a value head).
+
+        Returns:
+            Two lists of [response length] float32 CPU tensors, one a row, in row order; None on ranks of other pipeline
+            stages than the last.
+        """
+        with self._mode(training=False):
+            micro_batches = self._micro_batches(rows, batching)
+
+            def keep(micro_batch: MicroBatch, output: Tensor) -> tuple[MicroBatch, Tensor]:
+                return micro_batch, output.detach().cpu()
+
+            results = self._run(micro_batches, keep, forward_only=True)
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        first: list[Tensor] = [torch.empty(0)] * len(rows)
+        second: list[Tensor] = [torch.empty(0)] * len(rows)
+        lengths = rows.response_lengths
+        for micro_batch, output in results:
+            for position, index in enumerate(micro_batch.indexes):
+                if index < 0:
+                    continue
+                first[index] = output[0, position, : lengths[index]]
+                if output.size(0) > 1:
+                    second[index] = output[1, position, : lengths[index]]
+        return first, second
+
+    # ------------------------------------------------------------------ training
+
+    def step(self, rows: Rows, batching: MicroBatching, loss: LossFunction) -> StepResult:
+        """Makes one optimizer step on this data-parallel rank's rows of a mini-batch.
+
+        The loss that is minimised is (sum of `loss_sum` over all micro-batches and ranks) / (sum of `count` over the same).
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite; weights and optimizer are as before.
+        """
+        broken: list[str] = []
+        with self._mode(training=True):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            micro_batches = self._micro_batches(rows, batching)
+            counted = parallel_state.get_context_parallel_rank() == 0
+
+            def evaluate(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+                result = loss(micro_batch, output[0], output[1] if output.size(0) > 1 else None)
+                if not torch.isfinite(result.loss_sum):
+                    broken.append(f"micro-batch {len(broken)} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}")
+                # every context-parallel rank computes the whole loss; it counts once
+                count = result.count if counted else torch.zeros_like(result.count)
+                return result.loss_sum, count.to(torch.int), result
+
+            results = self._run(micro_batches, evaluate, forward_only=False)
+            if not self.config.no_check_for_nan_in_loss_and_grad:
+                self._check_finite(broken)
+            lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
+            _, grad_norm, _ = self.optimizer.step()
+            self.scheduler.step(increment=1)
+        metrics = Metrics()
+        if counted and parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_tensor_model_parallel_rank() == 0:
+            for result in results:
+                metrics.merge(result.metrics)
+        return StepResult(metrics=metrics, grad_norm=float(grad_norm or 0.0), lr=float(lr))
+
+    def _check_finite(self, broken: list[str]) -> None:
+        """Raises the same error on every rank when any rank has a non-finite loss or gradient."""
+        finite = all(bool(torch.isfinite(buffer.grad_data.sum())) for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+        flag = torch.tensor([0.0 if finite and not broken else 1.0], device=self.device)
+        dist.all_reduce(flag)
+        if not flag.item():
+            return
+        rank = dist.get_rank()
+        mine = f"rank {rank}: {broken[0]}" if broken else None if finite else f"rank {rank}: a gradient is not finite"
+        everyone: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        raise NonFiniteError("loss or gradient is not finite, no weight was changed; " + "; ".join(text for text in everyone if text))
+
+    # ------------------------------------------------------------------ shared
+
+    @contextlib.contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.train(training)
+        yield
+
+    def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
+        """This rank's micro-batches; equally many on all data-parallel ranks (empty ones carry no loss)."""
+
+        def split(min_count: int = 1) -> list[list[int]]:
+            return split_micro_batches(
+                rows.lengths,
+                self.shape,
+                micro_batch_size=batching.micro_batch_size,
+                token_budget=batching.token_budget,
+                max_rows=batching.max_rows,
+                min_count=min_count,
+            )
+
+        groups = split()
+        if batching.token_budget is not None:
+            count = torch.tensor([len(groups)], device=self.device)
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+            groups = split(int(count))
+            groups += [[]] * (int(count) - len(groups))
+        return [self._build(rows, group) for group in groups]
+
+    def _build(self, rows: Rows, group: Sequence[int]) -> MicroBatch:
+        if group:
+            return build_micro_batch(rows, group, self.shape, self.device)
+        filler = Rows(
+            input_ids=[torch.full((2,), self.shape.pad_id)],
+            prompt_lengths=[2],
+            columns={name: [values[0] if values[0].dim() == 0 else values[0][:0]] for name, values in rows.columns.items()},
+        )
+        micro_batch = build_micro_batch(filler, [0], self.shape, self.device)
+        return MicroBatch(**{**vars(micro_batch), "indexes": (-1,), "num_tokens": 0})
+
+    def _run(self, micro_batches: list[MicroBatch], on_output: Callable[[MicroBatch, Tensor], object], *, forward_only: bool) -> list:
+        """Runs Megatron's schedule; returns what `on_output` gave for each micro-batch (on the last stage)."""
+
+        def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
+            micro_batch = next(iterator)
+            request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size)
+            output = chunk(micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed)
+
+            def finish(output: Tensor) -> tuple:
+                result = on_output(micro_batch, output)
+                if forward_only:
+                    return output.new_zeros(()), torch.zeros((), dtype=torch.int), result
+                loss_sum, count, loss_output = result
+                return loss_sum, count, loss_output
+
+            return output, finish
+
+        run = get_forward_backward_func()
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        return run(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=self._width(micro_batches),
+            micro_batch_size=micro_batches[0].input_ids.size(0),
+            forward_only=forward_only,
+        )
+
+    def _width(self, micro_batches: list[MicroBatch]) -> int:
+        """Sequence length for the schedule; pipelines exchange real shapes, so any rank's will do."""
+        return max(micro_batch.input_ids.size(1) for micro_batch in micro_batches) * self.shape.cp_size
