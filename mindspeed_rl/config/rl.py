@@ -18,6 +18,7 @@ IMPORTANCE_MODES = (
     "sequence_mask",
     "geometric_truncate",
     "geometric_mask",
+    "token_geometric_mask",
 )
 
 _GAE = ("adv_estimator", ("gae",))
@@ -122,7 +123,11 @@ class AdvantageKeys:
     adv_epsilon: float = key(1e-6, "added to the spread before dividing; TRL and ms-swift take 1e-4")
     gamma: float = key(1.0, "discount of later tokens", needs=("adv_estimator", ("gae", "reinforce_plus_plus", "remax")))
     lam: float = key(0.95, "GAE: bias against variance", needs=_GAE)
-    advantage_whiten: bool = key(True, "GAE: whiten advantages over the batch", needs=_GAE)
+    advantage_whiten: bool = key(
+        True,
+        "whiten advantages over the batch",
+        needs=("adv_estimator", ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")),
+    )
     critic_warmup: int = key(0, "iterations in which only the critic learns", needs=_GAE)
     cliprange_value: float = key(0.5, "how far a value may move from its old one before the loss is clipped", needs=_GAE)
 
@@ -131,10 +136,11 @@ class AdvantageKeys:
 class LossKeys:
     """From advantages to the policy loss."""
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "cispo_cap", "sapo", "gspo"] | None = key(
+    loss_type: str | None = key(
         None,
         "form and normalizer of the loss; cispo_cap takes clip_ratio_high as an absolute cap; gspo is grpo on sequences; "
         "unset: token mean over the global batch, for ray_dapo with token_level_loss false the mean of sequence means",
+        names=LOSS_TYPES,
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] | None = key(
         None, "what the ratio new / old is computed over; unset: token, for gspo sequence"
@@ -158,9 +164,21 @@ class LossKeys:
     )
     overlong_filter: bool = key(False, "truncated responses do not train")
     rollout_importance_sampling_mode: (
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"]
+        Literal[
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "geometric_truncate",
+            "geometric_mask",
+            "token_geometric_mask",
+        ]
         | None
-    ) = key(None, "correct for the difference between rollout engine and trainer; sequence: product, geometric: mean")
+    ) = key(
+        None,
+        "weights that correct for the difference between rollout engine and trainer: of each token, of the sequence (product of "
+        "its tokens) or its geometric mean, bounded or masked; token_geometric_mask: token weights, sequences masked by their mean",
+    )
     rollout_importance_sampling_threshold: float = key(2.0, "upper bound of that correction", needs=_MISMATCH)
     rollout_importance_sampling_threshold_min: float | None = key(None, "lower bound of the masking forms", needs=_MISMATCH)
     log_rollout_offpolicy_metrics: bool = key(True, "log how far trainer and rollout engine disagree")
