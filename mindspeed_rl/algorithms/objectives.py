@@ -57,5 +57,6 @@ def sapo(ratio: Tensor, log_probs: Tensor, advantages: Tensor, settings: PolicyL
 
     L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg. Nothing is clipped.
     """
-    tau = torch.where(advantages > 0, settings.tau_pos, settings.tau_neg)
+    # torch.where of two numbers would round them to float32.
+    tau = torch.full_like(advantages, settings.tau_neg).masked_fill(advantages > 0, settings.tau_pos)
     return -torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages, torch.zeros_like(ratio, dtype=torch.bool)

@@ -100,7 +100,7 @@ class PolicyLossSettings:
             raise ValueError(f"clip ratios must not be negative, not {self.clip_ratio_low} and {self.clip_ratio_high}")
         if kind.objective is cispo_cap and self.clip_ratio_high < 1.0:
             raise ValueError(
-                f"clip_ratio_high is the ratio's absolute cap in loss_type cispo_cap and must be >= 1, not {self.clip_ratio_high}; "
+                f"clip_ratio_high is the ratio's absolute cap in loss_type cispo_cap, at least 1, not {self.clip_ratio_high}: "
                 "set it with clip_higher_enable, or take loss_type cispo, which clips at 1 + clip_ratio_high"
             )
         if self.clip_ratio_c is not None and self.delta is not None:
@@ -183,7 +183,8 @@ def policy_loss(batch: PolicyBatch, settings: PolicyLossSettings) -> LossOutput:
         "actor/ppo_kl": masked_mean(-log_ratio, mask),
     }
     if batch.entropy_threshold is not None:
-        entropy_keep = _required(batch.entropy, "entropy", "top_entropy_quantile") >= batch.entropy_threshold
+        ranked = batch.entropy if batch.old_entropy is None else batch.old_entropy
+        entropy_keep = _required(ranked, "entropy", "top_entropy_quantile") >= batch.entropy_threshold
         policy = torch.where(entropy_keep, policy, 0)
         metrics["actor/entropy_kept"] = masked_mean(entropy_keep, mask)
     if settings.off_policy_sequence_mask_delta is not None:

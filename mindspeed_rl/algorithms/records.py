@@ -97,7 +97,8 @@ class PolicyBatch:
         old_log_probs: of the policy at the start of the update; None means exactly on-policy (log_probs without gradient).
         ref_log_probs: of the reference policy; required when kl_coef is not 0.
         rollout_log_probs: as reported by the inference engine.
-        entropy: per-token entropy; required for entropy_coeff (with gradient) and for top-entropy masking.
+        entropy: per-token entropy; required for entropy_coeff (with gradient).
+        old_entropy: of the policy at the start of the update; what entropy_threshold is compared with, else `entropy` is.
         entropy_threshold: tokens below it lose their policy term; from `masks.entropy_threshold` over the global batch.
     """
 
@@ -109,6 +110,7 @@ class PolicyBatch:
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    old_entropy: Tensor | None = None
     entropy_threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -117,8 +119,8 @@ class PolicyBatch:
         shape = self.log_probs.shape
         if self.log_probs.dim() != 2:
             raise ValueError(f"log_probs must be [B, R], not {list(shape)}")
-        others = ("advantages", "response_mask", "loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
-        for name in others:
+        others = "advantages response_mask loss_mask old_log_probs ref_log_probs rollout_log_probs entropy old_entropy"
+        for name in others.split():
             value = getattr(self, name)
             if value is not None and value.shape != shape:
                 raise ValueError(f"{name} is {list(value.shape)} but log_probs is {list(shape)}")

@@ -1,0 +1,245 @@
+"""Every formula once more, in float64 NumPy with one loop per sum. Written from the papers; shares no code with the package."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def _mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+def _std(numbers):
+    mean = _mean(numbers)
+    return math.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def _spread(scores, mask):
+    out = np.zeros(mask.shape)
+    for i, row in enumerate(mask):
+        for t, here in enumerate(row):
+            if here:
+                out[i, t] = scores[i]
+    return out
+
+
+def _whiten(values, mask):
+    tokens = [values[i, t] for i, t in zip(*np.nonzero(mask))]
+    mean, var = _mean(tokens), _std(tokens) ** 2
+    out = np.zeros(mask.shape)
+    for i, t in zip(*np.nonzero(mask)):
+        out[i, t] = (values[i, t] - mean) / math.sqrt(var + 1e-8)
+    return out
+
+
+def _groups(scores, size):
+    return [list(scores[k : k + size]) for k in range(0, len(scores), size)]
+
+
+def _scores(rewards, mask, kl, kl_coef):
+    return [r - kl_coef * sum(kl[i, t] for t in np.nonzero(mask[i])[0]) for i, r in enumerate(rewards)]
+
+
+def _returns(rewards, mask, kl, kl_coef, gamma):
+    out = np.zeros(mask.shape)
+    for i in range(len(rewards)):
+        tokens = list(np.nonzero(mask[i])[0])
+        for position, t in enumerate(tokens):
+            for later, s in enumerate(tokens[position:]):
+                rho = (rewards[i] if s == tokens[-1] else 0.0) - kl_coef * kl[i, s]
+                out[i, t] += gamma**later * rho
+    return out
+
+
+def advantages(name, *, rewards, mask, size, kl, kl_coef, values, greedy, components, weights, gamma, lam, scale, eps):
+    scores = _scores(rewards, mask, kl, kl_coef)
+    if name == "group_norm":
+        out = []
+        for group in _groups(scores, size):
+            for score in group:
+                centred = score - _mean(group)
+                if scale == "group":
+                    centred /= _std(group) + eps
+                if scale == "batch":
+                    centred /= _std(scores) + eps
+                out.append(centred)
+        return _spread(out, mask)
+    if name == "rloo":
+        out = []
+        for group in _groups(scores, size):
+            for j, score in enumerate(group):
+                out.append(score - _mean(group[:j] + group[j + 1 :]))
+        return _spread(out, mask)
+    if name == "reinforce_plus_plus":
+        return _whiten(_returns(rewards, mask, kl, kl_coef, gamma), mask)
+    if name == "reinforce_plus_plus_baseline":
+        out = [score - _mean(group) for group in _groups(scores, size) for score in group]
+        return _whiten(_spread(out, mask), mask)
+    if name == "remax":
+        return _returns(rewards, mask, kl, kl_coef, gamma) - _spread(greedy, mask)
+    if name == "gae":
+        return _whiten(_gae(rewards, mask, kl, kl_coef, values, gamma, lam), mask)
+    if name == "gdpo":
+        totals = np.zeros(len(rewards))
+        for k, weight in enumerate(weights):
+            column = []
+            for group in _groups(components[:, k], size):
+                column += [(x - _mean(group)) / (_std(group) + eps) for x in group]
+            totals += weight * np.array(column)
+        return _spread([(x - _mean(list(totals))) / (_std(list(totals)) + eps) for x in totals], mask)
+    raise KeyError(name)
+
+
+def _gae(rewards, mask, kl, kl_coef, values, gamma, lam):
+    out = np.zeros(mask.shape)
+    for i in range(len(rewards)):
+        tokens = list(np.nonzero(mask[i])[0])
+        deltas = []
+        for position, t in enumerate(tokens):
+            last = position == len(tokens) - 1
+            after = 0.0 if last else values[i, tokens[position + 1]]
+            deltas.append((rewards[i] if last else 0.0) - kl_coef * kl[i, t] + gamma * after - values[i, t])
+        for position, t in enumerate(tokens):
+            out[i, t] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[position:]))
+    return out
+
+
+def kl(x, kind, clamp=False, x_fixed=None):
+    """x_fixed: x at the point where the gradient is taken, for the forms that stop it."""
+    x_fixed = x if x_fixed is None else x_fixed
+    if kind in ("k1", "kl"):
+        return x
+    if kind == "abs":
+        return abs(x)
+    if kind in ("k2", "mse"):
+        return x * x / 2
+    if kind in ("k3", "low_var_kl"):
+        if clamp:
+            x = min(max(x, -20.0), 20.0)
+            return min(max(math.exp(-x) + x - 1, -10.0), 10.0)
+        return math.exp(-x) + x - 1
+    if kind in ("k3+", "low_var_kl+"):
+        return x * x / 2 + (math.exp(-x_fixed) + x_fixed - 1 - x_fixed**2 / 2)
+    raise KeyError(kind)
+
+
+def rollout_weight(differences, mode, high, low):
+    """Weights of the tokens of one row."""
+    tokens = [math.exp(d) for d in differences]
+    product, geometric = math.exp(sum(differences)), math.exp(_mean(differences))
+    out = []
+    for token in tokens:
+        level, _, action = mode.rpartition("_")
+        weight = {"token": token, "token_geometric": token, "sequence": product, "geometric": geometric}[level]
+        tested = {"token": token, "token_geometric": geometric, "sequence": product, "geometric": geometric}[level]
+        if action == "truncate":
+            out.append(min(weight, high))
+        else:
+            out.append(weight if (low or 0.0) <= tested <= high else 0.0)
+    return out
+
+
+OBJECTIVE = {name: "clip" for name in ("grpo", "bnpo", "dapo", "dr_grpo", "gspo")} | {
+    "cispo": "cispo",
+    "cispo_cap": "cispo_cap",
+    "sapo": "sapo",
+}
+NORMALIZER = {
+    "grpo": "sequence",
+    "gspo": "sequence",
+    "sapo": "sequence",
+    "bnpo": "token",
+    "dapo": "token",
+    "cispo": "token",
+    "cispo_cap": "token",
+    "dr_grpo": "constant",
+}
+
+
+def objective(name, r, r_fixed, log_prob, a, s):
+    low, high = s.get("clip_ratio_low", 0.2), s.get("clip_ratio_high", 0.2)
+    if name == "clip":
+        free = min(r, s["delta"]) * a if s.get("delta") else r * a
+        loss = -min(free, min(max(r, 1 - low), 1 + high) * a)
+        if s.get("clip_ratio_c") and a < 0:
+            loss = min(loss, -s["clip_ratio_c"] * a)
+        return loss
+    if name == "cispo":
+        return -min(max(r_fixed, 1 - low), 1 + high) * a * log_prob
+    if name == "cispo_cap":
+        return -min(r_fixed, high) * a * log_prob
+    tau = s.get("tau_pos", 1.0) if a > 0 else s.get("tau_neg", 1.05)
+    return -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
+
+
+def policy_loss(log_probs, fixed, b, s):
+    """The loss of a whole batch, divided.
+
+    fixed: the log-probs at which the gradient is taken; perturbing log_probs alone differentiates around the stop-gradients.
+    b: arrays by name (advantages, response_mask, loss_mask, old, ref, rollout, entropy) and entropy_threshold.
+    """
+    loss_type = s["loss_type"]
+    level = s.get("importance_sampling_level") or ("sequence" if loss_type == "gspo" else "token")
+    numerator, tokens, rows = 0.0, 0, 0
+    for i in range(log_probs.shape[0]):
+        if not b["response_mask"][i].any():
+            continue
+        rows += 1
+        where = list(np.nonzero(b["loss_mask"][i])[0])
+        if not where:
+            continue
+        tokens += len(where)
+        old = b["old"][i] if b["old"] is not None else fixed[i]
+        mean_ratio = _mean([log_probs[i, t] - old[t] for t in where])
+        mean_fixed = _mean([fixed[i, t] - old[t] for t in where])
+        weights = [1.0] * len(where)
+        if s.get("rollout_correction"):
+            differences = [old[t] - b["rollout"][i, t] for t in where]
+            weights = rollout_weight(
+                differences, s["rollout_correction"], s.get("rollout_threshold", 2.0), s.get("rollout_threshold_min")
+            )
+        dropped = False
+        if s.get("off_policy_sequence_mask_delta") is not None:
+            sampler = b["rollout"][i] if b["rollout"] is not None else old
+            drift = _mean([sampler[t] - fixed[i, t] for t in where])
+            dropped = _mean([b["advantages"][i, t] for t in where]) < 0 and drift > s["off_policy_sequence_mask_delta"]
+        row = 0.0
+        for weight, t in zip(weights, where):
+            log_prob, at = log_probs[i, t], fixed[i, t]
+            r, r_fixed = {
+                "token": (math.exp(log_prob - old[t]), math.exp(at - old[t])),
+                "sequence": (math.exp(mean_ratio), math.exp(mean_fixed)),
+                "sequence_token": (math.exp(log_prob - at + mean_fixed), math.exp(mean_fixed)),
+            }[level]
+            loss = weight * objective(OBJECTIVE[loss_type], r, r_fixed, log_prob, b["advantages"][i, t], s)
+            if dropped or (b["entropy_threshold"] is not None and b["entropy"][i, t] < b["entropy_threshold"]):
+                loss = 0.0
+            if s.get("kl_coef"):
+                x, x_at = log_prob - b["ref"][i, t], at - b["ref"][i, t]
+                term = kl(x, s.get("kl_penalty", "low_var_kl"), s.get("kl_clamp", False), x_at)
+                if s.get("use_bias_correction_kl"):
+                    term *= math.exp(log_prob - old[t])
+                loss += s["kl_coef"] * term
+            if s.get("entropy_coeff"):
+                loss -= s["entropy_coeff"] * b["entropy"][i, t]
+            row += loss
+        numerator += row / len(where) if NORMALIZER[loss_type] == "sequence" else row
+    denominator = {"sequence": rows, "token": tokens, "constant": rows * s.get("max_response_length", 1)}
+    return numerator / denominator[NORMALIZER[loss_type]]
+
+
+def gradient(function, point, step=1e-6):
+    """Central differences."""
+    out = np.zeros_like(point)
+    for index in np.ndindex(point.shape):
+        up, down = point.copy(), point.copy()
+        up[index] += step
+        down[index] -= step
+        out[index] = (function(up) - function(down)) / (2 * step)
+    return out
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))

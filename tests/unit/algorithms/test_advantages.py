@@ -1,0 +1,253 @@
+import math
+
+import naive_algorithms as naive
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rl.algorithms import ADVANTAGES
+from mindspeed_rl.algorithms.advantages import compute_advantages, token_rewards, whiten
+from mindspeed_rl.algorithms.records import AdvantageInputs
+from mindspeed_rl.config.rl import ADVANTAGE_ESTIMATORS, RLConfig
+
+SIZE, ROWS, LENGTH = 3, 12, 7
+
+
+def random_inputs(seed=0, **changes):
+    rng = np.random.default_rng(seed)
+    mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (ROWS, 1))
+    mask[0] = [True, True, False, False, True, True, False]  # a tool's reply in the middle
+    mask[5] = False  # nothing was sampled
+    arrays = dict(
+        rewards=rng.normal(size=ROWS),
+        mask=mask,
+        size=SIZE,
+        kl=rng.normal(size=(ROWS, LENGTH)),
+        kl_coef=0.3,
+        values=rng.normal(size=(ROWS, LENGTH)),
+        greedy=np.repeat(rng.normal(size=ROWS // SIZE), SIZE),
+        components=rng.normal(size=(ROWS, 2)),
+        weights=(1.0, 0.4),
+        gamma=0.9,
+        lam=0.8,
+        scale="group",
+        eps=1e-6,
+    )
+    return arrays | changes
+
+
+def as_inputs(arrays, dtype=torch.float64):
+    def tensor(name):
+        return torch.tensor(arrays[name], dtype=dtype)
+
+    return AdvantageInputs(
+        tensor("rewards"),
+        torch.tensor(arrays["mask"]),
+        group_size=arrays["size"],
+        kl=tensor("kl"),
+        kl_coef=arrays["kl_coef"],
+        values=tensor("values"),
+        greedy_rewards=tensor("greedy"),
+        reward_components=tensor("components"),
+        reward_weights=arrays["weights"],
+        gamma=arrays["gamma"],
+        lam=arrays["lam"],
+        scale=arrays["scale"],
+        eps=arrays["eps"],
+    )
+
+
+def simple(rewards, group_size=1, length=2, **options):
+    rewards = torch.tensor(rewards, dtype=torch.float32)
+    return AdvantageInputs(rewards, torch.ones(len(rewards), length, dtype=torch.bool), group_size, **options)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("seed", range(3))
+def test_every_estimator_equals_the_naive_loops(name, seed):
+    arrays = random_inputs(seed, kl_coef=0.0 if name == "gdpo" else 0.3)
+    got, _, _ = compute_advantages(name, as_inputs(arrays))
+    np.testing.assert_allclose(got.numpy(), naive.advantages(name, **arrays), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_norm_scales_as_named(scale):
+    arrays = random_inputs(scale=scale, eps=1e-4)
+    got, _, _ = compute_advantages("group_norm", as_inputs(arrays))
+    np.testing.assert_allclose(got.numpy(), naive.advantages("group_norm", **arrays), rtol=1e-9, atol=1e-9)
+
+
+def test_group_norm_of_two_right_and_two_wrong_is_half_over_the_unbiased_std():
+    got, returns, _ = compute_advantages("group_norm", simple([1.0, 0.0, 0.0, 1.0], 4))
+    expected = 0.5 / (math.sqrt(1.0 / 3.0) + 1e-6)
+    np.testing.assert_allclose(got[:, 0], [expected, -expected, -expected, expected], rtol=1e-6)
+    assert torch.equal(got, returns)
+
+
+def test_group_norm_without_scaling_is_the_distance_from_the_mean():
+    got, _, _ = compute_advantages("group_norm", simple([3.0, 0.0, 0.0], 3, scale="none"))
+    assert got[:, 0].tolist() == [2.0, -1.0, -1.0]
+
+
+def test_a_group_of_equal_rewards_gets_exactly_zero():
+    got, _, metrics = compute_advantages("group_norm", simple([0.1, 0.1, 0.1, 1.0, 0.0, 0.0], 3))
+    assert got[:3].abs().max() == 0.0
+    assert metrics["reward/zero_std_groups"].result() == 0.5
+
+
+def test_rloo_compares_with_the_mean_of_the_others():
+    got, _, _ = compute_advantages("rloo", simple([3.0, 0.0, 1.0], 3))
+    np.testing.assert_allclose(got[:, 0], [2.5, -2.0, -0.5], rtol=1e-6)
+
+
+def test_gae_with_lambda_one_is_the_return_less_the_value():
+    inputs = simple([1.0], values=torch.tensor([[0.5, 0.25]]), lam=1.0, whiten=False)
+    advantages, returns, _ = compute_advantages("gae", inputs)
+    assert advantages.tolist() == [[0.5, 0.75]]
+    assert returns.tolist() == [[1.0, 1.0]]
+
+
+def test_gae_by_hand_with_discount_and_lambda():
+    inputs = simple([2.0], values=torch.tensor([[1.0, 3.0]]), gamma=0.5, lam=0.5, whiten=False)
+    advantages, _, _ = compute_advantages("gae", inputs)
+    # delta_2 = 2 - 3 = -1; delta_1 = 0.5 * 3 - 1 = 0.5; A_1 = 0.5 + 0.25 * -1
+    assert advantages.tolist() == [[0.25, -1.0]]
+
+
+def test_gae_steps_over_tokens_the_actor_did_not_sample():
+    mask = torch.tensor([[True, False, True]])
+    values = torch.tensor([[1.0, 99.0, 3.0]])
+    inputs = AdvantageInputs(torch.tensor([2.0]), mask, values=values, gamma=0.5, lam=0.5, whiten=False)
+    assert compute_advantages("gae", inputs)[0].tolist() == [[0.25, 0.0, -1.0]]
+
+
+def test_gae_returns_are_taken_before_whitening():
+    inputs = simple([1.0], values=torch.tensor([[0.5, 0.25]]), lam=1.0)
+    advantages, returns, _ = compute_advantages("gae", inputs)
+    assert returns.tolist() == [[1.0, 1.0]]
+    np.testing.assert_allclose(advantages, [[-math.sqrt(0.5), math.sqrt(0.5)]], rtol=1e-5)
+
+
+def test_remax_subtracts_the_greedy_score():
+    got, _, _ = compute_advantages("remax", simple([1.0, 0.0], greedy_rewards=torch.tensor([0.25, 0.25])))
+    assert got.tolist() == [[0.75, 0.75], [-0.25, -0.25]]
+
+
+def test_reinforce_plus_plus_whitens_over_tokens_not_over_sequences():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    got, _, _ = compute_advantages("reinforce_plus_plus", AdvantageInputs(torch.tensor([1.0, 0.0]), mask))
+    # tokens 1 1 1 0: mean 0.75, unbiased variance 0.25
+    np.testing.assert_allclose(got, [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]], rtol=1e-6)
+
+
+def test_gdpo_gives_each_reward_function_the_same_say():
+    components = torch.tensor([[1.0, 1000.0], [0.0, 0.0]])
+    got, _, _ = compute_advantages("gdpo", simple([1001.0, 0.0], 2, reward_components=components))
+    halves = math.sqrt(0.5)
+    np.testing.assert_allclose(got[:, 0], [halves, -halves], rtol=1e-5)
+
+
+def test_group_norm_with_scale_gdpo_is_gdpo():
+    components = torch.rand(6, 2)
+    both = [
+        compute_advantages(name, simple([0.0] * 6, 3, reward_components=components, scale=scale))[0]
+        for name, scale in (("gdpo", "group"), ("group_norm", "gdpo"))
+    ]
+    assert torch.equal(*both)
+
+
+def test_the_score_sits_on_the_last_sampled_token_and_the_kl_on_every_one():
+    mask = torch.tensor([[True, False, True, False]])
+    inputs = AdvantageInputs(torch.tensor([1.0]), mask, kl=torch.tensor([[0.5, 9.0, 1.0, 9.0]]), kl_coef=0.1)
+    np.testing.assert_allclose(token_rewards(inputs), [[-0.05, 0.0, 0.9, 0.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["group_norm", "rloo", "reinforce_plus_plus_baseline", "gdpo"])
+def test_a_group_of_one_is_refused_where_it_is_undefined(name):
+    with pytest.raises(ValueError, match=f"{name}.*n_samples_per_prompt >= 2"):
+        compute_advantages(name, simple([1.0, 0.0], 1, reward_components=torch.ones(2, 1)))
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_tiny_and_empty_responses_never_give_nan(name):
+    mask = torch.tensor([[True], [False], [True], [True]])
+    inputs = AdvantageInputs(
+        torch.tensor([1.0, 1.0, 1.0, 1.0]),
+        mask,
+        2,
+        values=torch.zeros(4, 1),
+        greedy_rewards=torch.zeros(4),
+        reward_components=torch.ones(4, 1),
+    )
+    for tensor in compute_advantages(name, inputs)[:2]:
+        assert torch.isfinite(tensor).all()
+        assert tensor[1].item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gae", {}, "values"),
+        ("remax", {}, "greedy_rewards"),
+        ("gdpo", {}, "reward_components"),
+        ("gdpo", {"reward_components": torch.ones(2, 2), "reward_weights": (1.0,)}, "1 reward weights .* 2 reward functions"),
+        ("gdpo", {"reward_components": torch.ones(2, 1), "kl": torch.ones(2, 2), "kl_coef": 0.1}, "use_kl_in_reward"),
+        ("group_norm", {"scale": "std"}, "scale_rewards"),
+        ("group_morm", {}, "adv_estimator: unknown value 'group_morm'; did you mean 'group_norm'"),
+    ],
+)
+def test_a_missing_input_or_unknown_name_is_an_error(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        compute_advantages(name, simple([1.0, 0.0], 2, **options))
+
+
+def test_scaling_by_the_batch_needs_two_responses():
+    with pytest.raises(ValueError, match="at least 2 responses"):
+        compute_advantages("group_norm", simple([1.0], 1, scale="batch"))
+
+
+def test_rows_that_do_not_fill_groups_are_refused():
+    with pytest.raises(ValueError, match="3 rows do not divide into groups of 2"):
+        simple([1.0, 0.0, 1.0], 2)
+
+
+def test_a_reward_that_is_not_a_number_names_its_row():
+    with pytest.raises(ValueError, match=r"rows \[1\] are not finite"):
+        simple([1.0, float("nan")], 2)
+
+
+def test_whitening_a_single_token_is_refused():
+    with pytest.raises(ValueError, match="at least 2 response tokens"):
+        whiten(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
+
+
+def test_values_behind_the_mask_are_never_read():
+    arrays = random_inputs()
+    clean = as_inputs(arrays)
+    poisoned = {name: np.where(arrays["mask"], arrays[name], np.nan) for name in ("kl", "values")}
+    for name in sorted(set(ADVANTAGES) - {"gdpo"}):
+        assert torch.equal(compute_advantages(name, clean)[0], compute_advantages(name, as_inputs(arrays | poisoned))[0])
+
+
+def test_a_user_estimator_is_found_by_module_and_function():
+    got = compute_advantages("mindspeed_rl.algorithms.advantages:rloo", simple([1.0, 0.0], 2))[0]
+    assert got[:, 0].tolist() == [1.0, -1.0]
+
+
+def test_the_metrics_cover_response_tokens_only():
+    mask = torch.tensor([[True, False], [True, True]])
+    inputs = AdvantageInputs(torch.tensor([2.0, 0.0]), mask, 2, scale="none")
+    metrics = compute_advantages("group_norm", inputs)[2]
+    assert metrics["critic/advantages/mean"].result() == pytest.approx(-1.0 / 3.0)
+    assert metrics["critic/advantages/max"].result() == 1.0
+    assert metrics["critic/advantages/min"].result() == -1.0
+
+
+def test_the_run_file_and_the_registry_know_the_same_estimators():
+    assert set(ADVANTAGE_ESTIMATORS) == set(ADVANTAGES)
+
+
+def test_inputs_take_their_numbers_from_the_run_file():
+    config = RLConfig(scale_rewards="none", adv_epsilon=0.1, gamma=0.5, lam=0.25, adv_estimator="gae", advantage_whiten=False)
+    inputs = AdvantageInputs.from_config(config, torch.ones(2), torch.ones(2, 1, dtype=torch.bool), group_size=2)
+    assert (inputs.scale, inputs.eps, inputs.gamma, inputs.lam, inputs.whiten) == ("none", 0.1, 0.5, 0.25, False)
