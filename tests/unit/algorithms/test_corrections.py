@@ -1,0 +1,119 @@
+import math
+
+import naive_algorithms as naive
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rl.algorithms.corrections import CORRECTIONS, mismatch_metrics, rollout_weights
+from mindspeed_rl.algorithms.records import read_metrics
+from mindspeed_rl.config.rl import IMPORTANCE_MODES
+from mindspeed_rl.observability.metrics import merge
+
+TWO = math.log(2.0)
+
+
+def weights(differences, mode, high=1.5, low=None):
+    difference = torch.tensor([differences], dtype=torch.float64)
+    mask = torch.ones_like(difference, dtype=torch.bool)
+    zeros = torch.zeros_like(difference)
+    return rollout_weights(difference, zeros, mask, mode, threshold=high, threshold_min=low)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "expected"),
+    [  # w = 2, 2, 0.25: product 1, geometric mean 1
+        ("token_truncate", None, [1.5, 1.5, 0.25]),
+        ("token_mask", None, [0.0, 0.0, 0.25]),
+        ("token_mask", 0.5, [0.0, 0.0, 0.0]),
+        ("sequence_truncate", None, [1.0, 1.0, 1.0]),
+        ("geometric_mask", 0.5, [1.0, 1.0, 1.0]),
+        ("token_geometric_mask", 0.5, [2.0, 2.0, 0.25]),
+    ],
+)
+def test_corrections_by_hand(mode, low, expected):
+    assert weights([TWO, TWO, -2 * TWO], mode, low=low) == pytest.approx(expected)
+
+
+def test_product_and_geometric_mean_differ_by_the_length():
+    differences = [0.1] * 20
+    assert weights(differences, "sequence_truncate", high=100.0) == pytest.approx([math.exp(2.0)] * 20)
+    assert weights(differences, "geometric_truncate", high=100.0) == pytest.approx([math.exp(0.1)] * 20)
+    assert weights(differences, "sequence_mask", high=2.0) == [0.0] * 20
+    assert weights(differences, "geometric_mask", high=2.0) == pytest.approx([math.exp(0.1)] * 20)
+    assert weights(differences, "token_geometric_mask", high=1.05) == [0.0] * 20
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_every_mode_equals_the_naive_loops_on_ragged_rows(mode):
+    rng = np.random.default_rng(0)
+    old, rollout = rng.normal(size=(5, 8)), rng.normal(size=(5, 8))
+    mask = rng.random((5, 8)) < 0.6
+    mask[3] = False
+    low = 0.3 if mode.endswith("mask") else None
+    got = rollout_weights(
+        *(torch.tensor(np.where(mask, values, np.nan)) for values in (old, rollout)),
+        torch.tensor(mask),
+        mode,
+        threshold=1.4,
+        threshold_min=low,
+    ).numpy()
+    assert (got[~mask] == 1.0).all()
+    for i in (0, 1, 2, 4):
+        expected = naive.rollout_weight(list((old - rollout)[i][mask[i]]), mode, 1.4, low)
+        np.testing.assert_allclose(got[i][mask[i]], expected, rtol=1e-12)
+
+
+def test_weights_carry_no_gradient():
+    old = torch.zeros(1, 2, requires_grad=True)
+    assert not rollout_weights(old, old, torch.ones(1, 2, dtype=torch.bool), "token_mask", threshold=2.0).requires_grad
+
+
+def test_the_run_file_offers_no_mode_that_does_not_exist():
+    assert set(IMPORTANCE_MODES) <= set(CORRECTIONS)
+
+
+def test_mismatch_by_hand():
+    mask = torch.tensor([[True, True, False]])
+    old, rollout = torch.tensor([[TWO, 0.0, 9.0]]), torch.tensor([[0.0, TWO, 0.0]])
+    results = {name: metric.result() for name, metric in read_metrics(mismatch_metrics(old, rollout, mask)).items()}
+    # w = 2 and 0.5
+    assert results == pytest.approx(
+        {
+            "rollout/log_probs_diff_mean": TWO,
+            "rollout/log_probs_diff_max": TWO,
+            "rollout/kl": ((2 - 1 - TWO) + (0.5 - 1 + TWO)) / 2,
+            "rollout/ess": 2.5**2 / (2 * 4.25),
+        }
+    )
+
+
+def test_two_equal_policies_have_no_kl_and_a_full_effective_sample_size():
+    old = -torch.rand(3, 4)
+    metrics = read_metrics(mismatch_metrics(old, old, torch.ones(3, 4, dtype=torch.bool)))
+    assert metrics["rollout/kl"].result() == 0.0
+    assert metrics["rollout/ess"].result() == 1.0
+
+
+def test_the_effective_sample_size_of_parts_merges_to_that_of_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    old, rollout = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 5, generator=generator) < 0.7
+    whole = merge([read_metrics(mismatch_metrics(old, rollout, mask))]).results()
+    parts = [read_metrics(mismatch_metrics(old[rows], rollout[rows], mask[rows])) for rows in ([0], [1, 2, 3], [4, 5])]
+    assert merge(parts).results() == pytest.approx(whole)
+
+
+def test_the_expected_rollout_kl_is_the_true_kl_of_the_engine_to_the_trainer():
+    mu = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    pi = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    true = (mu * (mu / pi).log()).sum()
+    difference = (pi / mu).log()
+    estimate = (mu * (torch.expm1(difference) - difference)).sum()
+    torch.testing.assert_close(estimate, true)
+    # the same tokens in those proportions, through the metric
+    counts = [5, 3, 2]
+    old = torch.cat([pi[k].log().expand(count) for k, count in enumerate(counts)]).unsqueeze(0)
+    rollout = torch.cat([mu[k].log().expand(count) for k, count in enumerate(counts)]).unsqueeze(0)
+    metrics = read_metrics(mismatch_metrics(old, rollout, torch.ones_like(old, dtype=torch.bool)))
+    assert metrics["rollout/kl"].result() == pytest.approx(true.item())

@@ -1,0 +1,132 @@
+import math
+
+import naive_algorithms as naive
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rl.algorithms import KL_ESTIMATORS
+from mindspeed_rl.algorithms.kl import AdaptiveKL, FixedKL, kl_controller, kl_penalty
+from mindspeed_rl.config import rl
+from mindspeed_rl.config.rl import RLConfig
+
+POINTS = [-3.0, -0.5, -1e-3, 0.2, 1.0, 4.0]
+
+
+def at(points, kind, clamp=False):
+    """Values and derivatives by log pi, with log ref = -1."""
+    log_probs = (torch.tensor(points, dtype=torch.float64) - 1.0).requires_grad_()
+    values = kl_penalty(log_probs, torch.full_like(log_probs, -1.0), kind, clamp=clamp)
+    (gradient,) = torch.autograd.grad(values.sum(), log_probs)
+    return values.detach().numpy(), gradient.numpy()
+
+
+@pytest.mark.parametrize("kind", sorted(KL_ESTIMATORS))
+def test_every_estimator_has_the_value_and_derivative_of_its_formula(kind):
+    values, gradient = at(POINTS, kind)
+    np.testing.assert_allclose(values, [naive.kl(x, kind) for x in POINTS], rtol=1e-9, atol=1e-12)
+    expected = naive.gradient(lambda x: sum(naive.kl(a, kind, x_fixed=b) for a, b in zip(x, POINTS)), np.array(POINTS))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_estimators_by_hand_at_x_log_two():
+    x = math.log(2.0)
+    expected = {"k1": x, "abs": x, "k2": x * x / 2, "k3": 0.5 + x - 1.0, "k3+": 0.5 + x - 1.0}
+    slopes = {"k1": 1.0, "abs": 1.0, "k2": x, "k3": 0.5, "k3+": x}
+    for kind, value in expected.items():
+        values, gradient = at([x], kind)
+        assert (values[0], gradient[0]) == pytest.approx((value, slopes[kind]))
+
+
+def test_upstream_and_short_names_are_the_same_estimators():
+    for upstream, short in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")):
+        assert KL_ESTIMATORS[upstream] == KL_ESTIMATORS[short]
+    assert set(rl.KL_ESTIMATORS) == set(KL_ESTIMATORS)
+
+
+def test_low_var_kl_is_clamped_to_ten_only_on_request():
+    values, gradient = at([-4.0, -30.0, 1.0], "low_var_kl", clamp=True)
+    np.testing.assert_allclose(values, [10.0, 10.0, math.exp(-1.0)], rtol=1e-12)
+    assert gradient[0] == gradient[1] == 0.0
+    values, gradient = at([-4.0], "low_var_kl")
+    assert values[0] == pytest.approx(math.exp(4.0) - 5.0)
+    assert gradient[0] == pytest.approx(1.0 - math.exp(4.0))
+
+
+def test_the_clamp_leaves_the_other_estimators_alone():
+    for kind in ("k1", "k2", "abs"):
+        assert at([-40.0], kind, clamp=True)[0][0] == at([-40.0], kind)[0][0]
+
+
+def test_k3_keeps_its_digits_near_zero():
+    x = torch.tensor([1e-4])
+    got = kl_penalty(x, torch.zeros(1), "k3").item()
+    assert got == pytest.approx(5e-9, rel=0.01)
+
+
+def test_as_a_loss_k2_follows_the_gradient_of_the_true_kl_and_k3_that_of_its_reverse():
+    # All tokens of a 4-word vocabulary, weighted by their probability: expectations without sampling.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(4, generator=generator, dtype=torch.float64).log_softmax(0)
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, logits)[0]
+
+    log_pi = logits.log_softmax(0)
+    forward = gradient((log_pi.exp() * (log_pi - ref)).sum())
+    log_pi = logits.log_softmax(0)
+    reverse = gradient((ref.exp() * (ref - log_pi)).sum())
+
+    def expected_gradient(kind):
+        log_pi = logits.log_softmax(0)
+        return gradient((log_pi.exp().detach() * kl_penalty(log_pi, ref, kind)).sum())
+
+    torch.testing.assert_close(expected_gradient("k2"), forward)
+    torch.testing.assert_close(expected_gradient("k3+"), forward)
+    torch.testing.assert_close(expected_gradient("k3"), reverse)
+    torch.testing.assert_close(expected_gradient("k1"), torch.zeros_like(forward), atol=1e-12, rtol=0)
+
+
+def test_an_unknown_estimator_names_the_nearest():
+    with pytest.raises(ValueError, match="kl_penalty: unknown value 'low_var'; did you mean 'low_var_kl'"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "low_var")
+
+
+def test_the_adaptive_controller_moves_towards_its_target_by_at_most_a_fifth():
+    controller = AdaptiveKL(0.1, target=2.0, horizon=100)
+    controller.update(current_kl=2.2, num_samples=50)
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+    controller = AdaptiveKL(0.1, target=2.0, horizon=100)
+    controller.update(current_kl=200.0, num_samples=50)
+    assert controller.coef == pytest.approx(0.1 * 1.1)
+    controller.update(current_kl=0.0, num_samples=100)
+    assert controller.coef == pytest.approx(0.1 * 1.1 * 0.8)
+
+
+def test_a_controller_continues_from_its_saved_state():
+    first = AdaptiveKL(0.1, target=2.0, horizon=10)
+    first.update(5.0, 4)
+    second = AdaptiveKL(0.1, target=2.0, horizon=10)
+    second.load_state_dict(first.state_dict())
+    for controller in (first, second):
+        controller.update(1.0, 4)
+    assert first.coef == second.coef != 0.1
+
+
+def test_the_fixed_controller_does_not_move():
+    controller = FixedKL(0.3)
+    controller.update(100.0, 1000)
+    assert controller.coef == 0.3
+
+
+def test_the_run_file_chooses_the_controller():
+    assert isinstance(kl_controller(RLConfig(init_kl_coef=0.2)), FixedKL)
+    adaptive = kl_controller(RLConfig(kl_ctrl_type="adaptive", init_kl_coef=0.2, kl_target=3.0, kl_horizon=7))
+    assert (adaptive.coef, adaptive.target, adaptive.horizon) == (0.2, 3.0, 7)
+
+
+@pytest.mark.parametrize(("target", "horizon", "message"), [(0.0, 10, "kl_target"), (1.0, 0, "kl_horizon")])
+def test_a_controller_without_target_or_horizon_is_refused(target, horizon, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveKL(0.1, target, horizon)
