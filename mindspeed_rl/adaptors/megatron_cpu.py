@@ -12,6 +12,7 @@ without a GPU could only raise.
 | fp8 | distrib_optimizer.quantize_param_shard | raises without TransformerEngine even when no parameter is fp8 |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
+| MLA | multi_latent_attention.HAVE_TE | true without TransformerEngine; its classes are then mocks, no types |
 | writer | filesystem_async, async_utils | they fork a process that holds gloo threads, and `.to("cpu")` copies nothing |
 
 They can go when megatron-core supports a CPU device; `tests/unit/adaptors` fails for each that is no longer needed.
@@ -218,6 +219,11 @@ def _writer(module: types.ModuleType) -> None:
     writer.write_preloaded_data_multiproc = staticmethod(write)
 
 
+def _latent_attention(module: types.ModuleType) -> None:
+    if not isinstance(module.TELinear, type):
+        module.HAVE_TE = False
+
+
 def _async_calls(module: types.ModuleType) -> None:
     def schedule_async_call(self: Any, request: Any) -> None:
         if request.async_fn is None:
@@ -239,6 +245,7 @@ PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "optimizer.optimizer": _optimizer,
     "optimizer.distrib_optimizer": _distributed_optimizer,
     "optimizer.clip_grads": _clip_grads,
+    "transformer.multi_latent_attention": _latent_attention,
     "transformer.moe.token_dispatcher": _token_dispatcher,
     "transformer.moe.moe_utils": _moe_utils,
     "transformer.moe.grouped_gemm_util": _grouped_gemm,

@@ -14,6 +14,13 @@ ARCHITECTURES: dict[str, str] = {
     "mistral": "mindspeed_rl.models.mistral:MISTRAL",
     "qwen2": "mindspeed_rl.models.qwen2:QWEN2",
     "qwen3": "mindspeed_rl.models.qwen3:QWEN3",
+    "mixtral": "mindspeed_rl.models.mixtral:MIXTRAL",
+    "qwen2_moe": "mindspeed_rl.models.qwen2_moe:QWEN2_MOE",
+    "qwen3_moe": "mindspeed_rl.models.qwen3_moe:QWEN3_MOE",
+    "deepseek_v2": "mindspeed_rl.models.deepseek_v2:DEEPSEEK_V2",
+    "deepseek_v3": "mindspeed_rl.models.deepseek_v3:DEEPSEEK_V3",
+    "gemma2": "mindspeed_rl.models.gemma2:GEMMA2",
+    "glm4": "mindspeed_rl.models.glm4:GLM4",
 }
 
 

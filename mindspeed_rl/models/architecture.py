@@ -9,13 +9,11 @@ from typing import Any, Literal
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.weights import (
     COLUMNS,
-    REPLICATED,
     ROWS,
     Concat,
     FuseQkv,
     GroupedFc1,
     GroupedFc2,
-    Rename,
     Split,
     WeightOp,
 )
@@ -45,7 +43,8 @@ class Architecture:
         read_network: config.json -> Network.
         read_layer_ops: (network, global layer number, expert packing) -> rows of one decoder layer.
         legacy: whether Megatron's pre-core ("legacy") layout can express the model.
-        mtp_ops: (network, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
+        read_mtp_ops: (network, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
+        read_copies: network -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
     """
 
     name: str
@@ -56,6 +55,7 @@ class Architecture:
     read_layer_ops: Callable[[Network, int, ExpertPacking], list[WeightOp]]
     legacy: bool = False
     read_mtp_ops: Callable[[Network, int, ExpertPacking], list[WeightOp]] | None = None
+    read_copies: Callable[[Network], dict[str, str]] | None = None
 
     def network(self, hf_config: Mapping[str, Any]) -> Network:
         """Shape facts from a config.json; ValueError names a key that is missing or has an unsupported value."""
@@ -73,6 +73,10 @@ class Architecture:
             ops += self.read_mtp_ops(network, layer, packing)
         return ops + head_ops(network)
 
+    def hf_copies(self, network: Network) -> dict[str, str]:
+        """HF tensors that no row names because they repeat another HF tensor: {copy: owner}."""
+        return {} if self.read_copies is None else self.read_copies(network)
+
 
 # ---------------------------------------------------------------------- rows shared by the families
 
@@ -86,120 +90,149 @@ def vocab_split(network: Network) -> Split:
 def embedding_op(network: Network) -> WeightOp:
     """The word embedding."""
     return WeightOp(
-        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), splits=(vocab_split(network),), place="pre"
+        "embedding.word_embeddings.weight",
+        ("model.embed_tokens.weight",),
+        ((network.vocab_size, network.hidden_size),),
+        splits=(vocab_split(network),),
+        place="pre",
     )
 
 
 def head_ops(network: Network) -> list[WeightOp]:
     """Final norm and head: vocabulary logits, a tied copy of the embedding, or one score."""
-    ops = [WeightOp("decoder.final_layernorm.weight", ("model.norm.weight",), place="post")]
+    hidden = network.hidden_size
+    ops = [WeightOp("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), place="post")]
     if network.head == "reward":
-        return [*ops, WeightOp("rm_head.weight", ("score.weight",), splits=(COLUMNS,), place="post")]
+        return [*ops, WeightOp("rm_head.weight", ("score.weight",), ((1, hidden),), splits=(COLUMNS,), place="post")]
     tied = not network.untie_embeddings_and_output_weights
-    hf_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    return [*ops, WeightOp("output_layer.weight", (hf_name,), splits=(vocab_split(network),), place="post", copy_of_tied=tied)]
+    head = WeightOp(
+        "output_layer.weight",
+        ("model.embed_tokens.weight" if tied else "lm_head.weight",),
+        ((network.vocab_size, hidden),),
+        splits=(vocab_split(network),),
+        place="post",
+        copy_of_tied=tied,
+    )
+    return [*ops, head]
 
 
-def norm_op(mcore: str, hf: str, layer: int) -> WeightOp:
+def norm_op(mcore: str, hf: str, size: int, layer: int) -> WeightOp:
     """A norm weight, the same on every rank."""
-    return WeightOp(mcore, (hf,), layer=layer)
+    return WeightOp(mcore, (hf,), ((size,),), layer=layer)
 
 
 def attention_ops(network: Network, layer: int) -> list[WeightOp]:
     """Input norm, fused qkv (weight and bias), output projection and QK norms, with Llama's HF names."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    queries, head_dim = network.num_attention_heads // network.num_query_groups, network.kv_channels
-    packing = FuseQkv(queries, head_dim)
-    group_rows = (Split(0, unit=queries * head_dim), Split(0, unit=head_dim), Split(0, unit=head_dim))
-    ops = [norm_op(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", layer)]
+    hidden, head_dim = network.hidden_size, network.kv_channels
+    queries = network.num_attention_heads // network.num_query_groups
+    rows = (network.num_attention_heads * head_dim, *[network.num_query_groups * head_dim] * 2)
+    splits = (Split(0, unit=queries * head_dim), Split(0, unit=head_dim), Split(0, unit=head_dim))
+    ops = [norm_op(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, layer)]
     for kind in ("weight", "bias") if network.add_qkv_bias else ("weight",):
+        shapes = tuple((count, hidden) if kind == "weight" else (count,) for count in rows)
         names = tuple(f"{hf}.self_attn.{part}_proj.{kind}" for part in "qkv")
-        ops.append(WeightOp(f"{mcore}.self_attention.linear_qkv.{kind}", names, packing, group_rows, layer=layer))
+        packing = FuseQkv(queries, head_dim)
+        ops.append(WeightOp(f"{mcore}.self_attention.linear_qkv.{kind}", names, shapes, packing, splits, layer=layer))
     if network.qk_layernorm:
         for part in "qk":
-            ops.append(norm_op(f"{mcore}.self_attention.{part}_layernorm.weight", f"{hf}.self_attn.{part}_norm.weight", layer))
-    ops.append(
-        WeightOp(
-            f"{mcore}.self_attention.linear_proj.weight", (f"{hf}.self_attn.o_proj.weight",), splits=(COLUMNS,), layer=layer
-        )
-    )
+            mcore_name, hf_name = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
+            ops.append(norm_op(f"{mcore}.{mcore_name}", f"{hf}.{hf_name}", head_dim, layer))
+    ops.append(attention_output_op(network, layer, rows[0]))
     return ops
+
+
+def attention_output_op(network: Network, layer: int, input_size: int) -> WeightOp:
+    """The projection that follows attention; ``input_size`` is heads x value head size."""
+    return WeightOp(
+        f"decoder.layers.{layer}.self_attention.linear_proj.weight",
+        (f"model.layers.{layer}.self_attn.o_proj.weight",),
+        ((network.hidden_size, input_size),),
+        splits=(Split(1, unit=input_size // network.num_attention_heads),),
+        layer=layer,
+    )
 
 
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def gated_mlp_ops(mcore: str, hf: str, layer: int, names: tuple[str, str, str] = GATED_MLP) -> list[WeightOp]:
+def gated_mlp_ops(
+    mcore: str, hf: str, layer: int, hidden: int, ffn: int, names: tuple[str, str, str] = GATED_MLP
+) -> list[WeightOp]:
     """A gated MLP: fc1 is [gate; up] on every rank, fc2 is split over its columns."""
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
+    fc1_shapes = ((ffn, hidden), (ffn, hidden))
     return [
-        WeightOp(f"{mcore}.linear_fc1.weight", (gate, up), Concat((1, 1)), (ROWS, ROWS), layer=layer),
-        WeightOp(f"{mcore}.linear_fc2.weight", (down,), splits=(COLUMNS,), layer=layer),
+        WeightOp(f"{mcore}.linear_fc1.weight", (gate, up), fc1_shapes, Concat((1, 1)), (ROWS, ROWS), layer=layer),
+        WeightOp(f"{mcore}.linear_fc2.weight", (down,), ((hidden, ffn),), splits=(COLUMNS,), layer=layer),
     ]
 
 
 def expert_ops(
-    network: Network,
-    mcore: str,
-    hf: str,
-    layer: int,
-    packing: ExpertPacking,
-    names: tuple[str, str, str] = GATED_MLP,
+    network: Network, layer: int, hf: str, packing: ExpertPacking, names: tuple[str, str, str] = GATED_MLP
 ) -> list[WeightOp]:
-    """The experts of one layer; ``hf`` is the HF prefix before the expert's number."""
-    count = network.num_moe_experts
-    assert count is not None
+    """The experts of one decoder layer; ``hf`` is the HF prefix before the expert's number."""
+    mcore = f"decoder.layers.{layer}.mlp.experts"
+    hidden, ffn, count = network.hidden_size, network.moe_ffn_hidden_size, network.num_moe_experts
+    assert count is not None and ffn is not None
     if packing.kind == "local":
-        ops = []
-        for expert in range(count):
-            for op in gated_mlp_ops(f"{mcore}.local_experts.{expert}", f"{hf}.{expert}", layer, names):
-                ops.append(replace(op, axis="etp", experts=(expert,)))
-        return ops
+        return [
+            replace(op, axis="etp", experts=(expert,))
+            for expert in range(count)
+            for op in gated_mlp_ops(f"{mcore}.local_experts.{expert}", f"{hf}.{expert}", layer, hidden, ffn, names)
+        ]
     size = count // packing.num_groups
     ops = []
     for start in range(0, count, size):
         members = tuple(range(start, start + size))
         fc1 = tuple(f"{hf}.{expert}.{name}.weight" for expert in members for name in names[:2])
         fc2 = tuple(f"{hf}.{expert}.{names[2]}.weight" for expert in members)
-        span = f"[{start}:{start + size}]"
-        for name, hf_names, how, split in (
-            ("weight1", fc1, GroupedFc1(size), ROWS),
-            ("weight2", fc2, GroupedFc2(size), COLUMNS),
+        for name, hf_names, shape, how, split in (
+            ("weight1", fc1, (ffn, hidden), GroupedFc1(size), ROWS),
+            ("weight2", fc2, (hidden, ffn), GroupedFc2(size), COLUMNS),
         ):
+            count_in = len(hf_names)
             ops.append(
                 WeightOp(
-                    f"{mcore}.{name}{span}", hf_names, how, (split,) * len(hf_names), axis="etp", layer=layer, experts=members
+                    f"{mcore}.{name}[{start}:{start + size}]",
+                    hf_names,
+                    (shape,) * count_in,
+                    how,
+                    (split,) * count_in,
+                    axis="etp",
+                    layer=layer,
+                    experts=members,
                 )
             )
     return ops
 
 
-def dense_layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """A Llama-like decoder layer: attention, a norm, a gated MLP."""
+def router_ops(network: Network, layer: int, hf: str, bias: str | None = None) -> list[WeightOp]:
+    """The router, and its load-balancing bias (a float32 buffer) if the family has one."""
+    mcore = f"decoder.layers.{layer}.mlp.router"
+    assert network.num_moe_experts is not None
+    shape = (network.num_moe_experts, network.hidden_size)
+    ops = [WeightOp(f"{mcore}.weight", (f"{hf}.weight",), (shape,), layer=layer)]
+    if bias is not None:
+        ops.append(WeightOp(f"{mcore}.expert_bias", (f"{hf}.{bias}",), (shape[:1],), layer=layer, buffer=True))
+    return ops
+
+
+def dense_mlp_ops(network: Network, layer: int) -> list[WeightOp]:
+    """The norm before the MLP and a gated MLP, with Llama's HF names."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
     return [
-        *attention_ops(network, layer),
-        norm_op(f"{mcore}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", layer),
-        *gated_mlp_ops(f"{mcore}.mlp", f"{hf}.mlp", layer),
+        mlp_norm_op(network, layer),
+        *gated_mlp_ops(f"{mcore}.mlp", f"{hf}.mlp", layer, network.hidden_size, network.ffn_hidden_size),
     ]
 
 
-__all__ = [
-    "COLUMNS",
-    "REPLICATED",
-    "ROWS",
-    "Architecture",
-    "Concat",
-    "ExpertPacking",
-    "Rename",
-    "Split",
-    "WeightOp",
-    "attention_ops",
-    "dense_layer_ops",
-    "embedding_op",
-    "expert_ops",
-    "gated_mlp_ops",
-    "head_ops",
-    "norm_op",
-    "vocab_split",
-]
+def mlp_norm_op(network: Network, layer: int, hf_name: str = "post_attention_layernorm") -> WeightOp:
+    """The norm before the MLP."""
+    mcore, hf = f"decoder.layers.{layer}.pre_mlp_layernorm.weight", f"model.layers.{layer}.{hf_name}.weight"
+    return norm_op(mcore, hf, network.hidden_size, layer)
+
+
+def dense_layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """A Llama-like decoder layer: attention, a norm, a gated MLP."""
+    return [*attention_ops(network, layer), *dense_mlp_ops(network, layer)]

@@ -172,27 +172,29 @@ class Split:
         """
         if self.dim is None or (num_shards == 1 and not self.padded):
             return source.read(name)
-        rows = source.shape(name)[self.dim]
+        shape = source.shape(name)
+        self.check(name, shape, num_shards)
+        rows = shape[self.dim]
         if self.padded:
             return self._read_padded(source, name, rows, num_shards, index)
-        if rows % (self.blocks * self.unit * num_shards):
-            raise ValueError(
-                f"{name}: {rows // self.blocks // self.unit} unit(s) of {self.unit} along dimension {self.dim} "
-                f"cannot be divided over {num_shards} tensor parallel ranks"
-            )
         block, part = rows // self.blocks, rows // self.blocks // num_shards
         starts = [number * block + index * part for number in range(self.blocks)]
         parts = [source.read(name, self.dim, start, start + part) for start in starts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
+    def check(self, name: str, shape: tuple[int, ...], num_shards: int) -> None:
+        """Raise ValueError if a tensor of this shape cannot be cut into this many shards."""
+        if self.dim is None:
+            return
+        rows = self.padded or shape[self.dim]
+        if rows % (self.blocks * self.unit * num_shards):
+            units = rows // self.blocks // self.unit
+            what = f"{units} groups of {self.unit} rows" if self.unit > 1 else f"{units} rows"
+            raise ValueError(f"{name}: {what} (dimension {self.dim}) cannot be divided over {num_shards} tensor parallel ranks")
+
     def _read_padded(self, source: TensorSource, name: str, rows: int, num_shards: int, index: int) -> Tensor:
         if rows != self.size:
             raise ValueError(f"{name} has {rows} rows; config.json says vocab_size {self.size}")
-        if self.padded % num_shards:
-            raise ValueError(
-                f"{name}: {self.padded} vocabulary rows cannot be divided over {num_shards} tensor parallel ranks; "
-                f"pad with make_vocab_size_divisible_by"
-            )
         assert self.dim is not None
         part = self.padded // num_shards
         start, stop = index * part, (index + 1) * part
@@ -243,6 +245,7 @@ class WeightOp:
     Args:
         mcore: global Megatron name: layers and experts carry their number in the whole model.
         hf: names of the HF tensors it is made of, as they stand in an HF checkpoint.
+        shapes: their shapes.
         packing: how they become one tensor.
         splits: how each of them is cut over the ranks of ``axis``.
         axis: "tp", or "etp" for an expert's weights (expert tensor parallel).
@@ -252,11 +255,11 @@ class WeightOp:
         copy_of_tied: it repeats HF tensors that another op owns (the head of a tied model on the last pipeline stage,
             which exists only when that stage is not the first); such ops write nothing back to HF.
         buffer: a persistent buffer and not a parameter (kept in its own dtype).
-        hf_copies: (owner, copy) names: HF tensors that repeat one of ``hf`` and that Megatron does not store.
     """
 
     mcore: str
     hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     packing: Packing = Rename()
     splits: tuple[Split, ...] = (REPLICATED,)
     axis: Literal["tp", "etp"] = "tp"
@@ -265,10 +268,9 @@ class WeightOp:
     experts: tuple[int, ...] = ()
     copy_of_tied: bool = False
     buffer: bool = False
-    hf_copies: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.hf) == len(self.splits), f"{self.mcore}: {len(self.hf)} HF tensors, {len(self.splits)} splits"
+        assert len(self.hf) == len(self.splits) == len(self.shapes), f"{self.mcore}: {self.hf}, {self.splits}, {self.shapes}"
 
     def to_mcore(self, hf_tensors: Mapping[str, Tensor]) -> Tensor:
         """The full Megatron tensor, vocabulary padding included."""
@@ -307,10 +309,14 @@ class WeightOp:
         unpacked = [self.packing.unpack(shard) for shard in shards]
         return {name: self.splits[i].join([u[i] for u in unpacked]) for i, name in enumerate(self.hf)}
 
-    def shard_shape(self, hf_shapes: Mapping[str, tuple[int, ...]], num_shards: int) -> tuple[int, ...]:
-        """The shape of one rank's shard, from the shapes of the HF tensors."""
+    def shard_shape(self, num_shards: int = 1) -> tuple[int, ...]:
+        """The shape of one rank's shard; with 1 that of the full (padded) tensor."""
         parts = [
-            torch.empty(split.shard_shape(tuple(hf_shapes[name]), num_shards), device="meta")
-            for name, split in zip(self.hf, self.splits)
+            torch.empty(split.shard_shape(shape, num_shards), device="meta") for split, shape in zip(self.splits, self.shapes)
         ]
         return tuple(self.packing.pack(parts).shape)
+
+    def check_divisible(self, num_shards: int) -> None:
+        """Raise ValueError if the parameter cannot be cut into this many shards."""
+        for name, shape, split in zip(self.hf, self.shapes, self.splits):
+            split.check(name, shape, num_shards)

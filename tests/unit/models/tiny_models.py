@@ -37,6 +37,31 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+# transformers gives the latent norms epsilon 1e-6 whatever config.json says; every released DeepSeek says 1e-6 as well
+DEEPSEEK: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: _config("Llama"),
@@ -48,6 +73,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2-tied": lambda: _config("Qwen2", tie_word_embeddings=True),
     "qwen2-yarn": lambda: _config("Qwen2", rope_parameters=YARN),
     "qwen3": lambda: _config("Qwen3", head_dim=16),
+    "mixtral": lambda: _config("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen2-moe": lambda: _config(
+        "Qwen2Moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe": lambda: _config(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16, norm_topk_prob=True
+    ),
+    "deepseek2-lite": lambda: _config("DeepseekV2", **DEEPSEEK, q_lora_rank=None, rope_parameters=DEEPSEEK_YARN),
+    "deepseek3": lambda: _config("DeepseekV3", **DEEPSEEK, q_lora_rank=32, n_group=2, topk_group=1, norm_topk_prob=True),
+    "gemma2": lambda: _config(
+        "Gemma2",
+        head_dim=16,
+        sliding_window=7,
+        query_pre_attn_scalar=24,
+        tie_word_embeddings=True,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=1.5,
+    ),
+    "glm4": lambda: _config("Glm4", head_dim=16, attention_bias=True, pad_token_id=0),
+    "glm": lambda: _config("Glm", head_dim=16, attention_bias=True, pad_token_id=0),
 }
 
 

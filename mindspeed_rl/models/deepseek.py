@@ -1,0 +1,127 @@
+"""What DeepSeek-V2(-Lite) and V3 share: latent attention, shared experts, dense first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mindspeed_rl.models.architecture import (
+    ExpertPacking,
+    attention_output_op,
+    dense_mlp_ops,
+    expert_ops,
+    gated_mlp_ops,
+    mlp_norm_op,
+    norm_op,
+    router_ops,
+)
+from mindspeed_rl.models.moe import read_num_experts
+from mindspeed_rl.models.network import Network, read_common, require, require_activation
+from mindspeed_rl.models.weights import ROWS, Split, WeightOp
+
+
+def read_deepseek(hf_config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The Network fields that V2 and V3 spell the same way."""
+    require_activation(hf_config)
+    if hf_config.get("attention_bias"):
+        raise ValueError("config.json sets attention_bias; DeepSeek is converted without it")
+    nope, rope = int(require(hf_config, "qk_nope_head_dim")), int(require(hf_config, "qk_rope_head_dim"))
+    # head_dim of these configs is the rotary part only (transformers) or absent
+    common = read_common({**hf_config, "head_dim": nope + rope}, architecture)
+    first, step = int(hf_config.get("first_k_dense_replace", 0)), int(hf_config.get("moe_layer_freq") or 1)
+    layers = range(common["num_layers"])
+    shared = int(hf_config.get("n_shared_experts") or 0)
+    moe_ffn = int(require(hf_config, "moe_intermediate_size"))
+    return {
+        **common,
+        "num_query_groups": common["num_attention_heads"],
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": hf_config.get("q_lora_rank"),
+        "kv_lora_rank": int(require(hf_config, "kv_lora_rank")),
+        "qk_head_dim": nope,
+        "qk_pos_emb_head_dim": rope,
+        "v_head_dim": int(require(hf_config, "v_head_dim")),
+        "num_moe_experts": read_num_experts(hf_config),
+        "moe_layers": tuple(layer for layer in layers if layer >= first and layer % step == 0),
+        "moe_ffn_hidden_size": moe_ffn,
+        "moe_router_topk": int(require(hf_config, "num_experts_per_tok")),
+        "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor") or 1.0),
+        "moe_shared_expert_intermediate_size": shared * moe_ffn or None,
+    }
+
+
+def latent_attention_ops(network: Network, layer: int) -> list[WeightOp]:
+    """Multi-head latent attention: low-rank query (optional) and key/value, as Megatron's MLASelfAttention names them."""
+    mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    attention, hf_attention = f"{mcore}.self_attention", f"{hf}.self_attn"
+    hidden, heads = network.hidden_size, network.num_attention_heads
+    rope, kv_rank, q_rank = network.qk_pos_emb_head_dim, network.kv_lora_rank, network.q_lora_rank
+    assert network.qk_head_dim and network.v_head_dim and rope and kv_rank
+    query, key_value = network.qk_head_dim + rope, network.qk_head_dim + network.v_head_dim
+
+    def linear(name: str, hf_name: str, rows: int, columns: int, unit: int = 1) -> WeightOp:
+        split = Split(0, unit=unit)
+        names = (f"{hf_attention}.{hf_name}.weight",)
+        return WeightOp(f"{attention}.{name}.weight", names, ((rows, columns),), splits=(split,), layer=layer)
+
+    ops = [norm_op(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, layer)]
+    if q_rank is None:
+        ops.append(linear("linear_q_proj", "q_proj", heads * query, hidden, query))
+    else:
+        ops += [
+            linear("linear_q_down_proj", "q_a_proj", q_rank, hidden),
+            norm_op(f"{attention}.q_layernorm.weight", f"{hf_attention}.q_a_layernorm.weight", q_rank, layer),
+            linear("linear_q_up_proj", "q_b_proj", heads * query, q_rank, query),
+        ]
+    return [
+        *ops,
+        linear("linear_kv_down_proj", "kv_a_proj_with_mqa", kv_rank + rope, hidden),
+        norm_op(f"{attention}.kv_layernorm.weight", f"{hf_attention}.kv_a_layernorm.weight", kv_rank, layer),
+        linear("linear_kv_up_proj", "kv_b_proj", heads * key_value, kv_rank, key_value),
+        attention_output_op(network, layer, heads * network.v_head_dim),
+    ]
+
+
+def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """A DeepSeek decoder layer: dense in the first few, experts and shared experts after."""
+    if not network.is_moe_layer(layer):
+        return [*latent_attention_ops(network, layer), *dense_mlp_ops(network, layer)]
+    mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    bias = "e_score_correction_bias" if network.moe_router_enable_expert_bias else None
+    ops = [*latent_attention_ops(network, layer), mlp_norm_op(network, layer), *router_ops(network, layer, f"{hf}.gate", bias)]
+    ops += expert_ops(network, layer, f"{hf}.experts", packing)
+    if size := network.moe_shared_expert_intermediate_size:
+        ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_experts", layer, network.hidden_size, size)
+    return ops
+
+
+def prediction_layer_ops(network: Network, number: int, packing: ExpertPacking) -> list[WeightOp]:
+    """A multi-token-prediction layer: HF stores it as one more decoder layer, Megatron under ``mtp.layers``.
+
+    HF repeats the embedding and the head in it; Megatron shares them with the model.
+    """
+    hf_layer = network.num_layers + number
+    hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{number}", network.hidden_size
+    whole = replace(network, num_layers=hf_layer + 1, moe_layers=(*network.moe_layers, hf_layer))
+    decoder, inner = f"decoder.layers.{hf_layer}.", f"{mcore}.transformer_layer."
+    projection = (f"{hf}.eh_proj.weight",)
+    ops = [
+        norm_op(f"{mcore}.enorm.weight", f"{hf}.enorm.weight", hidden, number),
+        norm_op(f"{mcore}.hnorm.weight", f"{hf}.hnorm.weight", hidden, number),
+        WeightOp(f"{mcore}.eh_proj.weight", projection, ((hidden, 2 * hidden),), splits=(ROWS,), layer=number),
+        *(replace(op, mcore=op.mcore.replace(decoder, inner), layer=number) for op in layer_ops(whole, hf_layer, packing)),
+        norm_op(f"{mcore}.final_layernorm.weight", f"{hf}.shared_head.norm.weight", hidden, number),
+    ]
+    return [replace(op, place="mtp") for op in ops]
+
+
+def prediction_copies(network: Network) -> dict[str, str]:
+    """HF tensors of the prediction layers that repeat another one: copy -> owner."""
+    head = "lm_head.weight" if network.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
+    copies = {}
+    for number in range(network.mtp_num_layers):
+        hf = f"model.layers.{network.num_layers + number}"
+        copies |= {f"{hf}.embed_tokens.weight": "model.embed_tokens.weight", f"{hf}.shared_head.head.weight": head}
+    return copies

@@ -1,0 +1,33 @@
+"""DeepSeek-V2-Lite: latent attention, softmax router, shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.deepseek import layer_ops, read_deepseek
+from mindspeed_rl.models.network import Network
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a DeepSeek-V2 config.json.
+
+    Raises:
+        ValueError: group-limited routing, which scores a group by its best expert; Megatron sums several.
+    """
+    fields = read_deepseek(hf_config, "deepseek_v2")
+    method = hf_config.get("topk_method", "greedy")
+    if method != "greedy":
+        raise ValueError(f"config.json has topk_method {method!r}; DeepSeek-V2 is supported with 'greedy' (V2-Lite)")
+    return Network(**fields, moe_router_pre_softmax=not hf_config.get("norm_topk_prob", False))
+
+
+DEEPSEEK_V2 = Architecture(
+    name="deepseek_v2",
+    hf_classes=("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification"),
+    model_types=("deepseek_v2",),
+    upstream_names=("deepseek2", "deepseek2-lite"),
+    read_network=read_network,
+    read_layer_ops=layer_ops,
+)

@@ -1,0 +1,46 @@
+"""DeepSeek-V3 and R1: latent attention, sigmoid router with a balancing bias, multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.deepseek import layer_ops, prediction_copies, prediction_layer_ops, read_deepseek
+from mindspeed_rl.models.network import Network
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a DeepSeek-V3 config.json; prediction layers are left out (see ``Network.mtp_num_layers``).
+
+    Raises:
+        ValueError: weights are quantized, or routing that Megatron computes differently.
+    """
+    if hf_config.get("quantization_config"):
+        raise ValueError("config.json has a quantization_config; convert the checkpoint to bfloat16 first")
+    if not hf_config.get("norm_topk_prob", True):
+        raise ValueError("config.json has norm_topk_prob false; Megatron normalizes sigmoid scores always")
+    fields = read_deepseek(hf_config, "deepseek_v3")
+    groups, chosen = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
+    limits: dict[str, Any] = {}
+    if groups > 1:
+        # HF scores a group by its two best experts, Megatron by its topk / chosen groups best ones
+        if fields["moe_router_topk"] // chosen != 2:
+            raise ValueError(
+                f"num_experts_per_tok {fields['moe_router_topk']} over topk_group {chosen} must be 2; "
+                "Megatron scores groups differently otherwise"
+            )
+        limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return Network(**fields, **limits, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+
+
+DEEPSEEK_V3 = Architecture(
+    name="deepseek_v3",
+    hf_classes=("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification"),
+    model_types=("deepseek_v3",),
+    upstream_names=("deepseek3",),
+    read_network=read_network,
+    read_layer_ops=layer_ops,
+    read_mtp_ops=prediction_layer_ops,
+    read_copies=prediction_copies,
+)

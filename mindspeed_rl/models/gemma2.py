@@ -1,0 +1,56 @@
+"""Gemma 2: norms on both sides of attention and MLP, capped logits, every other layer attends to a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, gated_mlp_ops, mlp_norm_op, norm_op
+from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.weights import WeightOp
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a Gemma 2 config.json."""
+    require_activation(hf_config, ("gelu_pytorch_tanh",))
+    if hf_config.get("attention_bias"):
+        raise ValueError("config.json sets attention_bias; Gemma 2 is converted without it")
+    common = read_common({"head_dim": 256, **hf_config}, "gemma2", tied_by_default=True)
+    kinds = hf_config.get("layer_types")
+    layers = range(common["num_layers"])
+    windowed = [kinds[i] == "sliding_attention" for i in layers] if kinds else [i % 2 == 0 for i in layers]
+    window = hf_config.get("sliding_window") or None
+    return Network(
+        **common,
+        activation="gelu_tanh",
+        layernorm_zero_centered_gamma=True,
+        post_norm=True,
+        sliding_window=window,
+        sliding_window_layers=tuple(i for i in layers if windowed[i]) if window else (),
+        query_scale=float(hf_config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attn_logit_softcapping=hf_config.get("attn_logit_softcapping"),
+        final_logit_softcapping=hf_config.get("final_logit_softcapping"),
+        embedding_scale=float(common["hidden_size"]) ** 0.5,
+    )
+
+
+def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """A Gemma 2 layer: four norms."""
+    mcore, hf, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", network.hidden_size
+    return [
+        *attention_ops(network, layer),
+        norm_op(f"{mcore}.post_attn_norm.weight", f"{hf}.post_attention_layernorm.weight", hidden, layer),
+        mlp_norm_op(network, layer, "pre_feedforward_layernorm"),
+        *gated_mlp_ops(f"{mcore}.mlp", f"{hf}.mlp", layer, hidden, network.ffn_hidden_size),
+        norm_op(f"{mcore}.post_mlp_layernorm.weight", f"{hf}.post_feedforward_layernorm.weight", hidden, layer),
+    ]
+
+
+GEMMA2 = Architecture(
+    name="gemma2",
+    hf_classes=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
+    model_types=("gemma2",),
+    upstream_names=("gemma2",),
+    read_network=read_network,
+    read_layer_ops=layer_ops,
+)

@@ -1,0 +1,56 @@
+"""Mixtral: Mistral with eight experts in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import (
+    Architecture,
+    ExpertPacking,
+    attention_ops,
+    expert_ops,
+    mlp_norm_op,
+    router_ops,
+)
+from mindspeed_rl.models.moe import read_num_experts
+from mindspeed_rl.models.network import Network, read_common, require, require_activation
+from mindspeed_rl.models.weights import WeightOp
+
+
+def read_network(hf_config: Mapping[str, Any]) -> Network:
+    """Shape facts of a Mixtral config.json; every layer has experts, the softmax is over the chosen ones."""
+    require_activation(hf_config)
+    common = read_common(hf_config, "mixtral")
+    window = hf_config.get("sliding_window")
+    every_layer = tuple(range(common["num_layers"]))
+    return Network(
+        **common,
+        sliding_window=window,
+        sliding_window_layers=every_layer if window else (),
+        num_moe_experts=read_num_experts(hf_config),
+        moe_layers=every_layer,
+        moe_ffn_hidden_size=common["ffn_hidden_size"],
+        moe_router_topk=int(require(hf_config, "num_experts_per_tok")),
+    )
+
+
+def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """A Mixtral layer: HF calls gate, down and up w1, w2 and w3."""
+    hf = f"model.layers.{layer}.block_sparse_moe"
+    return [
+        *attention_ops(network, layer),
+        mlp_norm_op(network, layer),
+        *router_ops(network, layer, f"{hf}.gate"),
+        *expert_ops(network, layer, f"{hf}.experts", packing, names=("w1", "w3", "w2")),
+    ]
+
+
+MIXTRAL = Architecture(
+    name="mixtral",
+    hf_classes=("MixtralForCausalLM", "MixtralForSequenceClassification"),
+    model_types=("mixtral",),
+    upstream_names=("mixtral",),
+    read_network=read_network,
+    read_layer_ops=layer_ops,
+)

@@ -1,0 +1,49 @@
+"""Mixture-of-experts families whose attention is Llama's: Mixtral, Qwen2-MoE, Qwen3-MoE share this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.models.architecture import (
+    ExpertPacking,
+    attention_ops,
+    dense_mlp_ops,
+    expert_ops,
+    gated_mlp_ops,
+    mlp_norm_op,
+    router_ops,
+)
+from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.weights import WeightOp
+
+
+def read_sparse_layers(hf_config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Which layers have experts, from Qwen's ``decoder_sparse_step`` and ``mlp_only_layers``."""
+    step = int(hf_config.get("decoder_sparse_step") or 1)
+    dense = set(hf_config.get("mlp_only_layers") or ())
+    return tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+def read_num_experts(hf_config: Mapping[str, Any]) -> int:
+    """The number of experts, whatever the config calls it; ValueError if it is missing."""
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if hf_config.get(key):
+            return int(hf_config[key])
+    raise ValueError("config.json has none of num_experts, num_local_experts, n_routed_experts; a MoE checkpoint needs one")
+
+
+def qwen_moe_layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """A Qwen MoE decoder layer: routed experts, and Qwen2-MoE's shared expert with its gate."""
+    if not network.is_moe_layer(layer):
+        return [*attention_ops(network, layer), *dense_mlp_ops(network, layer)]
+    mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    ops = [*attention_ops(network, layer), mlp_norm_op(network, layer), *router_ops(network, layer, f"{hf}.gate")]
+    ops += expert_ops(network, layer, f"{hf}.experts", packing)
+    if network.moe_shared_expert_intermediate_size:
+        size = network.moe_shared_expert_intermediate_size
+        ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_expert", layer, network.hidden_size, size)
+    if network.moe_shared_expert_gate:
+        gate = (f"{hf}.shared_expert_gate.weight",)
+        ops.append(WeightOp(f"{mcore}.shared_experts.gate_weight", gate, ((1, network.hidden_size),), layer=layer))
+    return ops
