@@ -17,6 +17,10 @@ LIBRARIES = (
     "libascendcl", "libhccl", "libhcomm", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel",
     "libfmk_parser", "libascend_protobuf",
 )  # fmt: skip
+#: the secure string functions that CANN brings
+SECURE_FUNCTIONS = ("vsnprintf_s", "snprintf_s", "strcpy_s", "strncpy_s", "memcpy_s", "memset_s", "sprintf_s", "strcat_s")
+#: C functions of the runtime, C++ functions of the graph engine, secure functions
+CANN_PREFIXES = ("acl", "Hccl", "rt", "Msprof", "_ZN2ge", "_ZNK2ge", *SECURE_FUNCTIONS)
 CPLUSPLUS = ("g++", "-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
 
 
@@ -29,13 +33,13 @@ def package_root() -> Path:
 def undefined_cann_symbols(package: Path) -> list[str]:
     """C symbols of CANN that the wheel's libraries need at load time."""
     libraries = [package / "lib" / f"{name}.so" for name in ("libtorch_npu", "libtensorpipe", "libnpu_profiler")]
-    libraries += package.glob("_C*.so")
+    libraries += [*package.glob("_C*.so"), *(package / "dynamo" / "torchair" / "core").glob("*.so")]
     symbols: set[str] = set()
     for library in libraries:
         listing = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
         for line in listing.stdout.splitlines():
             kind, name = line.split()[-2:]
-            if kind == "U" and name.startswith(("acl", "Hccl", "rt", "Msprof")):
+            if kind == "U" and name.startswith(CANN_PREFIXES):
                 symbols.add(name.split("@")[0])
     return sorted(symbols)
 
@@ -49,7 +53,9 @@ def defined_symbols(objects: list[Path]) -> set[str]:
 def stub_source(names: list[str]) -> str:
     """C++ of functions that end the process and say which one was called."""
     lines = ['extern "C" [[noreturn]] void npu_sim_unhandled(const char* name);']
-    lines += [f'extern "C" void {name}() {{ npu_sim_unhandled("{name}"); }}' for name in names]
+    for number, name in enumerate(names):
+        lines.append(f'extern "C" void stub_{number}() asm("{name}");')
+        lines.append(f'extern "C" void stub_{number}() {{ npu_sim_unhandled("{name}"); }}')
     return "\n".join(lines) + "\n"
 
 
@@ -82,4 +88,4 @@ def build(output: Path) -> list[str]:
 
 if __name__ == "__main__":
     stubbed = build(Path(sys.argv[1]))
-    print(f"{len(stubbed)} symbols have a loud stub: {' '.join(stubbed)}")
+    print(f"simulated CANN runtime built; {len(stubbed)} symbols have a stub that ends the process when called")

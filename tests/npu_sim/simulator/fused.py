@@ -49,7 +49,7 @@ class _Layout:
             if not q_ends or not kv_ends:
                 raise RuntimeError("npu_fusion_attention: layout TND needs actual_seq_qlen and actual_seq_kvlen")
             if q_ends[-1] != query.shape[0]:
-                raise RuntimeError(f"npu_fusion_attention: actual_seq_qlen ends at {q_ends[-1]}, query has {query.shape[0]} tokens")
+                raise RuntimeError(f"npu_fusion_attention: actual_seq_qlen ends at {q_ends[-1]} of {query.shape[0]} tokens")
             if query.shape[1] != head_num:
                 raise RuntimeError(f"npu_fusion_attention: head_num {head_num} but query has {query.shape[1]} heads")
         self.q_ends, self.kv_ends = q_ends, kv_ends

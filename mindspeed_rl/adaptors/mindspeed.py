@@ -1,0 +1,195 @@
+"""MindSpeed core_r0.16.0 under Megatron-core 0.16.1: its fused kernels and memory features, fitted to one role's keys.
+
+Start order in a training process (each step needs the one before):
+environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatron_adaptor`, before any megatron module) ->
+`configure(config)` (`repatch`) -> `set_device` -> `init_process_group("hccl")` -> `initialize_model_parallel` -> model.
+
+| patch of ours | symbol | why |
+|---|---|---|
+| argv | sys.argv while the adaptor is imported | it parses the command line at import and takes every `--flag` for its own |
+| scan | patch_utils.sys | each patch looks into every imported module; in transformers' lazy ones that imports half the package, and fails where torchvision is missing |
+
+Traps this module closes, each of them silent (measured on the simulated NPU):
+- `repatch` stores a misspelled key and goes on: keys are checked against MindSpeed's own defaults first.
+- without `use_flash_attn` Megatron's unfused attention runs; without `position_embedding_type: rope` in the same call the
+  fused rotary embedding fails at the first forward pass.
+- `use_legacy_models` must be present once `transformer_impl` is "local".
+- MindSpeed's context parallelism stays off (`context_parallel_size: 1` in its keys): its Ulysses attends to the local slice
+  only unless `Attention.__init__` is wrapped, cuts sequences contiguously while Megatron's rotary embedding for packed
+  sequences cuts them in zigzag, and multiplies the loss by CP. The suite's own context parallelism
+  (`engine.attention` on the fused kernels of `npu_attention`) is the same on every platform.
+- `repatch` checks nothing against each other: `check` does.
+
+Not verified on NPU hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindspeed_rl.config import MegatronConfig
+
+#: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
+MEGATRON_KEYS = frozenset(
+    "context_parallel_size expert_model_parallel_size micro_batch_size moe_grouped_gemm moe_token_dispatcher_type "
+    "multi_latent_attention normalization num_attention_heads num_experts num_layers pipeline_model_parallel_size "
+    "position_embedding_type recompute_granularity recompute_method recompute_num_layers reset_position_ids seq_length "
+    "sequence_parallel swiglu tensor_model_parallel_size transformer_impl use_distributed_optimizer use_flash_attn "
+    "use_legacy_models bf16 overlap_param_gather overlap_grad_reduce gradient_accumulation_fusion qk_layernorm".split()
+)
+
+#: run-file keys that go to MindSpeed under the same name
+PASSED_KEYS = (
+    "gemm_gradient_accumulation_fusion",
+    "moe_alltoall_overlap_comm",
+    "moe_permutation_async_comm",
+    "npu_deterministic",
+    "recompute_activation_function",
+    "reuse_fp32_param",
+    "swap_attention",
+    "swap_optimizer",
+    "use_ascend_coc",
+    "coc_mode",
+    "coc_parallel_num",
+    "coc_fused_kernel",
+    "use_fused_moe_token_permute_and_unpermute",
+)
+
+#: fields of Megatron's TransformerConfig that its fused modules look at
+TRANSFORMER_SETTINGS = {"bias_activation_fusion": True}
+
+_LAZY_PACKAGES = ("transformers",)
+_applied = False
+
+
+class _SearchableModules:
+    """`sys.modules` as MindSpeed's patcher sees it: lazy packages are left out of its searches."""
+
+    def copy(self) -> dict[str, types.ModuleType]:
+        return {name: module for name, module in sys.modules.items() if name.split(".")[0] not in _LAZY_PACKAGES}
+
+    def __getitem__(self, name: str) -> types.ModuleType:
+        return sys.modules[name]
+
+    def __setitem__(self, name: str, module: types.ModuleType) -> None:
+        sys.modules[name] = module
+
+
+@contextlib.contextmanager
+def _bare_command_line() -> Iterator[None]:
+    arguments = sys.argv
+    sys.argv = arguments[:1]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+
+
+def apply() -> None:
+    """Imports MindSpeed's adaptor, which patches torch and Megatron in this process. Idempotent.
+
+    Raises:
+        RuntimeError: MindSpeed or triton is missing, or megatron.core was imported before.
+    """
+    global _applied
+    if _applied:
+        return
+    for package, cure in (("mindspeed", "MindSpeed (branch core_r0.16.0)"), ("triton", "triton-ascend")):
+        if importlib.util.find_spec(package) is None:
+            raise RuntimeError(f"{cure} is not installed; envs/npu_a2/install.sh and envs/npu_a3/install.sh do it.")
+    early = sorted(name for name in sys.modules if name.startswith("megatron.core."))
+    if early:
+        raise RuntimeError(f"megatron.core was imported before MindSpeed's adaptor ({early[0]} and {len(early) - 1} more modules).")
+    import mindspeed.patch_utils
+
+    mindspeed.patch_utils.sys = types.SimpleNamespace(modules=_SearchableModules())
+    with _bare_command_line():
+        importlib.import_module("mindspeed.megatron_adaptor")
+    _applied = True
+
+
+def settings(config: MegatronConfig) -> dict[str, Any]:
+    """The `repatch` keys of a role."""
+    keys: dict[str, Any] = {
+        "use_flash_attn": True,
+        "use_fused_rmsnorm": True,
+        "use_fused_swiglu": True,
+        "use_fused_rotary_pos_emb": True,
+        "position_embedding_type": "rope",
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "transformer_impl": "local",
+        "use_legacy_models": False,
+        "attention_mask_type": "causal",
+        "reset_position_ids": False,
+        "context_parallel_size": 1,
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "micro_batch_size": config.micro_batch_size or 1,
+    }
+    for name in ("num_attention_heads", "num_layers", "seq_length", "num_experts"):
+        if getattr(config, name) is not None:
+            keys[name] = getattr(config, name)
+    keys |= {name: getattr(config, name) for name in PASSED_KEYS if getattr(config, name) not in (None, False)}
+    return keys
+
+
+def check(config: MegatronConfig) -> None:
+    """Raises ValueError where keys contradict each other in a way that MindSpeed would not notice after `repatch`."""
+    size, heads = config.context_parallel_size, config.num_attention_heads
+    if size > 1 and config.context_parallel_algo == "ulysses_cp_algo" and heads is not None:
+        parts = size * config.tensor_model_parallel_size
+        if heads % parts:
+            raise ValueError(
+                f"context_parallel_size: {heads} attention heads cannot be split over {size} context x "
+                f"{config.tensor_model_parallel_size} tensor parallel ranks; use context_parallel_algo: megatron_cp_algo."
+            )
+    if config.swap_optimizer and config.reuse_fp32_param:
+        raise ValueError("swap_optimizer and reuse_fp32_param are both set; MindSpeed supports one of them at a time.")
+    if config.swap_optimizer and not config.use_distributed_optimizer:
+        raise ValueError("swap_optimizer: needs use_distributed_optimizer: true.")
+    if config.reuse_fp32_param and not config.bf16:
+        raise ValueError("reuse_fp32_param: needs bf16: true.")
+
+
+def check_keys(keys: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises ValueError for a `repatch` key that neither MindSpeed nor Megatron knows; `repatch` itself would keep it.
+
+    Args:
+        known: MindSpeed's arguments with their defaults (`get_mindspeed_args(get_defaults=True)`).
+    """
+    names = [*known, *MEGATRON_KEYS]
+    for key in keys:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else "."
+            raise ValueError(f"MindSpeed has no argument '{key}'{hint}")
+
+
+def configure(config: MegatronConfig) -> dict[str, Any]:
+    """Fits MindSpeed's patches to a role and returns the keys that were set.
+
+    Must run after `apply`, before `initialize_model_parallel` and before any TransformerConfig is made.
+
+    Raises:
+        ValueError: keys of the run file contradict each other, or one is unknown to the installed MindSpeed.
+    """
+    apply()
+    check(config)
+    keys = settings(config)
+    from mindspeed.args_utils import get_mindspeed_args
+    from mindspeed.megatron_adaptor import repatch
+
+    check_keys(keys, vars(get_mindspeed_args(get_defaults=True)))
+    repatch(keys)
+    return keys

@@ -1,0 +1,24 @@
+"""The suite's attention on Ascend's fused kernel equals attention written out, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run_ranks
+
+
+def test_packed_and_dense_fused_attention_equal_the_definition() -> None:
+    (got,) = run_ranks("attention", 1, {"lengths": [24, 24, 24]})
+    assert got["packed"] < 2e-5 and got["dense"] < 2e-5
+    assert got["fused calls"] == 2
+
+
+def test_packed_attention_takes_ragged_lengths() -> None:
+    (got,) = run_ranks("attention", 1, {"lengths": [3, 17, 1, 40]})
+    assert got["packed"] < 2e-5
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ring_attention_equals_the_definition_on_every_rank(size: int) -> None:
+    for got in run_ranks("attention", size, {"lengths": [8, 32, 16]}):
+        assert got["ring"] < 2e-5
+        assert got["fused calls"] == size
