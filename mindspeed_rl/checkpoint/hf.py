@@ -1,0 +1,310 @@
+"""HF checkpoint folders: safetensors by slice, index, config, tokenizer files; written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.records import RecordSource, TensorRecord
+
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+
+#: Files beside the weights that make an HF folder usable.
+COMPANION_PATTERNS = ("*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "*.py")
+_NOT_COMPANIONS = ("*.index.json", "adapter_config.json", "trainer_state.json", "conversion.json")
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError naming the file if it is missing or broken."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
+    """Where every tensor of a safetensors file lies.
+
+    Raises:
+        ValueError: the file is missing, truncated, or not a safetensors file.
+    """
+    if not path.is_file():
+        raise ValueError(f"weight file {path} is missing")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path} is truncated: {size} bytes cannot hold its header")
+        try:
+            header = json.loads(file.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    records = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in SAFETENSORS_DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which is not supported")
+        begin, end = entry["data_offsets"]
+        if 8 + length + end > size:
+            raise ValueError(f"{path} is truncated: {size} bytes, but {name} ends at byte {8 + length + end}")
+        record = TensorRecord(str(path), 8 + length + begin, tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]])
+        if record.num_bytes != end - begin:
+            raise ValueError(f"{path}: {name} of shape {entry['shape']} occupies {end - begin} bytes, not {record.num_bytes}")
+        records[name] = record
+    return records
+
+
+class HfFolder(RecordSource):
+    """An HF checkpoint folder opened for reading; a TensorSource over the names of its tensors.
+
+    Experts that transformers stored fused (``experts.gate_up_proj`` [E, 2F, H]) are also found under their separate names.
+
+    Args:
+        path: folder with config.json and safetensors files, one or sharded.
+
+    Raises:
+        ValueError: config.json, a weight file or a tensor named in the index is missing, or a file is truncated.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder")
+        self.path = folder
+        self.config = read_json(folder / "config.json")
+        stored = _read_weight_files(folder)
+        super().__init__(records=_with_separate_experts(stored), origin=str(folder))
+        self.stored_names: tuple[str, ...] = tuple(stored)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HfFolder, (self.path,)
+
+
+def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
+    index_path = folder / INDEX_NAME
+    if not index_path.is_file():
+        if (folder / SINGLE_NAME).is_file():
+            return read_safetensors_header(folder / SINGLE_NAME)
+        files = sorted(folder.glob("*.safetensors"))
+        if len(files) == 1 and files[0].name != "adapter_model.safetensors":
+            return read_safetensors_header(files[0])
+        if list(folder.glob("pytorch_model*.bin")):
+            raise ValueError(f"{folder} holds pytorch_model*.bin files; save it as safetensors first (save_pretrained does)")
+        raise ValueError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}")
+    weight_map = read_json(index_path).get("weight_map", {})
+    records: dict[str, TensorRecord] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = folder / file_name
+        if not path.is_file():
+            raise ValueError(f"{folder} lacks {file_name}, which {INDEX_NAME} names")
+        records |= read_safetensors_header(path)
+    for name, file_name in weight_map.items():
+        if name not in records:
+            raise ValueError(f"{file_name} lacks tensor {name!r}, which {INDEX_NAME} places there")
+    return records
+
+
+_FUSED_EXPERTS = re.compile(r"^(.+)\.experts\.(gate_up_proj|down_proj)$")
+
+
+def _with_separate_experts(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+    result = dict(records)
+    for name, record in records.items():
+        match = _FUSED_EXPERTS.match(name)
+        if not match or len(record.shape) != 3:
+            continue
+        prefix, kind = match.groups()
+        router = {"gate": f"{prefix}.gate.weight"}
+        mixtral = prefix.replace(".mlp", ".block_sparse_moe")
+        for expert in range(record.shape[0]):
+            one = record.rows(expert, expert + 1).reshaped(*record.shape[1:])
+            half = one.shape[0] // 2
+            parts = (
+                {"gate_proj": one.rows(0, half), "up_proj": one.rows(half, 2 * half)} if kind == "gate_up_proj" else {kind: one}
+            )
+            for part, piece in parts.items():
+                result[f"{prefix}.experts.{expert}.{part}.weight"] = piece
+                w = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
+                result[f"{mixtral}.experts.{expert}.{w}.weight"] = piece
+        if router["gate"] in records:
+            result[f"{mixtral}.gate.weight"] = records[router["gate"]]
+    return result
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def make_safetensors_header(entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a safetensors file and the offset of every tensor in it, in the given order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    starts: dict[str, int] = {}
+    for name, dtype, shape in entries:
+        size = TensorRecord("", 0, shape, dtype).num_bytes
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
+        starts[name] = position
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: base + start for name, start in starts.items()}
+
+
+def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[tuple[str, list[str]]]:
+    """File name and tensor names of every weight file; a file exceeds the limit only if one tensor does."""
+    files: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not files or filled + size > max_shard_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    if len(files) <= 1:
+        return [(SINGLE_NAME, names) for names in files]
+    return [(f"model-{i:05d}-of-{len(files):05d}.safetensors", names) for i, names in enumerate(files, 1)]
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Write ``model.safetensors.index.json`` if there is more than one weight file."""
+    if set(weight_map.values()) == {SINGLE_NAME}:
+        return
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """Config, generation config, tokenizer and code files of an HF folder (no weights, no index)."""
+    found = {path for pattern in COMPANION_PATTERNS for path in folder.glob(pattern)}
+    skipped = {path for pattern in _NOT_COMPANIONS for path in folder.glob(pattern)}
+    return sorted(path for path in found - skipped if path.is_file())
+
+
+def copy_companions(source: Path, target: Path, config_changes: Mapping[str, Any] | None = None) -> None:
+    """Copy the companion files of an HF folder; ``config_changes`` replaces keys of config.json (None removes one)."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in companion_files(source):
+        shutil.copyfile(path, target / path.name)
+    if config_changes:
+        config = read_json(target / "config.json")
+        config.update(config_changes)
+        write_config(target, {key: value for key, value in config.items() if value is not None or key not in config_changes})
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json."""
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """The config.json entry that states the weights' dtype, under the name this config uses for it."""
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    return {key: str(dtype).removeprefix("torch.")}
+
+
+class HfFolderWriter:
+    """Writes an HF folder tensor by tensor; it appears under its name when complete, and not at all after an error.
+
+    Use as a context manager. Memory: one weight file.
+
+    Args:
+        path: the folder to make; it must not exist, or be empty.
+        companions: HF folder whose config, generation config and tokenizer files are copied.
+        config_changes: keys of config.json that differ from the companion folder's.
+        max_shard_bytes: size at which a new weight file starts.
+
+    Raises:
+        ValueError: the folder exists and is not empty.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        companions: str | Path,
+        config_changes: Mapping[str, Any] | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+    ) -> None:
+        self.path = Path(path)
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ValueError(f"{self.path} exists already; choose a new folder")
+        self.companions = Path(companions)
+        self.config_changes = dict(config_changes or {})
+        self.max_shard_bytes = max_shard_bytes
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._files: list[list[str]] = []
+        self._total_bytes = 0
+
+    def __enter__(self) -> HfFolderWriter:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append one tensor; its bytes are copied to the CPU and written once a file is full."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Append many tensors."""
+        for name, tensor in tensors:
+            self.add(name, tensor)
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._pending, self.partial / f"part-{len(self._files):05d}", metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        if self._pending:
+            self._flush()
+        weight_map = {}
+        count = len(self._files)
+        for i, names in enumerate(self._files):
+            file_name = SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            os.replace(self.partial / f"part-{i:05d}", self.partial / file_name)
+            weight_map |= dict.fromkeys(names, file_name)
+        write_index(self.partial, weight_map, self._total_bytes)
+        copy_companions(self.companions, self.partial, self.config_changes)
+        if self.path.exists():
+            self.path.rmdir()
+        os.replace(self.partial, self.path)
