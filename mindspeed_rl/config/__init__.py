@@ -8,23 +8,36 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.loader import build_run_config, load_run_config
 from mindspeed_rl.config.megatron import RL_STAGES, SUPERVISED_STAGES, MegatronConfig
+from mindspeed_rl.config.objective import Objective, formula, resolve_objective
+from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
 from mindspeed_rl.config.rl import IntegratedModeConfig, Resource, RLConfig
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
+from mindspeed_rl.config.violation import Violation
 
 __all__ = [
     "RL_STAGES",
     "SUPERVISED_STAGES",
+    "BatchPlan",
     "ConfigError",
     "GenerateConfig",
     "IntegratedModeConfig",
     "MegatronConfig",
     "MsprobeConfig",
+    "Objective",
     "ProfilerConfig",
     "ProfilerGroups",
     "RLConfig",
     "Resource",
     "RunConfig",
     "SamplingConfig",
+    "Violation",
+    "build_batch_plan",
     "build_run_config",
+    "formula",
     "load_run_config",
+    "missing_for_training",
+    "resolve_objective",
+    "unavailable",
+    "validate",
 ]

@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """Return the known name most like `name`, or None when nothing is close."""
-    matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 

@@ -195,8 +195,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         errors.append(f"run_dir is {run_dir!r}, but must be text or null")
     if errors:
         raise ConfigError(dict.fromkeys(errors))
-    if rl is not None:
-        apply_second_spellings(rl, generate)
+    spelled = apply_second_spellings(rl, generate, set_keys) if rl is not None else {}
     set_keys["run"] = frozenset(name for name in ("platform", "run_dir") if name in tree)
     return RunConfig(
         config_name=config_name,
@@ -214,6 +213,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         profiler_config=profiler,
         msprobe_config=msprobe,
         set_keys=set_keys,
+        spelled=spelled,
     )
 
 
@@ -251,13 +251,18 @@ def _role(
     return built
 
 
-def apply_second_spellings(rl: RLConfig, generate: GenerateConfig | None) -> None:
-    """Write what ms-swift's spellings say into the keys the rest of the system reads.
+def apply_second_spellings(
+    rl: RLConfig, generate: GenerateConfig | None, set_keys: Mapping[str, frozenset[str]]
+) -> dict[str, Any]:
+    """Write what ms-swift's spellings say into the keys the rest of the system reads; return what the run file said.
 
     `num_generations` is n_samples_per_prompt, `num_iterations` is epochs, `reward_funcs` and `reward_weights` are the
     verifiers, `max_completion_length` is max_tokens, and `beta` beside num_generations is init_kl_coef. `validate` reports
     spellings that contradict each other.
     """
+    said = {f"rl_config.{name}": getattr(rl, name) for name in set_keys["rl_config"] if getattr(rl, name) is not None}
+    if generate is not None and "max_tokens" in set_keys["sampling_config"]:
+        said["generate_config.sampling_config.max_tokens"] = generate.sampling_config.max_tokens
     if rl.num_generations is not None:
         rl.n_samples_per_prompt = rl.num_generations
         if rl.beta is not None:
@@ -269,3 +274,4 @@ def apply_second_spellings(rl: RLConfig, generate: GenerateConfig | None) -> Non
         rl.verifier_weight = list(rl.reward_weights) if rl.reward_weights is not None else [1.0] * len(rl.reward_funcs)
     if rl.max_completion_length is not None and generate is not None:
         generate.sampling_config.max_tokens = rl.max_completion_length
+    return said

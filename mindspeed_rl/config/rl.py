@@ -176,8 +176,10 @@ class LossKeys:
         | None
     ) = key(
         None,
-        "weights that correct for the difference between rollout engine and trainer: of each token, of the sequence (product of "
-        "its tokens) or its geometric mean, bounded or masked; token_geometric_mask: token weights, sequences masked by their mean",
+        "weights that correct for the difference between rollout engine and trainer: of each token, of the "
+        "sequence (product of "
+        "its tokens) or its geometric mean, bounded or masked; token_geometric_mask: token weights, sequences "
+        "masked by their mean",
     )
     rollout_importance_sampling_threshold: float = key(2.0, "upper bound of that correction", needs=_MISMATCH)
     rollout_importance_sampling_threshold_min: float | None = key(None, "lower bound of the masking forms", needs=_MISMATCH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.generate import GenerateConfig
@@ -21,6 +21,7 @@ class RunConfig:
         ref_config: the actor's merged keys when the run file has no such group.
         reward_config, critic_config, vit_config: None when the run file has no such group.
         rl_config, generate_config: None in supervised stages.
+        spelled: the values, as the run file has them, of keys that another key may also say, by dotted name.
         set_keys: the keys that the run file or an override set, by group (model blocks not included).
     """
 
@@ -39,11 +40,12 @@ class RunConfig:
     profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
     msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
+    spelled: dict[str, Any] = field(default_factory=dict)
 
     @property
     def stage(self) -> str | None:
-        """The stage that is trained."""
-        return self.megatron_training.stage
+        """The stage that is trained; ray_grpo when the run file has rl_config and names no stage."""
+        return self.megatron_training.stage or (None if self.rl_config is None else "ray_grpo")
 
     @property
     def is_supervised(self) -> bool:

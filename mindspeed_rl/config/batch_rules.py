@@ -1,0 +1,346 @@
+"""Every rule between the numbers of a batch plan, as one generator over `Sizes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mindspeed_rl.config.sizes import DISPATCH_KEYS, Number, Sizes, shown
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A broken rule; `names` are the keys (as `Sizes.with_value` takes them) that can mend it."""
+
+    rule: str
+    names: tuple[str, ...]
+    text: Callable[[dict[str, str]], str]
+
+
+def breaches(sizes: Sizes) -> Iterator[Breach]:
+    """Yield every broken rule, the most basic first.
+
+    The sentences are functions of the key names, so that a search over thousands of plans pays for no text.
+    """
+    yield from _positive(sizes)
+    if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size) < 1:
+        return
+    if sizes.num_nodes > 1 and sizes.actor.num_npus % sizes.num_nodes:
+        yield Breach(
+            "devices_per_node",
+            ("num_npus",),
+            lambda k: f"{k['num_npus']} ({sizes.actor.num_npus}) must be divisible by the number of nodes ({sizes.num_nodes})",
+        )
+    uneven = False
+    for role in ("actor", "ref", "reward", "critic"):
+        layout = getattr(sizes, role)
+        if layout is not None and layout.num_npus % layout.replica_size:
+            uneven = True
+            yield _uneven(role, layout)
+    if sizes.rollout.num_npus % sizes.rollout.replica_size:
+        uneven = True
+        yield Breach(
+            "rollout_replicas",
+            ("num_npus",),
+            lambda k: (
+                f"{k['num_npus']} ({sizes.rollout.num_npus}) must be divisible by generate_config.infer_tensor_parallel_size x "
+                f"infer_pipeline_parallel_size ({sizes.rollout.tensor} x {sizes.rollout.pipeline})"
+            ),
+        )
+    if sizes.counting == "samples":
+        if not uneven:
+            yield from _supervised(sizes)
+    elif sizes.counting == "completions":
+        yield from _completions(sizes, uneven)
+    else:
+        yield from _prompts(sizes, uneven)
+    if sizes.counting != "samples" and not uneven:
+        yield from _dispatch(sizes)
+
+
+def _positive(sizes: Sizes) -> Iterator[Breach]:
+    names = ["global_batch_size", "micro_batch_size"]
+    if sizes.counting != "samples":
+        names += [
+            "group_size",
+            "mini_batch_size",
+            "steps_per_generation",
+            "generation_batch_size",
+            "train_prompts",
+            *DISPATCH_KEYS,
+        ]
+    for name in (*names, "num_npus"):
+        value = sizes.value(name)
+        if value is not None and value < 1:
+            yield Breach("positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1")
+
+
+def _uneven(role: str, layout) -> Breach:
+    group = f"{role}_config"
+    return Breach(
+        f"{role}_replicas",
+        ("num_npus",),
+        lambda k: (
+            f"devices of the {role} ({layout.num_npus}, {k['num_npus'] if role == 'actor' else role + ' resource'}) must be "
+            f"divisible by {group}.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size "
+            f"({layout.tensor} x {layout.pipeline} x {layout.context} = {layout.replica_size})"
+        ),
+    )
+
+
+def _supervised(sizes: Sizes) -> Iterator[Breach]:
+    unit = sizes.micro_batch_size * sizes.actor.dp_size
+    if sizes.global_batch_size % unit:
+        yield Breach(
+            "step_micro_batches",
+            ("global_batch_size", "micro_batch_size"),
+            lambda k: (
+                f"{k['global_batch_size']} ({sizes.global_batch_size}) must be divisible by {k['micro_batch_size']} x dp_size "
+                f"({sizes.micro_batch_size} x {sizes.actor.dp_size})"
+            ),
+        )
+
+
+def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
+    """Rules of the GSPO guide; every unit is a completion unless the name says prompts."""
+    n, m, total, step = sizes.group_size, sizes.micro_batch_size, sizes.rollout_samples, sizes.step_samples
+    total_name = "generation_batch_size" if sizes.generation_batch_size is not None else "steps_per_generation"
+    rollout_names = ("global_batch_size", total_name, "group_size")
+    if sizes.generation_batch_size is not None and sizes.steps_per_generation is not None:
+        yield Breach(
+            "one_rollout_size",
+            (),
+            lambda k: (
+                f"{k['generation_batch_size']} ({sizes.generation_batch_size}) and {k['steps_per_generation']} "
+                f"({sizes.steps_per_generation}) say the same thing; set only one of them"
+            ),
+        )
+    if n < 2:
+        yield Breach(
+            "group_of_two",
+            ("group_size",),
+            lambda k: f"{k['group_size']} ({n}) must be at least 2: advantages compare the completions of one prompt",
+        )
+    if total % sizes.global_batch_size:
+        yield Breach(
+            "whole_steps",
+            ("global_batch_size", "generation_batch_size"),
+            lambda k: (
+                f"generation_batch_size ({total}) must be divisible by {k['global_batch_size']} ({sizes.global_batch_size}): "
+                f"a rollout is a whole number of optimizer steps"
+            ),
+        )
+    if total < sizes.actor.num_npus:
+        yield Breach(
+            "completion_per_device",
+            rollout_names,
+            lambda k: (
+                f"per_device_generation_batch_size = generation_batch_size ({total}) / world_size ({sizes.actor.num_npus}) = "
+                f"{shown(total / sizes.actor.num_npus)} must be at least 1"
+            ),
+        )
+    if uneven:
+        return
+    dp = sizes.actor.dp_size
+    rollout = f"num_rollout_prompts ({shown(sizes.rollout_prompts)}) = generation_batch_size ({total}) / num_generations ({n})"
+    per_dp = shown(sizes.rollout_prompts / dp)
+    if total % (n * dp):
+        yield Breach(
+            "rollout_prompts_per_dp",
+            rollout_names,
+            lambda k: f"{rollout} must be divisible by dp_size ({dp})",
+        )
+    if total < n * dp:
+        yield Breach(
+            "rollout_prompt_each",
+            rollout_names,
+            lambda k: f"num_rollout_prompts_per_dp_group = {rollout} / dp_size ({dp}) = {per_dp} must be at least 1",
+        )
+    elif total % (n * dp * m):
+        yield Breach(
+            "rollout_micro_batches",
+            (*rollout_names, "micro_batch_size"),
+            lambda k: (
+                f"num_rollout_prompts_per_dp_group ({per_dp}) = {rollout} / dp_size ({dp}) must be divisible by "
+                f"{k['micro_batch_size']} ({m})"
+            ),
+        )
+    train_per_dp = shown(sizes.step_prompts / dp)
+    train = f"num_prompts_per_dp_group = global_batch_size ({step}) / num_generations ({n}) / dp_size ({dp}) = {train_per_dp}"
+    if step < n * dp:
+        yield Breach(
+            "train_prompt_each",
+            ("global_batch_size", "group_size"),
+            lambda k: f"{train} must be at least 1",
+        )
+    elif step % (n * dp * m):
+        yield Breach(
+            "train_micro_batches",
+            ("global_batch_size", "group_size", "micro_batch_size"),
+            lambda k: f"{train} must be divisible by {k['micro_batch_size']} ({m})",
+        )
+    replicas = sizes.rollout.dp_size
+    if total % replicas:
+        yield Breach(
+            "rollout_rows_per_replica",
+            rollout_names,
+            lambda k: f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas",
+        )
+
+
+def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
+    """Rules of MindSpeed-RL, and those it leaves out."""
+    n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_size
+    kept = sizes.train_prompts
+    trained = prompts if kept is None else kept
+    trained_name = "global_batch_size" if kept is None else "train_prompts"
+    if prompts * n % m:
+        yield Breach(
+            "samples_in_micro_batches",
+            ("global_batch_size", "group_size", "micro_batch_size"),
+            lambda k: (
+                f"{k['global_batch_size']} x {k['group_size']} ({prompts} x {n}) must be divisible by "
+                f"{k['micro_batch_size']} ({m})"
+            ),
+        )
+    if mini > trained:
+        yield Breach(
+            "mini_batch_at_most_global",
+            ("mini_batch_size", trained_name),
+            lambda k: f"{k['mini_batch_size']} ({mini}) must be at most {k[trained_name]} ({trained}): both count prompts",
+        )
+    elif trained % mini:
+        yield Breach(
+            "whole_mini_batches",
+            ("mini_batch_size", trained_name),
+            lambda k: f"{k[trained_name]} ({trained}) must be divisible by {k['mini_batch_size']} ({mini}): both count prompts",
+        )
+    if uneven:
+        return
+    dp = sizes.actor.dp_size
+    for name, count in (("global_batch_size", prompts), *((("train_prompts", kept),) if kept is not None else ())):
+        if count % dp:
+            yield Breach(
+                "prompts_per_dp",
+                (name,),
+                lambda k, name=name, count=count: f"{k[name]} ({count}) must be divisible by dp_size ({dp})",
+            )
+        elif count // dp * n % m:
+            yield Breach(
+                "samples_per_dp_in_micro_batches",
+                (name, "group_size", "micro_batch_size"),
+                lambda k, name=name, count=count: (
+                    f"{k[name]} / dp_size x {k['group_size']} ({count} / {dp} x {n} = {count // dp * n}) "
+                    f"must be divisible by {k['micro_batch_size']} ({m})"
+                ),
+            )
+    if mini <= trained and mini * n % (dp * m):
+        yield Breach(
+            "mini_batch_in_micro_batches",
+            ("mini_batch_size", "group_size", "micro_batch_size"),
+            lambda k: (
+                f"{k['mini_batch_size']} x {k['group_size']} ({mini} x {n} = {mini * n}) must be divisible by dp_size x "
+                f"{k['micro_batch_size']} ({dp} x {m} = {dp * m})"
+            ),
+        )
+    replicas = sizes.rollout.dp_size
+    if prompts % replicas:
+        yield Breach(
+            "prompts_per_replica",
+            ("global_batch_size",),
+            lambda k: (
+                f"{k['global_batch_size']} ({prompts}) must be divisible by the {replicas} rollout replicas ({k['num_npus']} "
+                f"{sizes.rollout.num_npus} / infer_tensor_parallel_size {sizes.rollout.tensor})"
+            ),
+        )
+    for role in ("ref", "reward", "critic"):
+        layout = getattr(sizes, role)
+        if layout is not None and prompts % layout.dp_size:
+            yield Breach(
+                f"prompts_per_{role}_replica",
+                ("global_batch_size",),
+                lambda k, role=role, size=layout.dp_size: (
+                    f"{k['global_batch_size']} ({prompts}) must be divisible by the data-parallel size of the {role} ({size})"
+                ),
+            )
+    if sizes.rule_reward and prompts % sizes.num_nodes:
+        yield Breach(
+            "prompts_per_node",
+            ("global_batch_size",),
+            lambda k: (
+                f"{k['global_batch_size']} ({prompts}) must be divisible by the number of nodes "
+                f"({sizes.num_nodes}): rules score on "
+                f"every node"
+            ),
+        )
+
+
+def _dispatch(sizes: Sizes) -> Iterator[Breach]:
+    """Rules of the sizes in which rows leave the data plane."""
+    if any(rows.__class__ is not int for rows in (sizes.rollout_prompts, sizes.train_samples)):
+        return
+    for name, (rows, limit) in dispatch_bounds(sizes).items():
+        size = sizes.dispatch.get(name)
+        if size is None:
+            continue
+        if size > limit:
+            yield Breach(
+                "dispatch_limit",
+                (name,),
+                lambda k, name=name, size=size, limit=limit: (
+                    f"{k[name]} ({size}) must be at most {shown(limit)}, the rows of one replica"
+                ),
+            )
+        elif rows % size:
+            yield Breach(
+                "dispatch_divides",
+                (name,),
+                lambda k, name=name, size=size, rows=rows: f"{k[name]} ({size}) must divide the {rows} rows of an iteration",
+            )
+        elif name == "actor_rollout_dispatch_size" and limit % size:
+            yield Breach(
+                "dispatch_divides",
+                (name,),
+                lambda k, name=name, size=size, limit=limit: (
+                    f"{k[name]} ({size}) must divide the {shown(limit)} rows of a rollout replica"
+                ),
+            )
+        if name == "dynamic_sampling_dispatch_size" and size % sizes.group_size:
+            yield Breach(
+                "dispatch_whole_groups",
+                (name,),
+                lambda k, name=name, size=size: (
+                    f"{k[name]} ({size}) must be a multiple of {k['group_size']} ({sizes.group_size})"
+                ),
+            )
+    update = sizes.dispatch.get("actor_update_dispatch_size")
+    per_dp = sizes.step_samples / sizes.actor.dp_size
+    if update is not None and update < per_dp:
+        yield Breach(
+            "update_dispatch_holds_mini_batch",
+            ("actor_update_dispatch_size",),
+            lambda k: (
+                f"{k['actor_update_dispatch_size']} ({update}) must be at least the {shown(per_dp)} rows of a "
+                "mini-batch on one "
+                f"data-parallel rank"
+            ),
+        )
+
+
+def dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number]]:
+    """Return for each dispatch key the rows of an iteration it must divide and the most it may be."""
+    rows, trained = sizes.rollout_samples, sizes.train_samples
+    bounds: dict[str, tuple[int, Number]] = {
+        "actor_rollout_dispatch_size": (rows, rows / sizes.rollout.dp_size),
+        "actor_logprob_dispatch_size": (trained, trained / sizes.actor.dp_size),
+        "ref_dispatch_size": (rows, rows / (sizes.ref or sizes.actor).dp_size),
+        "reward_dispatch_size": (rows, rows if sizes.rule_reward or sizes.reward is None else rows / sizes.reward.dp_size),
+        "adv_dispatch_size": (trained, trained),
+        "actor_update_dispatch_size": (trained, trained / sizes.actor.dp_size),
+        "dynamic_sampling_dispatch_size": (rows, rows / sizes.num_nodes),
+        "kl_dispatch_size": (rows, rows),
+    }
+    if sizes.critic is not None:
+        for name in ("critic_value_dispatch_size", "critic_update_dispatch_size"):
+            bounds[name] = (rows, rows / sizes.critic.dp_size)
+    return bounds

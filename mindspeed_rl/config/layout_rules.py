@@ -1,0 +1,234 @@
+"""Rules between a network and the way it is split over devices, for every role and for the rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import world_size
+from mindspeed_rl.config.violation import Violation
+
+
+def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
+    """Yield every broken layout rule of every role that has its own settings."""
+    yield from _role(cfg, "actor_config", cfg.actor_config, world_size(cfg))
+    for name in ("ref_config", "reward_config", "critic_config"):
+        if name in cfg.set_keys:
+            yield from _role(cfg, name, getattr(cfg, name), None)
+    if not cfg.is_supervised:
+        yield from _rollout(cfg)
+
+
+def _key(cfg: RunConfig, group: str, name: str) -> str:
+    """Return where a key of a role is written: its own group, or the shared one."""
+    return f"{group if name in cfg.set_keys.get(group, ()) else 'megatron_training'}.{name}"
+
+
+def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -> Iterator[Violation]:
+    tp, pp, cp, ep = (
+        role.tensor_model_parallel_size,
+        role.pipeline_model_parallel_size,
+        role.context_parallel_size,
+        role.expert_model_parallel_size,
+    )
+    sizes = {
+        name: getattr(role, name)
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+        )
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            key = _key(cfg, group, name)
+            yield Violation("positive", {key: value}, f"{key} ({value}) must be at least 1", ({key: 1},))
+    if min(sizes.values()) < 1:
+        return
+
+    def divides(
+        rule: str, dimension: str, value: int | None, size: int, factors: tuple[str, ...], why: str
+    ) -> Iterator[Violation]:
+        if value is None or value % size == 0:
+            return
+        keys: dict[str, Any] = {_key(cfg, group, factor): getattr(role, factor) for factor in factors}
+        divisor = " x ".join(f"{factor}" for factor in keys)
+        numbers = " x ".join(str(number) for number in keys.values())
+        yield Violation(
+            f"{group}.{rule}",
+            {dimension: value, **keys},
+            f"{dimension} ({value}) must be divisible by {divisor} ({numbers}): {why}",
+        )
+
+    tensor = ("tensor_model_parallel_size",)
+    heads, kv_heads = role.num_attention_heads, role.num_query_groups if role.group_query_attention else None
+    yield from divides("heads", "num_attention_heads", heads, tp, tensor, "each tensor parallel rank holds whole heads")
+    if not role.multi_latent_attention:
+        yield from divides("kv_heads", "num_query_groups", kv_heads, tp, tensor, "each rank holds whole key/value heads")
+    yield from divides("ffn", "ffn_hidden_size", role.ffn_hidden_size, tp, tensor, "the MLP is split evenly")
+    yield from divides("vocabulary", "padded_vocab_size", role.padded_vocab_size, tp, tensor, "the vocabulary is split evenly")
+    if cp > 1 and role.context_parallel_algo == "ulysses_cp_algo":
+        yield from divides(
+            "ulysses_heads",
+            "num_attention_heads",
+            heads,
+            tp * cp,
+            ("tensor_model_parallel_size", "context_parallel_size"),
+            "Ulysses exchanges whole heads",
+        )
+    rl = cfg.rl_config
+    if cp > 1 and role.context_parallel_algo == "megatron_cp_algo" and rl is not None and rl.use_remove_padding:
+        if not role.reset_attention_mask:
+            yield Violation(
+                f"{group}.ring_masks",
+                {
+                    _key(cfg, group, "context_parallel_algo"): "megatron_cp_algo",
+                    "rl_config.use_remove_padding": True,
+                    "megatron_training.reset_attention_mask": False,
+                },
+                "context_parallel_algo megatron_cp_algo with rl_config.use_remove_padding needs "
+                "megatron_training.reset_attention_mask "
+                "(false) to be true",
+                ({"megatron_training.reset_attention_mask": True},),
+            )
+    yield from _layers(cfg, group, role)
+    if role.num_experts is not None:
+        yield from divides(
+            "experts", "num_experts", role.num_experts, ep, ("expert_model_parallel_size",), "each rank holds whole experts"
+        )
+        if tp > 1 and not role.sequence_parallel:
+            keys = {_key(cfg, group, "tensor_model_parallel_size"): tp, "megatron_training.sequence_parallel": False}
+            yield Violation(
+                f"{group}.expert_sequences",
+                keys,
+                f"a mixture of experts with tensor_model_parallel_size {tp} needs "
+                "megatron_training.sequence_parallel (false) to be true",
+                ({"megatron_training.sequence_parallel": True},),
+            )
+        etp = role.expert_tensor_parallel_size or (1 if role.moe_tp_extend_ep else tp)
+        if world is not None and world % (etp * ep * pp):
+            keys = {_key(cfg, group, "expert_model_parallel_size"): ep, "devices": world}
+            yield Violation(
+                f"{group}.expert_devices",
+                keys,
+                f"{world} devices must be divisible by expert_model_parallel_size x expert tensor parallel size x "
+                f"pipeline_model_parallel_size ({ep} x {etp} x {pp})",
+            )
+    elif ep > 1:
+        key = _key(cfg, group, "expert_model_parallel_size")
+        yield Violation(
+            f"{group}.experts", {key: ep, "num_experts": None}, f"{key} ({ep}) needs a model with num_experts", ({key: 1},)
+        )
+
+
+def layer_numbers(text: str | None) -> list[int] | None:
+    """Return the numbers of a comma-separated list, or None when the text is not such a list."""
+    try:
+        return [int(item) for item in text.split(",")] if text else []
+    except ValueError:
+        return None
+
+
+def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violation]:
+    pp, layers, chunk = role.pipeline_model_parallel_size, role.num_layers, role.num_layers_per_virtual_pipeline_stage
+    pp_key, list_key = _key(cfg, group, "pipeline_model_parallel_size"), _key(cfg, group, "num_layer_list")
+    for name in ("num_layer_list", "noop_layers"):
+        if layer_numbers(getattr(role, name)) is None:
+            key = _key(cfg, group, name)
+            yield Violation(
+                f"{group}.{name}",
+                {key: getattr(role, name)},
+                f"{key} ({getattr(role, name)}) must be whole numbers with commas",
+            )
+    per_stage, noop = layer_numbers(role.num_layer_list), layer_numbers(role.noop_layers)
+    if noop and layers is not None and not all(0 <= layer < layers for layer in noop):
+        key = _key(cfg, group, "noop_layers")
+        yield Violation(
+            f"{group}.noop_range",
+            {key: role.noop_layers, "num_layers": layers},
+            f"{key} ({role.noop_layers}) must lie in 0..{layers - 1}",
+        )
+    if per_stage:
+        if len(per_stage) != pp:
+            yield Violation(
+                f"{group}.layer_list_stages",
+                {list_key: role.num_layer_list, pp_key: pp},
+                f"{list_key} ({role.num_layer_list}) has {len(per_stage)} entries, but must have one for each of "
+                f"the {pp} pipeline stages "
+                f"({pp_key})",
+            )
+        if layers is not None and sum(per_stage) != layers:
+            yield Violation(
+                f"{group}.layer_list_sum",
+                {list_key: role.num_layer_list, "num_layers": layers},
+                f"{list_key} ({role.num_layer_list}) sums to {sum(per_stage)}, but must sum to num_layers ({layers})",
+            )
+        for name in ("num_layers_per_virtual_pipeline_stage", "noop_layers"):
+            if getattr(role, name):
+                key = _key(cfg, group, name)
+                yield Violation(
+                    f"{group}.layer_list_alone",
+                    {list_key: role.num_layer_list, key: getattr(role, name)},
+                    f"{list_key} ({role.num_layer_list}) and {key} ({getattr(role, name)}) exclude each other",
+                    ({key: None}, {list_key: None}),
+                )
+        return
+    if layers is None:
+        return
+    if layers % pp:
+        yield Violation(
+            f"{group}.layers",
+            {"num_layers": layers, pp_key: pp},
+            f"num_layers ({layers}) must be divisible by {pp_key} ({pp}), or num_layer_list must say the layers of each stage",
+        )
+    elif chunk is not None and (chunk < 1 or layers // pp % chunk or pp < 2):
+        key = _key(cfg, group, "num_layers_per_virtual_pipeline_stage")
+        rule = "needs at least two pipeline stages" if pp < 2 else f"must divide the {layers // pp} layers of a pipeline stage"
+        options = [value for value in range(1, layers // pp) if layers // pp % value == 0] if pp > 1 else []
+        nearest = min(options, key=lambda value: abs(value - chunk), default=None)
+        yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: nearest},))
+
+
+def _rollout(cfg: RunConfig) -> Iterator[Violation]:
+    generate, actor = cfg.generate_config, cfg.actor_config
+    if generate is None:
+        return
+    tp_key, tp = "generate_config.infer_tensor_parallel_size", generate.infer_tensor_parallel_size
+    if generate.infer_pipeline_parallel_size != 1:
+        key = "generate_config.infer_pipeline_parallel_size"
+        value = generate.infer_pipeline_parallel_size
+        yield Violation("rollout.pipeline", {key: value}, f"{key} ({value}) must be 1", ({key: 1},))
+    if tp < 1:
+        yield Violation("rollout.positive", {tp_key: tp}, f"{tp_key} ({tp}) must be at least 1", ({tp_key: 1},))
+        return
+    heads = actor.num_attention_heads
+    if heads is not None and heads % tp:
+        yield Violation(
+            "rollout.heads",
+            {"num_attention_heads": heads, tp_key: tp},
+            f"num_attention_heads ({heads}) must be divisible by {tp_key} ({tp}): the rollout engine splits whole heads",
+        )
+    kv_heads = actor.num_query_groups if actor.group_query_attention else None
+    if kv_heads is not None and not actor.multi_latent_attention and kv_heads % tp and tp % kv_heads:
+        yield Violation(
+            "rollout.kv_heads",
+            {"num_query_groups": kv_heads, tp_key: tp},
+            f"num_query_groups ({kv_heads}) and {tp_key} ({tp}) must divide one another: key/value heads are "
+            "split or repeated whole",
+        )
+    world = world_size(cfg)
+    if generate.enable_expert_parallel and world is not None:
+        ep = generate.infer_expert_parallel_size
+        if ep < 1 or world % (ep * tp):
+            key = "generate_config.infer_expert_parallel_size"
+            options = [value for value in range(1, world // tp + 1) if world % (value * tp) == 0]
+            nearest = min(options, key=lambda value: abs(value - ep), default=1)
+            yield Violation(
+                "rollout.experts",
+                {key: ep, tp_key: tp},
+                f"{key} x {tp_key} ({ep} x {tp}) must divide the {world} devices",
+                ({key: nearest},),
+            )

@@ -1,0 +1,38 @@
+"""What a broken rule looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule of a run file.
+
+    Attributes:
+        rule: short stable name of the rule.
+        keys: the keys involved, by dotted name, with their values.
+        message: one sentence that names keys, values and the rule.
+        nearest: alternatives; each is a set of new values that, applied together, satisfies every rule.
+    """
+
+    rule: str
+    keys: Mapping[str, Any]
+    message: str
+    nearest: tuple[Mapping[str, Any], ...] = field(default=())
+
+    def __str__(self) -> str:
+        if not self.nearest:
+            return self.message
+        options = " or ".join(
+            ", ".join(f"{name}={_written(value)}" for name, value in option.items()) for option in self.nearest
+        )
+        return f"{self.message}; nearest values that satisfy every rule: {options}"
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
