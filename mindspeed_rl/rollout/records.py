@@ -1,0 +1,57 @@
+"""What goes into the rollout engine and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: cut-offs; 1.0, -1 and 0.0 leave the distribution whole.
+        max_tokens: most generated tokens.
+        stop_token_ids: tokens that end a response; they belong to it.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+    @property
+    def whole_distribution(self) -> bool:
+        """True when no token is cut off, so that the engine's log-probs are those of the tempered model."""
+        return self.top_p >= 1.0 and self.top_k <= 0 and self.min_p <= 0.0
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to be generated.
+
+    Attributes:
+        prompt_ids: tokens of the prompt.
+        seed: of this response alone: results do not depend on what else is in the batch.
+    """
+
+    prompt_ids: list[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated response.
+
+    Attributes:
+        token_ids: with the stop token, if one ended it.
+        log_probs: of each token under the distribution it was drawn from.
+        truncated: True when max_tokens ended it.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    truncated: bool

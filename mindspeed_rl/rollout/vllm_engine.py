@@ -1,0 +1,177 @@
+"""vLLM inside the training process: generate, take new weights in place, give memory back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl import adaptors, platform
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.rollout.records import Completion, GenerationRequest, Sampling
+
+
+#: tokens of one KV block on the CPU; a sequence takes whole blocks
+_CPU_BLOCK_TOKENS = 128
+_MOST_DERIVED_KV_BYTES = 8 << 30
+
+
+def _kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
+    """Room for `max_num_seqs` full sequences and some spare blocks, at most 8 GiB, unless the run file says a size."""
+    if config.kv_cache_memory_gib is not None:
+        return int(config.kv_cache_memory_gib * (1 << 30))
+    blocks = (config.max_num_seqs + 2) * -(-config.max_model_len // _CPU_BLOCK_TOKENS) + 8
+    wanted = blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token // config.infer_tensor_parallel_size
+    return min(wanted, _MOST_DERIVED_KV_BYTES)
+
+
+class VllmEngine:
+    """One replica's share of a vLLM engine: the ranks of an inference tensor-parallel group each hold one.
+
+    Ranks of such a group must call the methods with the same arguments in the same order. Building is collective over the
+    whole world, because vLLM creates its process groups then.
+    """
+
+    def __init__(
+        self, hf_folder: str | Path, config: GenerateConfig, sampling: Sampling, *, run_id: str, kv_bytes_per_token: int
+    ) -> None:
+        """Builds the engine with dummy weights; `load_weights` must come before the first `generate`.
+
+        Args:
+            hf_folder: folder with config.json (no weights are read).
+            config: the engine's keys.
+            sampling: how training responses are drawn; decides which log-probs the engine reports.
+            run_id: unique to the run and equal on all its ranks.
+            kv_bytes_per_token: of the whole model's KV cache; sizes the cache where the run file does not.
+        """
+        adaptors.apply("rollout")
+        self._hooks = adaptors.engine_hooks()
+        self._hooks.before_build(run_id)
+        self.sampling = sampling
+        from vllm import LLM
+
+        tp_size = config.infer_tensor_parallel_size
+        arguments: dict[str, Any] = {
+            "model": str(hf_folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": config.dtype,
+            "enforce_eager": config.enforce_eager,
+            "trust_remote_code": config.trust_remote_code,
+            "tensor_parallel_size": tp_size,
+            # every rank of the training world runs this very code: no executor may start processes of its own
+            "distributed_executor_backend": "external_launcher" if tp_size > 1 else "uni",
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "enable_chunked_prefill": True,
+            # tempered log-probs, as the trainer computes them; with cut-offs those would be renormalised over what is kept
+            "logprobs_mode": "processed_logprobs" if sampling.whole_distribution else "raw_logprobs",
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "seed": 0,
+            **self._hooks.engine_arguments(),
+        }
+        if config.enable_expert_parallel:
+            arguments["enable_expert_parallel"] = True
+        if platform.current().name == "cpu":
+            arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, kv_bytes_per_token)
+        else:
+            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if self._hooks.sleeps:
+            arguments["enable_sleep_mode"] = True
+        set_num_threads, rng_state = torch.set_num_threads, torch.get_rng_state()
+        self._llm = LLM(**arguments)
+        # vLLM seeds the global generator, freezes all objects for the collector and disables set_num_threads
+        torch.set_rng_state(rng_state)
+        torch.set_num_threads = set_num_threads
+        gc.unfreeze()
+        self.weight_version = -1
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling | None = None) -> list[Completion]:
+        """One response for each request, in order.
+
+        Args:
+            requests: prompts with a seed each.
+            sampling: instead of the engine's own, for evaluation.
+
+        Raises:
+            RuntimeError: no weights were loaded yet.
+        """
+        if self.weight_version < 0:
+            raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
+        from vllm import SamplingParams
+
+        sampling = sampling or self.sampling
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                seed=request.seed,
+                logprobs=0,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        completions = []
+        for output in self._llm.generate(prompts, params, use_tqdm=False):
+            sample = output.outputs[0]
+            token_ids = list(sample.token_ids)
+            log_probs = [step[token].logprob for step, token in zip(sample.logprobs, token_ids)]
+            completions.append(Completion(token_ids, log_probs, truncated=sample.finish_reason == "length"))
+        return completions
+
+    # ------------------------------------------------------------------ weights
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces all weights.
+
+        Args:
+            named: every tensor of the model under its HF checkpoint name, whole; this rank takes its slices.
+            version: number of the weights, reported with every response drawn from them.
+
+        Raises:
+            RuntimeError: a parameter of the engine was given no tensor.
+        """
+
+        def load(model: torch.nn.Module) -> None:
+            self._hooks.before_load(model)
+            loaded = model.load_weights(iter(named))
+            tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
+            missing = {name for name, _ in model.named_parameters()} - tied - set(loaded)
+            if missing:
+                raise RuntimeError(f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}.")
+            self._hooks.after_load(model)
+
+        self._llm.apply_model(load)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
+        self.weight_version = version
+
+    def read_model(self) -> torch.nn.Module:
+        """vLLM's model module of this rank, to be looked at and not changed."""
+        return self._llm.apply_model(lambda model: model)[0]
+
+    # ------------------------------------------------------------------ memory
+
+    def release_memory(self) -> None:
+        """Gives weights (where the platform can) and KV cache back until `restore_*`."""
+        self._hooks.release(self._llm)
+
+    def restore_weights(self) -> None:
+        """Weight storage exists again; its content is undefined until the next `load_weights`."""
+        self._hooks.restore_weights(self._llm)
+
+    def restore_cache(self) -> None:
+        """The KV cache exists again, empty."""
+        self._hooks.restore_cache(self._llm)
