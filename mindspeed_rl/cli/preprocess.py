@@ -1,0 +1,181 @@
+"""`mindspeed-rl preprocess`: raw data to Megatron indexed datasets.
+
+Settings come from flags, from a YAML file (`--config-name math_17k`, or the bare name), or from both; flags win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mindspeed_rl.data import HANDLERS
+from mindspeed_rl.data.preprocess import PreprocessConfig, merge, run, show
+
+CONFIG_DIR = Path("configs/datasets")
+_MERGE_KEY = "merge_group_keys"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _true_or_false(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preprocess_data.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", help="name of a YAML file in the config folder")
+    parser.add_argument("--config-name", help="the same, as a flag")
+    parser.add_argument("--config-dir", default=None, help=f"folder of the YAML files (default: {CONFIG_DIR})")
+    parser.add_argument("--show", type=int, metavar="N", help="print N samples with trained tokens marked, write nothing")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--input", help="file or folder (parquet, json, jsonl, csv, txt, arrow), saved dataset, or dataset name")
+    data.add_argument("--output-prefix", help="path and first part of the written files' names")
+    data.add_argument("--handler-name", help="; ".join(HANDLERS))
+    data.add_argument(
+        "--map-keys", type=_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off'
+    )
+    data.add_argument("--json-keys", nargs="+", help="text columns for pretraining")
+    data.add_argument("--dataset-additional-keys", nargs="*", help="columns kept beside the prompt (RL)")
+    data.add_argument("--max-samples", type=int, help="stop after this many rows")
+    data.add_argument("--on-bad-row", choices=["error", "skip"], help="what a malformed row does")
+    data.add_argument("--cache-dir", help="cache for dataset names")
+    data.add_argument(
+        "--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading it whole"
+    )
+    data.add_argument(
+        "--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)"
+    )
+    data.add_argument("--dataset-dir", help="folder of dataset_info.json (LlamaFactoryInstructionHandler)")
+    data.add_argument("--interleave-probs", type=float, nargs="+", help="share of each dataset")
+    data.add_argument("--mix-strategy", choices=["concat", "interleave_under", "interleave_over"])
+    data.add_argument("--seed", type=int, help="for interleaving")
+
+    text = parser.add_argument_group("tokens")
+    text.add_argument("--tokenizer-type", help="PretrainedFromHF")
+    text.add_argument("--tokenizer-name-or-path")
+    text.add_argument("--tokenizer-not-use-fast", action="store_true", default=None)
+    text.add_argument("--trust-remote-code", action="store_true", default=None, help="run code that comes with the tokenizer")
+    text.add_argument("--prompt-type", help="chat template; hf is the tokenizer's own")
+    text.add_argument("--prompt-type-path", help="template file of your own")
+    text.add_argument("--enable-thinking", choices=["true", "false", "none"])
+    text.add_argument("--append-eod", action="store_true", default=None, help="end token after each pretraining document")
+    text.add_argument("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
+    text.add_argument("--pad-to-multiple-of", type=int)
+    text.add_argument("--pack", action="store_true", default=None, help="several samples in a row")
+    text.add_argument("--neat-pack", action="store_true", default=None, help="... told apart by the attention mask")
+    text.add_argument("--placeholder-token", help="end of a step (process reward)")
+    text.add_argument("--reward-tokens", nargs="*", help="allowed verdicts (process reward)")
+
+    work = parser.add_argument_group("work")
+    work.add_argument("--workers", type=int, help="processes that tokenize")
+    work.add_argument("--n-subs", type=int, help="cut the work into parts; a repeated command keeps the finished ones")
+    work.add_argument("--log-interval", type=int, help="rows between progress lines where there is no terminal")
+    work.add_argument("--merge-group-keys", nargs="+", help="only join the pairs in --input whose names contain each key")
+    return parser
+
+
+def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict[str, Any]:
+    """Read a dataset YAML file; hyphens in keys become underscores.
+
+    Raises:
+        ValueError: no such file (the message lists those there), or not a mapping.
+    """
+    folder = Path(config_dir) if config_dir is not None else CONFIG_DIR
+    path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    if not path.is_file():
+        there = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
+        raise ValueError(f"config_name={name!r}: {path} does not exist (there: {there})")
+    values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold keys and values")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+# Keys that dataset files carry although nothing depends on them here, with the values that are fine.
+_SETTLED_KEYS = {
+    "dataset_impl": ("mmap",),
+    "overwrite_cache": (True, False),
+    "make_vocab_size_divisible_by": None,
+    "pad_vocab_size_to": None,
+}
+
+
+def build_config(values: dict[str, Any]) -> PreprocessConfig:
+    """Make a PreprocessConfig of the settings given.
+
+    Raises:
+        ValueError: a key is unknown (the nearest known one is named), missing, or has a wrong value.
+    """
+    known = {field.name: field for field in fields(PreprocessConfig)}
+    settings = {}
+    for key, value in values.items():
+        if key in _SETTLED_KEYS:
+            allowed = _SETTLED_KEYS[key]
+            if allowed is not None and value not in allowed:
+                raise ValueError(f"{key}={value!r} is not supported; allowed: {', '.join(map(str, allowed))}")
+            continue
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
+            raise ValueError(f"{key!r} is no key of a dataset config{hint}")
+        if key == "enable_thinking" and isinstance(value, bool):
+            value = "true" if value else "false"
+        if value is not None:
+            settings[key] = value
+    for name, field in known.items():
+        if field.default is MISSING and name not in settings:
+            raise ValueError(f"{name} is missing; give --{name.replace('_', '-')}, or the key in the YAML file")
+    return PreprocessConfig(**settings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 on success, 2 after a user's mistake, whose message goes to stderr."""
+    arguments = vars(_parser().parse_args(argv))
+    name = arguments.pop("config_name") or arguments["config"]
+    arguments.pop("config")
+    config_dir = arguments.pop("config_dir")
+    count = arguments.pop("show")
+    try:
+        values = load_dataset_config(name, config_dir) if name else {}
+        values.update({key: value for key, value in arguments.items() if value is not None})
+        keys = values.pop(_MERGE_KEY, None)
+        if keys:
+            for needed in ("input", "output_prefix"):
+                if needed not in values:
+                    raise ValueError(f"{needed} is missing; merge_group_keys needs it")
+            print("written:", *merge(values["input"], values["output_prefix"], keys), sep="\n  ")
+            return 0
+        if count is not None:
+            values.setdefault("output_prefix", "")
+            print(show(build_config(values), count))
+            return 0
+        print(run(build_config(values)).text)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

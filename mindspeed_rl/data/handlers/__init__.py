@@ -1,0 +1,1 @@
+"""One handler a data layout; `mindspeed_rl.data.HANDLERS` maps names to them."""

@@ -1,0 +1,207 @@
+"""What every handler shares: its settings, column lookup, and the batch encoding loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from mindspeed_rl.data.conversation import BadRow, DroppedRow
+from mindspeed_rl.data.encoding import TextEncoder, TurnIds
+from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.sources import Source
+from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_CUTOFF_TOKENS = 100_000
+TOO_LONG = "too long"
+EMPTY_ANSWER = "empty answer"
+EMPTY_PROMPT = "empty prompt"
+
+
+@dataclass(frozen=True)
+class HandlerSettings:
+    """What a handler is built from; names are those of the command line."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Template | HfTemplate | None = None
+    map_keys: Mapping[str, Any] | None = None
+    json_keys: Sequence[str] = ("text",)
+    dataset_additional_keys: Sequence[str] = ()
+    seq_length: int | None = None
+    enable_thinking: Thinking = "none"
+    append_eod: bool = False
+    pad_to_multiple_of: int = 1
+    neat_pack: bool = False
+    placeholder_token: str = "ки"
+    reward_tokens: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A row after rendering: the texts to encode, and what the handler needs to remember about the row."""
+
+    renderings: tuple[Rendering, ...]
+    note: Any = None
+
+
+@dataclass
+class EncodedRow:
+    """Arrays of one row; `truncated` tells that tokens were cut off."""
+
+    columns: dict[str, np.ndarray | list[int]]
+    truncated: bool = False
+
+
+@dataclass
+class EncodedBatch:
+    """Rows that were kept, in order, and why the others were not."""
+
+    rows: list[EncodedRow] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    bad: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Handler(ABC):
+    """Turns rows into token arrays.
+
+    A subclass says which columns it writes, renders a row, and assembles the encoded texts.
+
+    Args:
+        settings: see HandlerSettings.
+
+    Raises:
+        ValueError: map_keys holds a name this handler does not know, or a setting it needs is missing.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "labels")
+    packed: ClassVar[bool] = True
+    needs_template: ClassVar[bool] = True
+    forced_template: ClassVar[str | None] = None
+    add_special_tokens: ClassVar[bool] = False
+    can_pack: ClassVar[bool] = False
+    length_column: ClassVar[str] = "input_ids"
+    default_map: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, settings: HandlerSettings) -> None:
+        self.settings = settings
+        self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
+        self.map: dict[str, Any] = dict(self.default_map)
+        self._explicit: frozenset[str] = frozenset()
+        if settings.map_keys:
+            unknown = [key for key in settings.map_keys if key not in self.default_map]
+            if unknown:
+                near = get_close_matches(unknown[0], self.default_map, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"map_keys has {unknown[0]!r}, which {type(self).__name__} does not read"
+                    f" (it reads {', '.join(self.default_map) or 'none'}){hint}"
+                )
+            self.map.update(settings.map_keys)
+            self._explicit = frozenset(settings.map_keys)
+        if self.needs_template and settings.template is None:
+            raise ValueError(f"{type(self).__name__} needs a prompt_type")
+
+    def open_source(self, config: Any) -> Source | None:
+        """The rows to read when the handler itself looks them up; None means what lies at `config.input`."""
+        return None
+
+    def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        """(tokens, tokens with a label) of some rows; `columns` holds their concatenated tokens."""
+        total = trained = 0
+        for name in self.columns:
+            if name.endswith("input_ids"):
+                total += len(columns[name])
+                labels = name.replace("input_ids", "labels")
+                if labels in columns:
+                    trained += int(np.count_nonzero(columns[labels] != IGNORE_INDEX))
+        return total, trained
+
+    @property
+    def template(self) -> Template | HfTemplate:
+        assert self.settings.template is not None
+        return self.settings.template
+
+    def column(self, row: Mapping[str, Any], key: str, *, required: bool = False) -> Any:
+        """Value of the dataset column that stands for `key`; None where an optional column is switched off or absent.
+
+        Raises:
+            BadRow: the column was asked for in map_keys, or is required, and the row lacks it.
+        """
+        name = self.map[key]
+        if not name:
+            if required:
+                raise BadRow(f"map_keys switches {key!r} off, but {type(self).__name__} needs it")
+            return None
+        if name in row:
+            return row[name]
+        if required or key in self._explicit:
+            raise BadRow(f"has no column {name!r} (for {key!r}); it has {', '.join(map(str, row))}; use map_keys to name yours")
+        return None
+
+    def text_column(self, row: Mapping[str, Any], key: str, *, required: bool = False) -> str:
+        """Text of a column; "" where it is off, absent or null.
+
+        Raises:
+            BadRow: the value is not text.
+        """
+        value = self.column(row, key, required=required)
+        if value is None:
+            return ""
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str):
+            raise BadRow(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
+        return value
+
+    @abstractmethod
+    def render(self, row: Mapping[str, Any]) -> Draft:
+        """Return the texts of a row.
+
+        Raises:
+            BadRow: the row's structure is wrong.
+            DroppedRow: the row is sound but unusable.
+        """
+
+    @abstractmethod
+    def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        """Return the arrays of a row from its encoded renderings; may raise DroppedRow."""
+
+    def encode(self, rows: Sequence[tuple[int, Mapping[str, Any] | BadRow]]) -> EncodedBatch:
+        """Encode numbered rows with one call of the tokenizer. A BadRow in place of a row is passed on."""
+        batch = EncodedBatch()
+        drafts: list[tuple[int, Draft]] = []
+        for number, row in rows:
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                if not isinstance(row, Mapping):
+                    raise BadRow(f"must be an object with named columns, not {type(row).__name__}")
+                drafts.append((number, self.render(row)))
+            except BadRow as error:
+                batch.bad.append((number, str(error)))
+            except DroppedRow as drop:
+                batch.dropped[drop.reason] += 1
+        encoded = iter(self.encoder.encode_renderings([r for _, draft in drafts for r in draft.renderings]))
+        for number, draft in drafts:
+            own = [next(encoded) for _ in draft.renderings]
+            try:
+                batch.rows.append(self.assemble(draft, own))
+            except BadRow as error:
+                batch.bad.append((number, str(error)))
+            except DroppedRow as drop:
+                batch.dropped[drop.reason] += 1
+        batch.bad.sort()
+        return batch
+
+
+def join_lines(first: str, second: str) -> str:
+    """`first` and `second` on separate lines, without an empty line where one is missing."""
+    return f"{first}\n{second}" if first and second else first or second

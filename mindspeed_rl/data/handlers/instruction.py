@@ -1,0 +1,269 @@
+"""Supervised tuning: Alpaca, ShareGPT, OpenAI and Hunyuan layouts to input_ids, attention_mask, labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, Message, ToolCall, assistant, parse_tools, user
+from mindspeed_rl.data.encoding import TurnIds, join_turns
+from mindspeed_rl.data.handlers.base import (
+    DEFAULT_CUTOFF_TOKENS,
+    EMPTY_ANSWER,
+    EMPTY_PROMPT,
+    TOO_LONG,
+    Draft,
+    EncodedRow,
+    Handler,
+    join_lines,
+)
+
+
+class InstructionHandler(Handler):
+    """Base of the supervised handlers: a subclass reads a conversation out of a row."""
+
+    can_pack = True
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        """Read one row.
+
+        Raises:
+            BadRow: the row's structure is wrong.
+        """
+        raise NotImplementedError
+
+    def render(self, row: Mapping[str, Any]) -> Draft:
+        conversation = self.conversation(row)
+        conversation.check_order()
+        if len(conversation.messages) % 2:
+            raise BadRow("the last message is not from the assistant")
+        for message in conversation.messages[1::2]:
+            if not message.content.strip() and not message.calls:
+                raise DroppedRow(EMPTY_ANSWER)
+        if not any(message.content.strip() for message in conversation.messages[::2]):
+            raise DroppedRow(EMPTY_PROMPT)
+        return Draft((self.template.render(conversation, self.settings.enable_thinking),))
+
+    def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        (turns,) = encoded
+        seq_length = self.settings.seq_length
+        budget = DEFAULT_CUTOFF_TOKENS
+        efficient_eos = draft.renderings[0].efficient_eos
+        if seq_length is not None:
+            total = sum(len(source) + len(target) for source, target in turns) + efficient_eos
+            if total >= seq_length and not self.settings.neat_pack:
+                raise DroppedRow(TOO_LONG)
+            budget = seq_length - 1
+        input_ids, labels, truncated = join_turns(
+            turns,
+            eos_id=self.encoder.eos_id,
+            efficient_eos=efficient_eos,
+            budget=budget,
+            keeps_fitting_half=self.template.keeps_fitting_half,
+        )
+        columns = {"input_ids": input_ids, "attention_mask": [1] * len(input_ids), "labels": labels}
+        return EncodedRow(columns, truncated)
+
+
+def alpaca_question(handler: Handler, row: Mapping[str, Any]) -> tuple[list[Message], str | None, str]:
+    """(messages of the history, system, question) of an Alpaca row; the question is `prompt` and `query` on separate lines.
+
+    Raises:
+        BadRow: a column is missing or has the wrong form.
+    """
+    messages: list[Message] = []
+    if "history" in handler.map:
+        for pair in handler.column(row, "history") or ():
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise BadRow(f"column {handler.map['history']!r} must hold [question, answer] pairs")
+            messages += [user(pair[0]), assistant(pair[1])]
+    question = join_lines(handler.text_column(row, "prompt", required=True), handler.text_column(row, "query"))
+    return messages, handler.text_column(row, "system") or None, question
+
+
+class AlpacaStyleInstructionHandler(InstructionHandler):
+    """instruction (+ input), output, optional system and history."""
+
+    default_map: ClassVar = {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "system": "system",
+        "history": "history",
+    }
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        messages, system, question = alpaca_question(self, row)
+        answer = self.text_column(row, "response", required=True)
+        return Conversation([*messages, user(question), assistant(answer)], system)
+
+
+DEFAULT_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+def sharegpt_tags(given: Mapping[str, str] | None) -> dict[str, str]:
+    """The tag names; those the user left out keep their defaults.
+
+    Raises:
+        ValueError: an unknown tag.
+    """
+    unknown = sorted(set(given or ()) - set(DEFAULT_TAGS))
+    if unknown:
+        raise ValueError(f"map_keys.tags has {unknown[0]!r}; the tags are {', '.join(DEFAULT_TAGS)}")
+    return {**DEFAULT_TAGS, **(given or {})}
+
+
+def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split a function turn into the text (a thought) before the JSON and the calls in it.
+
+    Raises:
+        BadRow: there is no JSON object or list of calls at the end.
+    """
+    starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
+    start = min(starts, default=-1)
+    if start < 0:
+        raise BadRow("a function call turn holds no JSON")
+    try:
+        value = json.loads(text[start:])
+    except json.JSONDecodeError as error:
+        raise BadRow(f"a function call turn is not JSON: {error}") from error
+    calls = tuple(ToolCall.parse(entry) for entry in (value if isinstance(value, list) else [value]))
+    if not calls:
+        raise BadRow("a function call turn holds no call")
+    return text[:start].strip(), calls
+
+
+def sharegpt_messages(turns: Any, tags: Mapping[str, str]) -> tuple[str | None, list[Message]]:
+    """(system, messages) of a ShareGPT list; a leading system turn is taken out.
+
+    Raises:
+        BadRow: not a list of turns, or an unknown speaker.
+    """
+    if not isinstance(turns, (list, tuple)) or not turns:
+        raise BadRow("the conversation must be a list of turns")
+    roles = {
+        tags["user_tag"]: "user",
+        tags["assistant_tag"]: "assistant",
+        tags["observation_tag"]: "observation",
+        tags["function_tag"]: "function",
+    }
+    system = None
+    messages = []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or tags["role_tag"] not in turn or not isinstance(turn.get(tags["content_tag"]), str):
+            raise BadRow(f"turn {index} needs {tags['role_tag']!r} and the text {tags['content_tag']!r}")
+        speaker, content = turn[tags["role_tag"]], turn[tags["content_tag"]]
+        if index == 0 and speaker == tags["system_tag"]:
+            system = content
+            continue
+        if speaker not in roles:
+            raise BadRow(f"turn {index} is from {speaker!r}; known speakers are {', '.join(map(repr, roles))}")
+        if roles[speaker] == "function":
+            text, calls = parse_calls(content)
+            messages.append(Message("function", (text,), calls))
+        else:
+            messages.append(Message(roles[speaker], (content,)))
+    return system, messages
+
+
+class SharegptStyleInstructionHandler(InstructionHandler):
+    """`conversations`: a list of {from, value}; optional system and tools columns."""
+
+    default_map: ClassVar = {"messages": "conversations", "system": "system", "tools": "tools", "tags": None}
+
+    def __init__(self, settings) -> None:
+        super().__init__(settings)
+        self.tags = sharegpt_tags(self.map["tags"])
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
+        return Conversation(messages, self.text_column(row, "system") or system, parse_tools(self.column(row, "tools")))
+
+
+def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
+    """(system, messages) of an OpenAI list. Results of parallel calls become one observation, user messages in a row one message.
+
+    Raises:
+        BadRow: not a list of messages, or an unknown role.
+    """
+    if isinstance(entries, str):
+        try:
+            entries = json.loads(entries)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"the messages are not JSON: {error}") from error
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise BadRow("the conversation must be a list of messages")
+    system = None
+    messages: list[Message] = []
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+            raise BadRow(f"message {index} needs a role")
+        role = entry["role"]
+        content = _openai_text(entry.get("content"), index)
+        if role in ("system", "developer") and index == 0:
+            system = content
+        elif role == "user":
+            if messages and messages[-1].role == "user":
+                messages[-1] = user(join_lines(messages[-1].content, content))
+            else:
+                messages.append(user(content))
+        elif role == "tool":
+            if messages and messages[-1].role == "observation":
+                messages[-1] = Message("observation", (*messages[-1].contents, content))
+            else:
+                messages.append(Message("observation", (content,)))
+        elif role == "assistant":
+            calls = tuple(ToolCall.parse(call) for call in entry.get("tool_calls") or ())
+            reasoning = entry.get("reasoning_content") or ""
+            messages.append(Message("function" if calls else "assistant", (content,), calls, reasoning))
+        else:
+            raise BadRow(f"message {index} has role {role!r}; the roles are system (first only), user, assistant, tool")
+    return system, messages
+
+
+def _openai_text(content: Any, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, (list, tuple)) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise BadRow(f"message {index} has content that is not text")
+
+
+class OpenAIInstructionHandler(InstructionHandler):
+    """`messages`: a list of {role, content, tool_calls, reasoning_content}; optional tools; the assistant speaks last."""
+
+    default_map: ClassVar = {"messages": "messages", "system": "system", "tools": "tools"}
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        system, messages = openai_messages(self.column(row, "messages", required=True))
+        return Conversation(messages, self.text_column(row, "system") or system, parse_tools(self.column(row, "tools")))
+
+
+class HunyuanInstructionHandler(OpenAIInstructionHandler):
+    """`messages` in strict system, user, assistant order, written by the tokenizer's own chat template (`hf`)."""
+
+    forced_template = "hf"
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        entries = self.column(row, "messages", required=True)
+        if isinstance(entries, (list, tuple)):
+            turns = [entry.get("role") for entry in entries if isinstance(entry, Mapping)]
+            turns = turns[1:] if turns[:1] == ["system"] else turns
+            for index, role in enumerate(turns):
+                expected = "assistant" if index % 2 else "user"
+                if role != expected:
+                    raise BadRow(f"{expected} must speak at turn {index}, not {role!r}")
+        return super().conversation(row)

@@ -1,0 +1,142 @@
+"""Preference pairs: one prompt, a chosen and a rejected answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from mindspeed_rl.data.conversation import SOURCE_ROLES, BadRow, Conversation, DroppedRow, Message, assistant, parse_tools, user
+from mindspeed_rl.data.encoding import TurnIds, join_turns
+from mindspeed_rl.data.handlers.base import (
+    DEFAULT_CUTOFF_TOKENS,
+    EMPTY_ANSWER,
+    EMPTY_PROMPT,
+    TOO_LONG,
+    Draft,
+    EncodedRow,
+    Handler,
+)
+from mindspeed_rl.data.handlers.instruction import alpaca_question, sharegpt_messages, sharegpt_tags
+from mindspeed_rl.data.indexed import IGNORE_INDEX
+
+
+class PairwiseHandler(Handler):
+    """Base of the pairwise handlers.
+
+    Both samples hold the whole prompt and one answer; only the last answer has labels. A pair of which one sample has seq_length
+    tokens or more is dropped and counted.
+    """
+
+    columns = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
+    length_column = "chosen_input_ids"
+
+    def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Message, Message]:
+        """Read (prompt, chosen, rejected).
+
+        Raises:
+            BadRow: the row's structure is wrong.
+        """
+        raise NotImplementedError
+
+    def render(self, row: Mapping[str, Any]) -> Draft:
+        prompt, chosen, rejected = self.pair(row)
+        if not prompt.messages or prompt.messages[-1].role not in SOURCE_ROLES:
+            raise BadRow("the prompt's last message is not from the user")
+        for answer in (chosen, rejected):
+            if not answer.content.strip() and not answer.calls:
+                raise DroppedRow(EMPTY_ANSWER)
+        if not prompt.messages[-1].content.strip():
+            raise DroppedRow(EMPTY_PROMPT)
+        if chosen == rejected:
+            raise DroppedRow("chosen equals rejected")
+        whole = (Conversation([*prompt.messages, answer], prompt.system, prompt.tools) for answer in (chosen, rejected))
+        return Draft(tuple(self.template.render(conversation, self.settings.enable_thinking) for conversation in whole))
+
+    def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        limit = self.settings.seq_length or DEFAULT_CUTOFF_TOKENS
+        columns: dict[str, list[int]] = {}
+        for side, rendering, turns in zip(("chosen", "rejected"), draft.renderings, encoded, strict=True):
+            answers = [number for number, (_, target) in enumerate(turns) if target]
+            prompt_tokens = sum(len(source) + len(target) for source, target in turns[: answers[-1]]) + len(
+                turns[answers[-1]][0]
+            )
+            input_ids, labels, _ = join_turns(
+                turns,
+                eos_id=self.encoder.eos_id,
+                efficient_eos=rendering.efficient_eos,
+                budget=1 << 62,
+                keeps_fitting_half=False,
+            )
+            if len(input_ids) >= limit:
+                raise DroppedRow(TOO_LONG)
+            columns[f"{side}_input_ids"] = input_ids
+            columns[f"{side}_labels"] = [IGNORE_INDEX] * prompt_tokens + labels[prompt_tokens:]
+        return EncodedRow(columns)
+
+
+def answer_text(value: Any, name: str) -> str:
+    """Text of an answer: a text, a {value} or {content} turn, or a list whose last turn is the answer.
+
+    Raises:
+        BadRow: none of these.
+    """
+    if isinstance(value, (list, tuple)) and value:
+        value = value[-1]
+    if isinstance(value, Mapping):
+        value = value.get("value", value.get("content"))
+    if not isinstance(value, str):
+        raise BadRow(f"column {name!r} must hold an answer: a text, or a turn with 'value' or 'content'")
+    return value
+
+
+class AlpacaStylePairwiseHandler(PairwiseHandler):
+    """instruction (+ input), chosen, rejected; optional system and history."""
+
+    default_map: ClassVar = {
+        "prompt": "instruction",
+        "query": "input",
+        "chosen": "chosen",
+        "rejected": "rejected",
+        "system": "system",
+        "history": "history",
+    }
+
+    def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Message, Message]:
+        messages, system, question = alpaca_question(self, row)
+        chosen, rejected = (
+            assistant(answer_text(self.column(row, key, required=True), self.map[key])) for key in ("chosen", "rejected")
+        )
+        return Conversation([*messages, user(question)], system), chosen, rejected
+
+
+class SharegptStylePairwiseHandler(PairwiseHandler):
+    """`conversations` up to the user's last turn, chosen and rejected turns; optional system and tools."""
+
+    default_map: ClassVar = {
+        "messages": "conversations",
+        "chosen": "chosen",
+        "rejected": "rejected",
+        "system": "system",
+        "tools": "tools",
+        "tags": None,
+    }
+
+    def __init__(self, settings) -> None:
+        super().__init__(settings)
+        self.tags = sharegpt_tags(self.map["tags"])
+
+    def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Message, Message]:
+        system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
+        system = self.text_column(row, "system") or system
+        prompt = Conversation(messages, system, parse_tools(self.column(row, "tools")))
+        return prompt, self._answer(row, "chosen"), self._answer(row, "rejected")
+
+    def _answer(self, row: Mapping[str, Any], key: str) -> Message:
+        value = self.column(row, key, required=True)
+        turn = value[-1] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(turn, Mapping) and turn.get(self.tags["role_tag"]) == self.tags["function_tag"]:
+            _, messages = sharegpt_messages([turn], self.tags)
+            return messages[0]
+        if isinstance(turn, Mapping) and self.tags["content_tag"] in turn:
+            turn = turn[self.tags["content_tag"]]
+        return assistant(answer_text(turn, self.map[key]))

@@ -1,0 +1,115 @@
+"""Pretraining text: whole documents, each one array per text column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mindspeed_rl.data.conversation import BadRow, DroppedRow
+from mindspeed_rl.data.encoding import TurnIds
+from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings, join_lines
+from mindspeed_rl.data.templates import Rendering, Turn
+
+EMPTY_TEXT = "empty text"
+
+
+class PretrainHandler(Handler):
+    """Base of the pretraining handlers: a subclass names its columns and gives the text of each.
+
+    The tokenizer's own special tokens are added (a Llama tokenizer begins each document with BOS, Qwen adds none). With append_eod
+    the end token closes each document; with pad_to_multiple_of N, padding fills it up to a multiple of N.
+    """
+
+    packed = False
+    needs_template = False
+    add_special_tokens = True
+
+    def __init__(self, settings: HandlerSettings) -> None:
+        super().__init__(settings)
+        self.columns = tuple(settings.json_keys)
+        self.length_column = self.columns[0]
+
+    def texts(self, row: Mapping[str, Any]) -> list[str]:
+        """One text per column.
+
+        Raises:
+            BadRow: a column is missing or is not text.
+        """
+        raise NotImplementedError
+
+    def render(self, row: Mapping[str, Any]) -> Draft:
+        texts = self.texts(row)
+        if not all(texts):
+            raise DroppedRow(EMPTY_TEXT)
+        return Draft(tuple(Rendering((Turn((text,), ()),)) for text in texts))
+
+    def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        columns: dict[str, list[int]] = {}
+        for name, turns in zip(self.columns, encoded, strict=True):
+            tokens = turns[0][0]
+            if self.settings.append_eod:
+                tokens.append(self.encoder.eos_id)
+            tokens.extend([self.settings.tokenizer.pad_token_id] * (-len(tokens) % self.settings.pad_to_multiple_of))
+            columns[name] = tokens
+        return EncodedRow(columns)
+
+    def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        total = sum(len(tokens) for tokens in columns.values())
+        return total, total
+
+
+class GeneralPretrainHandler(PretrainHandler):
+    """The `--json-keys` columns as they are."""
+
+    def texts(self, row: Mapping[str, Any]) -> list[str]:
+        texts = []
+        for name in self.columns:
+            if name not in row:
+                raise BadRow(f"has no column {name!r}; it has {', '.join(map(str, row))}; use json_keys to name yours")
+            if not isinstance(row[name], str):
+                raise BadRow(f"column {name!r} must be text, not {type(row[name]).__name__}")
+            texts.append(row[name])
+        return texts
+
+
+class SingleTextHandler(PretrainHandler):
+    """Base of the handlers that make one text of several columns and write it as `text`."""
+
+    def __init__(self, settings: HandlerSettings) -> None:
+        super().__init__(settings)
+        self.columns = ("text",)
+        self.length_column = "text"
+
+
+class AlpacaPretrainHandler(SingleTextHandler):
+    """instruction (+ input) and output, written as one `USER: ... ASSISTANT: ...` text."""
+
+    default_map: ClassVar = {"prompt": "instruction", "query": "input", "response": "output"}
+    opening: ClassVar[str] = (
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions."
+    )
+
+    def texts(self, row: Mapping[str, Any]) -> list[str]:
+        question = join_lines(self.text_column(row, "prompt", required=True), self.text_column(row, "query"))
+        answer = self.text_column(row, "response", required=True)
+        if not question or not answer:
+            raise DroppedRow(EMPTY_TEXT)
+        return [f"{self.opening} USER: {question} ASSISTANT: {answer}"]
+
+
+class SharegptPretrainHandler(SingleTextHandler):
+    """The turns of a conversation ({from, value} or {role, content}), one under the other."""
+
+    default_map: ClassVar = {"messages": "conversations"}
+
+    def texts(self, row: Mapping[str, Any]) -> list[str]:
+        turns = self.column(row, "messages", required=True)
+        if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
+            raise BadRow(f"column {self.map['messages']!r} must be a list of turns")
+        contents = [turn.get("value", turn.get("content")) for turn in turns]
+        if not all(isinstance(content, str) for content in contents):
+            raise BadRow("every turn needs a text under 'value' or 'content'")
+        return ["\n".join(content for content in contents if content)]

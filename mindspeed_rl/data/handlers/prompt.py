@@ -1,0 +1,137 @@
+"""Prompts for RL: only the question is rendered; the reference answer and other columns travel beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, user
+from mindspeed_rl.data.encoding import TurnIds
+from mindspeed_rl.data.handlers.base import DEFAULT_CUTOFF_TOKENS, EMPTY_PROMPT, TOO_LONG, Draft, EncodedRow, Handler
+from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages
+from mindspeed_rl.data.templates import Rendering, Turn
+
+LABELS = "labels"
+
+
+def as_text(value: Any) -> str:
+    """A column's value as text; what is not text becomes JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class PromptHandler(Handler):
+    """Base of the prompt handlers.
+
+    A prompt of seq_length tokens or more is dropped and counted: cutting a question would change it.
+    """
+
+    columns = ("input_ids", "attention_mask")
+    writes_label: ClassVar[bool] = False
+
+    def __init__(self, settings) -> None:
+        super().__init__(settings)
+        keys = [key for key in settings.dataset_additional_keys if key != LABELS]
+        extra = ([LABELS] if self.writes_label else []) + keys
+        self.extra_columns = tuple(extra)
+        self.columns = (*PromptHandler.columns, *extra)
+
+    def count_tokens(self, columns: Mapping[str, np.ndarray]) -> tuple[int, int]:
+        return len(columns["input_ids"]), 0
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        """Read the prompt.
+
+        Raises:
+            BadRow: the row's structure is wrong.
+        """
+        messages, system, question = alpaca_question(self, row)
+        return Conversation([*messages, user(question)], system)
+
+    def label(self, row: Mapping[str, Any]) -> Any:
+        """The reference answer."""
+        return self.column(row, "response", required=True)
+
+    def extra_values(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the label and the additional columns, as they are in the row.
+
+        Raises:
+            BadRow: a column is missing.
+        """
+        values = {}
+        for name in self.extra_columns:
+            if name == LABELS:
+                values[name] = self.label(row)
+            elif name in row:
+                values[name] = row[name]
+            else:
+                raise BadRow(f"has no column {name!r} of dataset_additional_keys; it has {', '.join(map(str, row))}")
+        return values
+
+    def render(self, row: Mapping[str, Any]) -> Draft:
+        conversation = self.conversation(row)
+        if not conversation.messages[-1].content.strip():
+            raise DroppedRow(EMPTY_PROMPT)
+        values = self.extra_values(row)
+        extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
+        return Draft((self.template.render(conversation, self.settings.enable_thinking), *extra), note=values)
+
+    def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        input_ids = [token for source, target in encoded[0] for token in (*source, *target)]
+        if len(input_ids) >= (self.settings.seq_length or DEFAULT_CUTOFF_TOKENS):
+            raise DroppedRow(TOO_LONG)
+        columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": [1] * len(input_ids)}
+        for name, turns in zip(self.extra_columns, encoded[1:], strict=True):
+            if not turns[0][0]:
+                raise DroppedRow("empty answer" if name == LABELS else f"empty {name}")
+            columns[name] = turns[0][0]
+        return EncodedRow(columns)
+
+
+ALPACA_PROMPT_MAP = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "system": "system",
+    "history": "history",
+}
+
+
+class PPOAlpacaStyleInstructionHandler(PromptHandler):
+    """The prompt alone, for training against a reward model."""
+
+    default_map: ClassVar = ALPACA_PROMPT_MAP
+
+
+class R1AlpacaStyleInstructionHandler(PromptHandler):
+    """The prompt, and the reference answer as the tokens of `labels`, for training against verifiers."""
+
+    writes_label = True
+    default_map: ClassVar = ALPACA_PROMPT_MAP
+
+
+class Math17kAlpacaStyleInstructionHandler(PromptHandler):
+    """`prompt` is a list of chat messages, the reference answer is `reward_model.ground_truth` (the DAPO-Math-17k layout)."""
+
+    writes_label = True
+    default_map: ClassVar = {"prompt": "prompt", "query": "", "response": "reward_model", "system": "", "history": ""}
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        prompt = self.column(row, "prompt", required=True)
+        if isinstance(prompt, str):
+            return Conversation([user(prompt)], self.text_column(row, "system") or None)
+        system, messages = openai_messages(prompt)
+        conversation = Conversation(messages, self.text_column(row, "system") or system)
+        if len(messages) % 2 == 0:
+            raise BadRow("the prompt's last message is not from the user")
+        return conversation
+
+    def label(self, row: Mapping[str, Any]) -> Any:
+        value = self.column(row, "response", required=True)
+        if isinstance(value, Mapping):
+            if "ground_truth" not in value:
+                raise BadRow(f"column {self.map['response']!r} has no ground_truth")
+            return value["ground_truth"]
+        return value

@@ -1,0 +1,529 @@
+"""The preprocessing run: plan chunks, encode them in workers, write columns in input order, pack, publish, report.
+
+The files do not depend on the number of workers or parts: chunks come back in input order, and packing looks at all samples at once.
+Everything is written in a hidden folder beside the target and renamed at the end, indexes last, so an interrupted run leaves
+nothing that can be opened. With `--n-subs N` the work is cut into N consecutive parts; a repeated command keeps the finished ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from mindspeed_rl.data import handler_class
+from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
+from mindspeed_rl.data.indexed import SUFFIXES, IndexedWriter, open_indexed, packed_prefix, pretrain_prefix
+from mindspeed_rl.data.packing import greedy_packs, pack_row
+from mindspeed_rl.data.sources import Chunk, Source, limited, open_source, read_chunk
+from mindspeed_rl.data.summary import MALFORMED, MAX_BAD_ROWS_LISTED, Counts, render_columns, summary_text
+from mindspeed_rl.data.templates import load_template
+from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """Settings of a run, under the names of the flags and of the YAML keys."""
+
+    input: str
+    output_prefix: str
+    handler_name: str = "GeneralPretrainHandler"
+    tokenizer_type: str = "PretrainedFromHF"
+    tokenizer_name_or_path: str | None = None
+    tokenizer_not_use_fast: bool = False
+    trust_remote_code: bool = False
+    json_keys: Sequence[str] = ("text",)
+    map_keys: Mapping[str, Any] | None = None
+    dataset_additional_keys: Sequence[str] = ()
+    prompt_type: str | None = None
+    prompt_type_path: str | None = None
+    enable_thinking: str = "none"
+    append_eod: bool = False
+    seq_length: int | None = None
+    pad_to_multiple_of: int = 1
+    pack: bool = False
+    neat_pack: bool = False
+    placeholder_token: str = "ки"
+    reward_tokens: Sequence[str] = ()
+    workers: int = 1
+    n_subs: int = 1
+    log_interval: int = 100
+    on_bad_row: str = "error"
+    cache_dir: str | None = None
+    streaming: bool = False
+    hf_datasets_params: Mapping[str, Any] | None = None
+    dataset_dir: str | None = None
+    interleave_probs: Sequence[float] = ()
+    mix_strategy: str = "concat"
+    max_samples: int | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_type not in ("PretrainedFromHF", "HuggingFaceTokenizer"):
+            raise ValueError(
+                f"tokenizer_type={self.tokenizer_type!r} is not supported; use PretrainedFromHF with a tokenizer folder"
+            )
+        if not self.tokenizer_name_or_path:
+            raise ValueError("tokenizer_name_or_path is missing; give the folder of the tokenizer")
+        if self.neat_pack and not self.pack:
+            raise ValueError("neat_pack needs pack; give both")
+        if self.pack and self.seq_length is None:
+            raise ValueError("pack needs seq_length, the length of a packed row")
+        if self.on_bad_row not in ("error", "skip"):
+            raise ValueError(f"on_bad_row={self.on_bad_row!r} is unknown; allowed: error, skip")
+        if self.enable_thinking not in ("true", "false", "none"):
+            raise ValueError(f"enable_thinking={self.enable_thinking!r} is unknown; allowed: true, false, none")
+        for name in ("workers", "n_subs", "log_interval", "pad_to_multiple_of"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("seq_length", "max_samples"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass
+class ChunkResult:
+    """What a worker sends back: for each column the concatenated tokens and the rows' lengths."""
+
+    columns: dict[str, tuple[np.ndarray, np.ndarray]]
+    counts: Counts
+    weight: int
+    first_error: str | None = None
+
+
+@dataclass
+class Report:
+    """Outcome of a run."""
+
+    counts: Counts
+    files: list[str]
+    text: str
+    lengths: np.ndarray = field(repr=False)
+
+
+def build_handler(config: PreprocessConfig) -> Handler:
+    """Load the tokenizer and the template, and build the handler.
+
+    Raises:
+        ValueError: a setting that the handler cannot use, an unknown template, a missing tokenizer.
+    """
+    kind = handler_class(config.handler_name)
+    forced = kind.forced_template
+    if config.prompt_type is not None and not kind.needs_template:
+        raise ValueError(
+            f"prompt_type={config.prompt_type!r} has no meaning for {config.handler_name}, which writes plain text"
+        )
+    if forced is not None and config.prompt_type not in (None, forced):
+        raise ValueError(f"{config.handler_name} always uses prompt_type={forced!r}; drop prompt_type={config.prompt_type!r}")
+    if config.pack and not kind.can_pack:
+        raise ValueError(f"pack has no meaning for {config.handler_name}; it is for supervised tuning")
+    tokenizer = load_tokenizer(
+        config.tokenizer_name_or_path, trust_remote_code=config.trust_remote_code, use_fast=not config.tokenizer_not_use_fast
+    )
+    template = None
+    if kind.needs_template:
+        template = load_template(config.prompt_type or forced or "empty", tokenizer, path=config.prompt_type_path)
+        if template.eos_token is not None:
+            set_eos_token(tokenizer, template.eos_token)
+        if config.enable_thinking != "none" and not template.can_think:
+            raise ValueError(f"enable_thinking={config.enable_thinking} has no meaning for prompt_type={template.name!r}")
+    settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in ("tokenizer", "template")}
+    return kind(HandlerSettings(tokenizer=tokenizer, template=template, **settings))
+
+
+def encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> ChunkResult:
+    """Read and encode one chunk."""
+    rows = read_chunk(chunk)
+    batch = handler.encode(rows)
+    counts = Counts(rows_read=len(rows), rows_kept=len(batch.rows), dropped=batch.dropped)
+    counts.bad_rows = [f"{chunk.path}, row {number}: {problem}" for number, problem in batch.bad[:MAX_BAD_ROWS_LISTED]]
+    first_error = counts.bad_rows[0] if batch.bad and on_bad_row == "error" else None
+    if batch.bad:
+        counts.dropped[MALFORMED] += len(batch.bad)
+    counts.rows_truncated = sum(row.truncated for row in batch.rows)
+    columns = {}
+    for name in handler.columns:
+        values = [row.columns[name] for row in batch.rows]
+        lengths = np.fromiter((len(value) for value in values), dtype=np.int32, count=len(values))
+        flat = np.empty(int(lengths.sum()), dtype=np.int32)
+        at = 0
+        for value, length in zip(values, lengths.tolist(), strict=True):
+            flat[at : at + length] = value
+            at += length
+        columns[name] = (flat, lengths)
+    counts.tokens, counts.tokens_trained = handler.count_tokens({name: flat for name, (flat, _) in columns.items()})
+    return ChunkResult(columns, counts, chunk.weight, first_error)
+
+
+_worker_handler: Handler | None = None
+_worker_on_bad_row = "error"
+
+
+def _encode_in_worker(chunk: Chunk) -> ChunkResult:
+    assert _worker_handler is not None
+    return encode_chunk(_worker_handler, chunk, on_bad_row=_worker_on_bad_row)
+
+
+def encode_chunks(handler: Handler, chunks: Iterator[Chunk], *, workers: int, on_bad_row: str) -> Iterator[ChunkResult]:
+    """Yield the chunks' results in order. At most three chunks a worker are under way, so memory stays flat.
+
+    The workers are forked with the handler in memory; the tokenizer's own threads are off, one worker is one core.
+    """
+    global _worker_handler, _worker_on_bad_row
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if workers == 1:
+        for chunk in chunks:
+            yield encode_chunk(handler, chunk, on_bad_row=on_bad_row)
+        return
+    _worker_handler, _worker_on_bad_row = handler, on_bad_row
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    waiting: deque[Future[ChunkResult]] = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_encode_in_worker, chunk))
+            if len(waiting) >= 3 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        _worker_handler = None
+        pool.shutdown(cancel_futures=True)
+
+
+class Progress:
+    """A bar with rows/s, tokens/s and time left; on a stream that is no terminal, a line every `log_interval` rows, 5 s apart at least."""
+
+    def __init__(self, total_weight: int | None, log_interval: int) -> None:
+        self._total = total_weight
+        self._interval = log_interval
+        self._start = self._last = time.monotonic()
+        self._logged_rows = 0
+        self._done = 0
+        self._rows = 0
+        self._tokens = 0
+        self._bar = tqdm(
+            total=total_weight,
+            disable=not sys.stderr.isatty(),
+            bar_format="{percentage:3.0f}%|{bar:30}| {elapsed}<{remaining} {postfix}",
+        )
+
+    def add(self, result: ChunkResult) -> None:
+        """Count one chunk."""
+        self._rows += result.counts.rows_read
+        self._tokens += result.counts.tokens
+        self._done += result.weight
+        now = time.monotonic()
+        rate = f"{self._rows / (now - self._start + 1e-9):.0f} rows/s, {self._tokens / (now - self._start + 1e-9):.0f} tokens/s"
+        if not self._bar.disable:
+            self._bar.set_postfix_str(f"{self._rows} rows, {rate}", refresh=False)
+            self._bar.update(result.weight)
+        elif self._rows - self._logged_rows >= self._interval and now - self._last >= 5:
+            self._logged_rows, self._last = self._rows, now
+            left = ""
+            if self._total and self._done:
+                share = self._done / self._total
+                left = f", {100 * share:.0f} %, {(now - self._start) * (1 - share) / share:.0f} s left"
+            print(f"{self._rows} rows, {rate}{left}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def numbered_parts(chunks: Iterator[Chunk], total_weight: int | None, n_subs: int) -> Iterator[tuple[int, Chunk]]:
+    """Give each chunk its part: consecutive runs of about equal weight (all in part 0 where the total is unknown)."""
+    done = 0
+    for chunk in chunks:
+        part = min(n_subs - 1, done * n_subs // total_weight) if total_weight else 0
+        yield part, chunk
+        done += chunk.weight
+
+
+def final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
+    """Column -> path without suffix of the finished files."""
+    if handler.packed:
+        return {name: packed_prefix(config.output_prefix, name) for name in handler.columns}
+    return {name: pretrain_prefix(config.output_prefix, name) for name in handler.columns}
+
+
+@contextmanager
+def _work_folder(config: PreprocessConfig, fingerprint: str, *, resume: bool) -> Iterator[Path]:
+    """A hidden folder beside the target, ours alone; kept after a failure only where a repeated run can go on from it."""
+    target = Path(config.output_prefix).expanduser()
+    folder = target.parent / f".{target.name}.incomplete"
+    folder.mkdir(exist_ok=True)
+    lock = open(folder / "lock", "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ValueError(f"output_prefix={config.output_prefix!r} is being written by another run") from error
+    stamp = folder / "fingerprint"
+    if not (resume and stamp.is_file() and stamp.read_text() == fingerprint):
+        for path in folder.iterdir():
+            if path.name != "lock":
+                path.unlink()
+        stamp.write_text(fingerprint)
+    done = False
+    try:
+        yield folder
+        done = True
+    finally:
+        if done or not resume:
+            shutil.rmtree(folder)
+        lock.close()
+
+
+def run(config: PreprocessConfig) -> Report:
+    """Write the dataset and return the report.
+
+    Raises:
+        ValueError: wrong settings; a malformed row while on_bad_row is "error" (file and row number in the message); nothing was kept.
+    """
+    started = time.monotonic()
+    parent = Path(config.output_prefix).expanduser().parent
+    if not parent.is_dir():
+        raise ValueError(f"output_prefix={config.output_prefix!r}: the folder {str(parent)!r} does not exist")
+    handler = build_handler(config)
+    source = open_input(config, handler)
+    for path in source.ignored:
+        print(f"ignored (another format than the folder's other files): {path}", file=sys.stderr)
+    names = final_names(config, handler)
+    total_weight = source.total_weight()
+    resume = config.n_subs > 1
+    fingerprint = _fingerprint(config, source)
+    with _work_folder(config, fingerprint, resume=resume) as work:
+        counts, parts = _write_parts(config, handler, source, total_weight, work, names)
+        if counts.rows_kept == 0:
+            dropped = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.items())
+            raise ValueError(
+                f"no row of {config.input!r} was kept ({counts.rows_read} read; {dropped or 'the input is empty'})"
+            )
+        merged = {name: str(work / f"merged_{Path(prefix).name}") for name, prefix in names.items()}
+        for name, prefix in merged.items():
+            _join([f"{part}_{Path(names[name]).name}" for part in parts], prefix, move=config.n_subs == 1)
+        first_column = open_indexed(merged[handler.length_column])
+        lengths = np.array(first_column.sequence_lengths)
+        packs = None
+        if config.pack:
+            merged, packs = _pack(config, handler, merged, lengths, work)
+        written = {name: open_indexed(prefix) for name, prefix in merged.items()}
+        sample = {name: dataset[0] for name, dataset in written.items()}
+        first_sample = render_columns(handler.settings.tokenizer, sample)
+        files = publish(merged, names)
+    text = summary_text(
+        counts, lengths, files=files, first_sample=first_sample, packs=packs, elapsed_s=time.monotonic() - started
+    )
+    return Report(counts, files, text, lengths)
+
+
+def open_input(config: PreprocessConfig, handler: Handler) -> Source:
+    """The rows to read: the handler's own choice (dataset names, for example), or what lies at `input`."""
+    own = handler.open_source(config)
+    if own is not None:
+        return own
+    return open_source(
+        config.input, cache_dir=config.cache_dir, streaming=config.streaming, dataset_options=config.hf_datasets_params
+    )
+
+
+def _fingerprint(config: PreprocessConfig, source: Source) -> str:
+    settings = {key: value for key, value in asdict(config).items() if key not in ("workers", "log_interval")}
+    text = json.dumps([settings, source.fingerprint()], sort_keys=True, default=list, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _write_parts(
+    config: PreprocessConfig, handler: Handler, source: Source, total_weight: int | None, work: Path, names: Mapping[str, str]
+) -> tuple[Counts, list[str]]:
+    """Write every part that is not there yet; return the counts and the parts' path prefixes in order."""
+    total = Counts()
+    parts = [str(work / f"{k:03d}_of_{config.n_subs - 1:03d}") for k in range(config.n_subs)]
+    stamps = [Path(f"{part}.json") for part in parts]
+    finished = {k: Counts.from_dict(json.loads(stamp.read_text())) for k, stamp in enumerate(stamps) if stamp.is_file()}
+    numbers: deque[int] = deque()
+
+    def to_do() -> Iterator[Chunk]:
+        for part, chunk in numbered_parts(limited(source.chunks(), config.max_samples), total_weight, config.n_subs):
+            if part not in finished:
+                numbers.append(part)
+                yield chunk
+
+    progress = Progress(total_weight, config.log_interval)
+    writer: PartWriter | None = None
+    results = encode_chunks(handler, to_do(), workers=config.workers, on_bad_row=config.on_bad_row)
+    try:
+        for result in results:
+            number = numbers.popleft()
+            if writer is None or writer.number != number:
+                if writer is not None:
+                    finished[writer.number] = writer.close(stamps[writer.number])
+                writer = PartWriter(number, {name: f"{parts[number]}_{Path(prefix).name}" for name, prefix in names.items()})
+            if result.first_error is not None:
+                raise ValueError(f"{result.first_error} (on_bad_row=skip leaves such rows out)")
+            writer.add(result)
+            progress.add(result)
+        if writer is not None:
+            finished[writer.number] = writer.close(stamps[writer.number])
+            writer = None
+    finally:
+        results.close()
+        progress.close()
+        if writer is not None:
+            writer.abort()
+    for number in sorted(finished):
+        total.add(finished[number])
+    return total, [parts[number] for number in sorted(finished) if finished[number].rows_kept]
+
+
+class PartWriter:
+    """Writes the columns of one part."""
+
+    def __init__(self, number: int, prefixes: Mapping[str, str]) -> None:
+        self.number = number
+        self.counts = Counts()
+        self._writers = {name: IndexedWriter(prefix) for name, prefix in prefixes.items()}
+
+    def add(self, result: ChunkResult) -> None:
+        """Append the rows of a chunk."""
+        self.counts.add(result.counts)
+        for name, (flat, lengths) in result.columns.items():
+            self._writers[name].add_documents(flat, lengths.tolist())
+
+    def close(self, stamp: Path) -> Counts:
+        """Write the indexes, then the file that says the part is whole."""
+        for writer in self._writers.values():
+            writer.close()
+        stamp.write_text(json.dumps(self.counts.as_dict(), ensure_ascii=False))
+        return self.counts
+
+    def abort(self) -> None:
+        for writer in self._writers.values():
+            writer.abort()
+
+
+def _join(parts: Sequence[str], prefix: str, *, move: bool) -> None:
+    """Concatenate indexed datasets into one; with `move` there is only one, which gets the new name."""
+    if move:
+        for suffix in SUFFIXES:
+            os.replace(parts[0] + suffix, prefix + suffix)
+        return
+    writer = IndexedWriter(prefix)
+    for part in parts:
+        writer.add_dataset(part)
+    writer.close()
+
+
+def _pack(
+    config: PreprocessConfig, handler: Handler, merged: Mapping[str, str], lengths: np.ndarray, work: Path
+) -> tuple[dict[str, str], str]:
+    """Write packs of the merged samples; return their path prefixes and a line for the report."""
+    assert config.seq_length is not None
+    packs = greedy_packs(lengths, config.seq_length - 1)
+    inputs, labels = open_indexed(merged["input_ids"]), open_indexed(merged["labels"])
+    packed = {name: str(work / f"packed_{Path(prefix).name}") for name, prefix in merged.items()}
+    writers = {name: IndexedWriter(prefix) for name, prefix in packed.items()}
+    pad_id = handler.settings.tokenizer.pad_token_id
+    for pack in packs:
+        samples = [(inputs[index], labels[index]) for index in pack]
+        row = pack_row(samples, config.seq_length, pad_id=pad_id, neat=config.neat_pack)
+        for name, values in zip(("input_ids", "attention_mask", "labels"), row, strict=True):
+            writers[name].add_documents(values, [len(values)])
+    for writer in writers.values():
+        writer.close()
+    share = lengths.sum() / (len(packs) * config.seq_length)
+    return packed, f"packs: {len(packs)} rows of {config.seq_length} tokens, {100 * share:.1f} % filled"
+
+
+def publish(built: Mapping[str, str], final: Mapping[str, str]) -> list[str]:
+    """Move finished files to their names: old indexes go first, new indexes come last."""
+    for name in built:
+        Path(f"{final[name]}.idx").unlink(missing_ok=True)
+    files = []
+    for suffix in SUFFIXES:
+        for name, prefix in built.items():
+            os.replace(prefix + suffix, f"{final[name]}{suffix}")
+            files.append(f"{final[name]}{suffix}")
+    return sorted(files)
+
+
+def show(config: PreprocessConfig, count: int) -> str:
+    """Render the first `count` kept samples with trained tokens marked; nothing is written.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    handler = build_handler(config)
+    lines = []
+    shown = 0
+    dropped: Counter[str] = Counter()
+    for chunk in limited(open_input(config, handler).chunks(), config.max_samples):
+        for number, row in read_chunk(chunk):
+            batch = handler.encode([(number, row)])
+            if batch.bad and config.on_bad_row == "error":
+                raise ValueError(f"{chunk.path}, row {number}: {batch.bad[0][1]} (on_bad_row=skip leaves such rows out)")
+            dropped.update(batch.dropped)
+            dropped[MALFORMED] += len(batch.bad)
+            for encoded in batch.rows:
+                lines.append(f"--- {chunk.path}, row {number}{' (truncated)' if encoded.truncated else ''}")
+                lines.append(render_columns(handler.settings.tokenizer, encoded.columns))
+                shown += 1
+                if shown == count:
+                    return "\n".join(lines)
+    reasons = ", ".join(f"{reason}: {number}" for reason, number in dropped.items() if number)
+    lines.append(f"--- the input has no more usable rows{f' (dropped: {reasons})' if reasons else ''}")
+    return "\n".join(lines)
+
+
+def merge(folder: str, output_prefix: str, keys: Sequence[str]) -> list[str]:
+    """For each key, join all pairs in `folder` whose name contains it, in name order, into `<output_prefix>_<key>.bin/.idx`.
+
+    Raises:
+        ValueError: the folder or a twin file is missing, or no name contains a key.
+    """
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"input={folder!r} must be a folder of .bin and .idx files when merge_group_keys is given")
+    target = Path(output_prefix).expanduser()
+    if not target.parent.is_dir():
+        raise ValueError(f"output_prefix={output_prefix!r}: the folder {str(target.parent)!r} does not exist")
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        names = sorted(
+            {path.stem for path in root.iterdir() if path.suffix in SUFFIXES and key in path.stem and not _hidden(path)}
+        )
+        if not names:
+            raise ValueError(f"merge_group_keys: no .bin/.idx file in {folder!r} has {key!r} in its name")
+        for name in names:
+            open_indexed(root / name)
+        groups[key] = [str(root / name) for name in names]
+    work = target.parent / f".{target.name}.merge-{os.getpid()}.incomplete"
+    work.mkdir()
+    try:
+        built = {key: str(work / key) for key in keys}
+        for key, parts in groups.items():
+            writer = IndexedWriter(built[key])
+            for part in parts:
+                writer.add_dataset(part)
+            writer.close()
+        return publish(built, {key: f"{target}_{key}" for key in keys})
+    finally:
+        shutil.rmtree(work)
+
+
+def _hidden(path: Path) -> bool:
+    return path.name.startswith(".")

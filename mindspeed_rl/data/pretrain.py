@@ -1,0 +1,111 @@
+"""Pretraining: megatron-core's GPTDataset and its blending over `<prefix>_<key>_document` files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.data.indexed import megatron_import, open_indexed
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PretrainData:
+    """What to read; names are those of Megatron.
+
+    data_path: one prefix, or prefixes, or weights and prefixes in turn (`0.3 a_text_document 0.7 b_text_document`).
+    split: shares of train, valid and test, such as "99,1,0".
+    eod_mask_loss, reset_position_ids, reset_attention_mask: what an end token does to the loss, positions and mask after it.
+    """
+
+    data_path: Sequence[str]
+    seq_length: int
+    split: str = "100,0,0"
+    seed: int = 1234
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    create_attention_mask: bool = False
+    cache_dir: str | None = None
+
+
+class _TokenizerFacts:
+    """The three facts that GPTDataset asks a tokenizer for."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.eod: int = tokenizer.eos_token_id
+        self.pad: int = tokenizer.pad_token_id
+        self.unique_identifiers = {"class": type(tokenizer).__name__, "path": tokenizer.name_or_path}
+
+
+def blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Split `data_path` into (prefixes, weights); weights are None where none are given.
+
+    Raises:
+        ValueError: weights for some prefixes only, a weight that is not positive, or a prefix without files.
+    """
+    items = [str(item) for item in data_path]
+    if not items:
+        raise ValueError("data_path is empty; give <output-prefix>_text_document of preprocessing")
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    weights: list[float] | None = None
+    prefixes = items
+    if number(items[0]) is not None:
+        if len(items) % 2:
+            raise ValueError(f"data_path={' '.join(items)!r} must give a weight before every prefix")
+        found = [number(text) for text in items[::2]]
+        if any(weight is None or weight <= 0 for weight in found):
+            raise ValueError(f"data_path={' '.join(items)!r} must give a positive weight before every prefix")
+        weights, prefixes = [weight for weight in found if weight is not None], items[1::2]
+    for prefix in prefixes:
+        try:
+            open_indexed(prefix)
+        except ValueError as error:
+            raise ValueError(f"data_path: {error}; for pretraining give the whole prefix, with _text_document") from error
+    return prefixes, weights
+
+
+def build_pretrain_datasets(
+    data: PretrainData,
+    tokenizer: PreTrainedTokenizerBase,
+    num_samples: tuple[int, int, int],
+    *,
+    is_built_on_rank: Callable[[], bool] = lambda: True,
+) -> tuple[GPTDataset | Any | None, ...]:
+    """Return the (train, valid, test) datasets; a split without documents or samples is None.
+
+    An item holds tokens, labels (shifted by one), loss_mask and position_ids, each [seq_length]. With torch.distributed running,
+    every rank must call this: rank 0 builds the index files first.
+
+    Args:
+        num_samples: samples wanted of train, valid and test; epochs repeat as often as needed.
+        is_built_on_rank: False on ranks that need no data (middle pipeline stages).
+    """
+    prefixes, weights = blend(data.data_path)
+    with megatron_import():
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    config = GPTDatasetConfig(
+        random_seed=data.seed,
+        sequence_length=data.seq_length,
+        blend=(prefixes, weights),
+        split=data.split,
+        path_to_cache=data.cache_dir,
+        tokenizer=_TokenizerFacts(tokenizer),
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=data.create_attention_mask,
+    )
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(num_samples), is_built_on_rank, config)
+    return tuple(builder.build())

@@ -1,0 +1,208 @@
+"""Prompts for RL: from preprocessed files, or straight from raw data with the chat template applied at load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from mindspeed_rl.data import handler_class
+from mindspeed_rl.data.conversation import BadRow, DroppedRow
+from mindspeed_rl.data.handlers.base import HandlerSettings
+from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
+from mindspeed_rl.data.indexed import IndexedColumns, packed_columns
+from mindspeed_rl.data.sources import open_source, read_chunk
+from mindspeed_rl.data.templates import Thinking, load_template
+from mindspeed_rl.data.tokenizer import set_eos_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptItem(TypedDict):
+    """One prompt: token ids, the reference answer (None where the data has none), further columns by name."""
+
+    prompt_ids: list[int]
+    label: str | None
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """How raw prompts are read; names are those of the run file.
+
+    handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
+    R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not asked for.
+    """
+
+    prompt_type: str | None = None
+    prompt_type_path: str | None = None
+    map_keys: Mapping[str, Any] | None = None
+    handler_name: str | None = None
+    enable_thinking: Thinking = "none"
+    on_bad_row: str = "error"
+    json_keys: Sequence[str] = field(default=("text",))
+
+
+class PromptDataset:
+    """Prompts shorter than `max_prompt_length`, with their labels and additional columns.
+
+    Build it with `open_prompts`. `num_read` counts the rows there were, `num_too_long` those filtered out for their length,
+    `dropped` those left out for another reason (malformed, empty ...).
+    """
+
+    def __init__(
+        self, rows: _IndexedPrompts | _RawPrompts, lengths: np.ndarray, *, max_prompt_length: int, dropped: Mapping[str, int]
+    ) -> None:
+        self._rows = rows
+        self._kept = np.flatnonzero(lengths < max_prompt_length)
+        self.lengths = lengths[self._kept]
+        self.dropped = dict(dropped)
+        self.num_too_long = len(lengths) - len(self._kept)
+        self.num_read = len(lengths) + sum(dropped.values())
+        if len(self._kept) == 0:
+            raise ValueError(
+                f"no prompt is left: {self.num_too_long} of {self.num_read} have max_prompt_length={max_prompt_length} tokens or more"
+            )
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        return self._rows[int(self._kept[index])]
+
+    def describe(self) -> str:
+        """One line for the log: how many prompts there are and why others are not."""
+        reasons = "".join(f", {count} {reason}" for reason, count in sorted(self.dropped.items()))
+        return f"{len(self)} prompts of {self.num_read} rows ({self.num_too_long} too long{reasons})"
+
+
+class _IndexedPrompts:
+    """Prompts in `<prefix>_packed_*` files; the other columns hold tokens and are decoded to text."""
+
+    def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, additional_keys: Sequence[str]) -> None:
+        self.rows = IndexedColumns(prefix, ["input_ids", *additional_keys])
+        self._tokenizer = tokenizer
+        self._extra = [key for key in additional_keys if key != LABELS]
+        # An SFT dataset has labels too, but as a mask over input_ids; a reference answer has a length of its own.
+        has_labels = LABELS in self.rows.columns
+        self._has_label = has_labels and not np.array_equal(self.rows.lengths(LABELS), self.rows.lengths("input_ids"))
+        if LABELS in additional_keys and not self._has_label:
+            raise ValueError(f"{prefix}_packed_labels_document holds the labels of supervised tuning, not reference answers")
+
+    def _text(self, index: int, column: str) -> str:
+        return self._tokenizer.decode(self.rows.row(index, column).tolist(), skip_special_tokens=True)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        return PromptItem(
+            prompt_ids=self.rows.row(index, "input_ids").tolist(),
+            label=self._text(index, LABELS) if self._has_label else None,
+            columns={name: self._text(index, name) for name in self._extra},
+        )
+
+
+class _RawPrompts:
+    """Prompts tokenized at load; 4 bytes a token are kept, plus the rows' labels and additional columns."""
+
+    def __init__(self) -> None:
+        self._tokens: list[np.ndarray] = []
+        self._labels: list[str | None] = []
+        self._columns: list[dict[str, Any]] = []
+
+    def append(self, tokens: Sequence[int], values: Mapping[str, Any]) -> None:
+        self._tokens.append(np.array(tokens, dtype=np.int32))
+        self._labels.append(as_text(values[LABELS]) if LABELS in values else None)
+        self._columns.append({name: value for name, value in values.items() if name != LABELS})
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(tokens) for tokens in self._tokens], dtype=np.int32)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        return PromptItem(prompt_ids=self._tokens[index].tolist(), label=self._labels[index], columns=self._columns[index])
+
+
+def open_prompts(
+    data_path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    dataset_additional_keys: Sequence[str] = (LABELS,),
+    settings: PromptSettings | None = None,
+) -> PromptDataset:
+    """Open the prompts at `data_path`: an indexed dataset's prefix, or a raw file or folder.
+
+    Args:
+        max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
+        dataset_additional_keys: columns to keep; `labels` is the reference answer.
+        settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
+
+    Raises:
+        ValueError: nothing usable is there, a column is missing, or a row is malformed while on_bad_row is "error".
+    """
+    settings = settings or PromptSettings()
+    if packed_columns(data_path):
+        indexed = _IndexedPrompts(str(data_path), tokenizer, dataset_additional_keys)
+        return PromptDataset(indexed, indexed.rows.lengths("input_ids"), max_prompt_length=max_prompt_length, dropped={})
+    if not Path(data_path).expanduser().exists():
+        raise ValueError(
+            f"data_path={str(data_path)!r} is neither a raw file or folder, nor a prefix of files named"
+            f" {data_path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, or raw data"
+        )
+    return _load_raw(str(data_path), tokenizer, max_prompt_length, dataset_additional_keys, settings)
+
+
+def _load_raw(
+    path: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, keys: Sequence[str], settings: PromptSettings
+) -> PromptDataset:
+    source = open_source(path)
+    template = load_template(settings.prompt_type or "empty", tokenizer, path=settings.prompt_type_path)
+    if template.eos_token is not None:
+        set_eos_token(tokenizer, template.eos_token)
+    rows = _RawPrompts()
+    dropped: dict[str, int] = {}
+    handler: PromptHandler | None = None
+    for chunk in source.chunks():
+        numbered = read_chunk(chunk)
+        if handler is None:
+            first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
+            kind = handler_class(settings.handler_name or _handler_for(first, keys, settings.map_keys))
+            handler = kind(
+                HandlerSettings(
+                    tokenizer=tokenizer,
+                    template=template,
+                    map_keys=settings.map_keys,
+                    dataset_additional_keys=keys,
+                    enable_thinking=settings.enable_thinking,
+                )
+            )
+            if not isinstance(handler, PromptHandler):
+                raise ValueError(
+                    f"handler_name={settings.handler_name!r} reads no prompts; use PPO-, R1- or Math17kAlpacaStyle..."
+                )
+        drafts = []
+        for number, row in numbered:
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                draft = handler.render(row)
+                drafts.append((draft.renderings[0], draft.note))
+            except BadRow as error:
+                if settings.on_bad_row == "error":
+                    raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
+                dropped["malformed"] = dropped.get("malformed", 0) + 1
+            except DroppedRow as drop:
+                dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
+        encoded = handler.encoder.encode_renderings([rendering for rendering, _ in drafts])
+        for turns, (_, values) in zip(encoded, drafts, strict=True):
+            rows.append([token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)], values)
+    return PromptDataset(rows, rows.lengths(), max_prompt_length=max_prompt_length, dropped=dropped)
+
+
+def _handler_for(row: Mapping[str, Any], keys: Sequence[str], map_keys: Mapping[str, Any] | None) -> str:
+    column = (map_keys or {}).get("prompt", "prompt")
+    if isinstance(row.get(column), (list, tuple)):
+        return "Math17kAlpacaStyleInstructionHandler"
+    return "R1AlpacaStyleInstructionHandler" if LABELS in keys else "PPOAlpacaStyleInstructionHandler"

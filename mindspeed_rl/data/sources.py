@@ -1,0 +1,361 @@
+"""Raw data as a stream of chunks: parquet, arrow, json, jsonl, csv, txt, folders of them, Hugging Face datasets.
+
+The process that plans the work cuts the input into chunks and holds a few of them at a time; workers turn a chunk into rows.
+Line files travel as byte ranges, tables as Arrow batches, so planning costs next to nothing and memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.data.conversation import BadRow
+
+LINES_BYTES = 256 * 1024
+BATCH_ROWS = 512
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".txt": "txt",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+NumberedRow = tuple[int, Mapping[str, Any] | BadRow]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of `num_rows` rows of one file; `first_row` counts from 1, `weight` is its share of `Source.total_weight`."""
+
+    path: str
+    kind: str
+    first_row: int
+    num_rows: int
+    weight: int
+    start: int = 0
+    stop: int = 0
+    payload: Any = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one format (or a Hugging Face dataset), in the order in which they are read."""
+
+    format: str
+    paths: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    dataset: Any = None
+
+    def total_weight(self) -> int | None:
+        """Sum of the chunks' weights (bytes or rows); None where it cannot be known before reading."""
+        if self.format in ("jsonl", "json", "csv", "txt"):
+            return sum(os.path.getsize(path) for path in self.paths)
+        if self.format == "parquet":
+            import pyarrow.parquet
+
+            return sum(pyarrow.parquet.read_metadata(path).num_rows for path in self.paths)
+        if self.format == "dataset":
+            return len(self.dataset)
+        if self.format == "arrow":
+            return sum(batch.num_rows for path in self.paths for batch in _arrow_batches(path))
+        return None
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield every row once, in file order."""
+        if self.format == "dataset":
+            yield from _dataset_chunks(self.dataset, self.paths[0])
+            return
+        if self.format == "stream":
+            yield from _stream_chunks(self.dataset, self.paths[0])
+            return
+        for path in self.paths:
+            yield from _CHUNKERS[self.format](path)
+
+    def fingerprint(self) -> list[Any]:
+        """Names, sizes and times of the files, to tell whether the input changed."""
+        stats = [(path, os.stat(path)) for path in self.paths if os.path.isfile(path)]
+        return [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats] or list(self.paths)
+
+
+def open_source(
+    location: str, *, cache_dir: str | None = None, streaming: bool = False, dataset_options: Mapping[str, Any] | None = None
+) -> Source:
+    """Find out what lies at `location`: a file, a folder of files, a dataset written by `save_to_disk`, or a dataset name on the hub.
+
+    In a folder the most frequent data format wins; the other files are listed in `ignored`.
+
+    Raises:
+        ValueError: nothing is there, the format is unknown, or a folder holds two formats equally often.
+    """
+    path = Path(location).expanduser()
+    if path.is_file():
+        return Source(_format_of(path), (str(path),))
+    if path.is_dir():
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return _saved_dataset(path)
+        return _folder(path)
+    if location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix:
+        return _hub_dataset(location, cache_dir, streaming, dataset_options or {})
+    raise ValueError(f"input={location!r} does not exist")
+
+
+def _format_of(path: Path) -> str:
+    kind = FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise ValueError(
+            f"input={str(path)!r} has the unknown format {path.suffix or 'without suffix'!r}; known: {', '.join(FORMATS)}"
+        )
+    if kind in ("json", "jsonl"):
+        return "json" if _starts_with_bracket(path) else "jsonl"
+    return kind
+
+
+def _starts_with_bracket(path: Path) -> bool:
+    with open(path, "rb") as file:
+        while block := file.read(4096):
+            text = block.lstrip(b" \t\r\n\xef\xbb\xbf")
+            if text:
+                return text.startswith(b"[")
+    return False
+
+
+def _folder(path: Path) -> Source:
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
+    kinds = Counter(file.suffix.lower() for file in files if file.suffix.lower() in FORMATS)
+    if not kinds:
+        raise ValueError(f"input={str(path)!r} holds no {', '.join(FORMATS)} files")
+    (suffix, count), *others = kinds.most_common()
+    if others and others[0][1] == count:
+        raise ValueError(
+            f"input={str(path)!r} holds as many {suffix} as {others[0][0]} files; give one format a folder of its own"
+        )
+    chosen = [file for file in files if file.suffix.lower() == suffix]
+    formats = {_format_of(file) for file in chosen}
+    if len(formats) > 1:
+        raise ValueError(f"input={str(path)!r} mixes JSON arrays and JSON lines; give each a folder of its own")
+    ignored = tuple(str(file) for file in files if file.suffix.lower() != suffix)
+    return Source(formats.pop(), tuple(str(file) for file in chosen), ignored)
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _saved_dataset(path: Path) -> Source:
+    from datasets import DatasetDict, load_from_disk
+
+    loaded = load_from_disk(str(path), keep_in_memory=False)
+    if isinstance(loaded, DatasetDict):
+        if "train" not in loaded and len(loaded) != 1:
+            raise ValueError(f"input={str(path)!r} has the splits {', '.join(loaded)}; give the folder of one of them")
+        loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    return Source("dataset", (str(path),), dataset=loaded.with_format("arrow"))
+
+
+def _hub_dataset(name: str, cache_dir: str | None, streaming: bool, options: Mapping[str, Any]) -> Source:
+    from datasets import load_dataset
+
+    arguments = {"split": "train", **options}
+    try:
+        loaded = load_dataset(name, cache_dir=cache_dir, streaming=streaming, **arguments)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"input={name!r} is no file or folder, and no dataset of that name can be loaded: {reason}") from error
+    if streaming:
+        return Source("stream", (name,), dataset=loaded)
+    return Source("dataset", (name,), dataset=loaded.with_format("arrow"))
+
+
+def _line_chunks(path: str, kind: str) -> Iterator[Chunk]:
+    row = 1
+    start = 0
+    with open(path, "rb") as file:
+        while block := file.read(LINES_BYTES):
+            lines = block.count(b"\n")
+            stop = start + len(block)
+            if not block.endswith(b"\n"):
+                rest = file.readline()
+                stop += len(rest)
+                lines += 1
+            yield Chunk(path, kind, row, lines, stop - start, start, stop)
+            row += lines
+            start = stop
+
+
+def _array_chunks(path: str) -> Iterator[Chunk]:
+    rows: list[Any] = []
+    first = 1
+    position = 0
+    with open(path, "rb") as raw:
+        for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig"), path):
+            rows.append(value)
+            if len(rows) == BATCH_ROWS:
+                yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
+                first, position, rows = first + len(rows), raw.tell(), []
+        yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
+
+
+def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
+    """Decode the elements of a JSON array one by one, reading as far as each needs."""
+    decoder = json.JSONDecoder()
+    whitespace = " \t\r\n"
+    block = 1 << 18
+    buffer = file.read(block)
+    at = buffer.index("[") + 1
+    number = 0
+    size = block
+    while True:
+        while at < len(buffer) and buffer[at] in whitespace + ",":
+            at += 1
+        if at < len(buffer):
+            if buffer[at] == "]":
+                return
+            try:
+                value, at = decoder.raw_decode(buffer, at)
+                number += 1
+                size = block
+                yield value
+                continue
+            except json.JSONDecodeError as error:
+                problem = str(error)
+        else:
+            problem = "the array is not closed"
+        more = file.read(size)
+        if not more:
+            raise ValueError(f"{path}, row {number + 1}: is not valid JSON ({problem})")
+        buffer, at, size = buffer[at:] + more, 0, size * 2
+
+
+def _csv_chunks(path: str) -> Iterator[Chunk]:
+    csv.field_size_limit(1 << 30)
+    rows: list[Any] = []
+    first = 1
+    position = 0
+    with open(path, "rb") as raw:
+        for number, row in enumerate(csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")), start=1):
+            broken = None in row or None in row.values()
+            rows.append(BadRow("has another number of fields than the header") if broken else row)
+            if len(rows) == BATCH_ROWS:
+                yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
+                first, position, rows = number + 1, raw.tell(), []
+        yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
+
+
+def _parquet_chunks(path: str) -> Iterator[Chunk]:
+    import pyarrow.parquet
+
+    row = 1
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
+            yield Chunk(path, "table", row, batch.num_rows, batch.num_rows, payload=batch)
+            row += batch.num_rows
+
+
+def _arrow_batches(path: str) -> Iterator[Any]:
+    """Record batches of an Arrow file in stream or file format, by memory map."""
+    import pyarrow
+
+    with pyarrow.memory_map(path) as memory:
+        try:
+            yield from pyarrow.ipc.open_stream(memory)
+        except pyarrow.ArrowInvalid:
+            memory.seek(0)
+            file = pyarrow.ipc.open_file(memory)
+            for index in range(file.num_record_batches):
+                yield file.get_batch(index)
+
+
+def _arrow_chunks(path: str) -> Iterator[Chunk]:
+    row = 1
+    for whole in _arrow_batches(path):
+        for start in range(0, whole.num_rows, BATCH_ROWS):
+            part = whole.slice(start, BATCH_ROWS)
+            yield Chunk(path, "table", row, part.num_rows, part.num_rows, payload=part)
+            row += part.num_rows
+
+
+def _dataset_chunks(dataset: Any, name: str) -> Iterator[Chunk]:
+    row = 1
+    for table in dataset.iter(batch_size=BATCH_ROWS):
+        yield Chunk(name, "table", row, table.num_rows, table.num_rows, payload=table)
+        row += table.num_rows
+
+
+def _stream_chunks(dataset: Any, name: str) -> Iterator[Chunk]:
+    rows: list[Any] = []
+    first = 1
+    for value in dataset:
+        rows.append(value)
+        if len(rows) == BATCH_ROWS:
+            yield Chunk(name, "rows", first, len(rows), len(rows), payload=rows)
+            first, rows = first + len(rows), []
+    yield Chunk(name, "rows", first, len(rows), len(rows), payload=rows)
+
+
+_CHUNKERS = {
+    "jsonl": lambda path: _line_chunks(path, "jsonl"),
+    "txt": lambda path: _line_chunks(path, "txt"),
+    "json": _array_chunks,
+    "csv": _csv_chunks,
+    "parquet": _parquet_chunks,
+    "arrow": _arrow_chunks,
+}
+
+
+def read_chunk(chunk: Chunk) -> list[NumberedRow]:
+    """Rows of a chunk with their numbers in the file; a line that is not JSON becomes a BadRow, an empty line of a JSONL is skipped."""
+    if chunk.kind == "rows":
+        return list(enumerate(chunk.payload[: chunk.num_rows], start=chunk.first_row))
+    if chunk.kind == "table":
+        return list(enumerate(chunk.payload.slice(0, chunk.num_rows).to_pylist(), start=chunk.first_row))
+    with open(chunk.path, "rb") as file:
+        file.seek(chunk.start)
+        lines = file.read(chunk.stop - chunk.start).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    numbered = list(enumerate(lines[: chunk.num_rows], start=chunk.first_row))
+    if chunk.kind == "txt":
+        return [(number, _text_row(line)) for number, line in numbered]
+    return [(number, _json_row(line)) for number, line in numbered if line.strip()]
+
+
+def _text_row(line: bytes) -> Mapping[str, Any] | BadRow:
+    try:
+        return {"text": line.decode("utf-8-sig").rstrip("\r")}
+    except UnicodeDecodeError as error:
+        return BadRow(f"is not UTF-8 ({error})")
+
+
+def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return BadRow(f"is not valid JSON ({error})")
+
+
+def limited(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk]:
+    """The chunks of the first `max_rows` rows (lines, in a line file); the last chunk is cut."""
+    left = max_rows
+    for chunk in chunks:
+        if left is None:
+            yield chunk
+            continue
+        if left <= 0:
+            return
+        yield chunk if chunk.num_rows <= left else replace(chunk, num_rows=left)
+        left -= chunk.num_rows
+
+
+def read_rows(source: Source) -> Iterator[tuple[str, int, Mapping[str, Any] | BadRow]]:
+    """Yield (path, row number, row) of everything, in this process."""
+    for chunk in source.chunks():
+        for number, row in read_chunk(chunk):
+            yield chunk.path, number, row

@@ -1,0 +1,134 @@
+"""What a preprocessing run reports: counts, a length histogram as text, and samples with their trained tokens marked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mindspeed_rl.data.indexed import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_BAD_ROWS_LISTED = 10
+MALFORMED = "malformed"
+TRAINED_OPEN, TRAINED_CLOSE = "⟦", "⟧"
+
+
+@dataclass
+class Counts:
+    """What happened to the rows of a part or of the whole input."""
+
+    rows_read: int = 0
+    rows_kept: int = 0
+    rows_truncated: int = 0
+    tokens: int = 0
+    tokens_trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    bad_rows: list[str] = field(default_factory=list)
+
+    def add(self, other: Counts) -> None:
+        """Add another part's counts."""
+        self.rows_read += other.rows_read
+        self.rows_kept += other.rows_kept
+        self.rows_truncated += other.rows_truncated
+        self.tokens += other.tokens
+        self.tokens_trained += other.tokens_trained
+        self.dropped.update(other.dropped)
+        self.bad_rows = (self.bad_rows + other.bad_rows)[:MAX_BAD_ROWS_LISTED]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form; `Counts.from_dict` reads it."""
+        return {**asdict(self), "dropped": dict(self.dropped)}
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> Counts:
+        return Counts(**{**value, "dropped": Counter(value["dropped"])})
+
+
+def histogram(lengths: np.ndarray, *, width: int = 40, bins: int = 10) -> str:
+    """Rows per range of token lengths, as lines of bars; the ranges are equal, with round bounds."""
+    if len(lengths) == 0:
+        return "  (no rows)"
+    longest = int(lengths.max())
+    step = max(1, -(-(longest + 1) // bins))
+    magnitude = 10 ** max(0, len(str(step)) - 2)
+    step = -(-step // magnitude) * magnitude
+    counts = np.bincount(np.asarray(lengths, dtype=np.int64) // step, minlength=longest // step + 1)
+    lines = []
+    for index, count in enumerate(counts.tolist()):
+        bar = "#" * (round(width * count / counts.max()) or (1 if count else 0))
+        lines.append(f"  {index * step:>7} - {(index + 1) * step - 1:>7}  {count:>9}  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def length_line(lengths: np.ndarray) -> str:
+    """Mean, percentiles and extremes of the lengths in one line."""
+    if len(lengths) == 0:
+        return "lengths: none"
+    p50, p90, p99 = (int(value) for value in np.percentile(lengths, [50, 90, 99], method="higher"))
+    return f"lengths: mean {lengths.mean():.1f}, p50 {p50}, p90 {p90}, p99 {p99}, max {int(lengths.max())} tokens"
+
+
+def marked_text(
+    tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray | None
+) -> str:
+    """Decoded sample with every run of trained tokens between ⟦ and ⟧; without labels nothing is marked."""
+    ids = [int(token) for token in input_ids]
+    if labels is None:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+    text = []
+    start = 0
+    trained = [int(label) != IGNORE_INDEX for label in labels]
+    while start < len(ids):
+        stop = start
+        while stop < len(ids) and trained[stop] == trained[start]:
+            stop += 1
+        run = tokenizer.decode(ids[start:stop], skip_special_tokens=False)
+        text.append(f"{TRAINED_OPEN}{run}{TRAINED_CLOSE}" if trained[start] else run)
+        start = stop
+    return "".join(text)
+
+
+def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> str:
+    """One sample, all its columns: pairs of (input_ids, labels) with marks, other columns as plain text."""
+    parts = []
+    for name, tokens in columns.items():
+        if name == "attention_mask":
+            continue
+        labels = None
+        if name.endswith("input_ids"):
+            labels = columns.get(name.replace("input_ids", "labels"))
+            if labels is not None and len(labels) != len(tokens):
+                labels = None
+        elif name.endswith("labels") and len(tokens) == len(columns.get(name.replace("labels", "input_ids"), ())):
+            continue
+        parts.append(f"[{name}: {len(tokens)} tokens]\n{marked_text(tokenizer, tokens, labels)}")
+    return "\n".join(parts)
+
+
+def summary_text(
+    counts: Counts, lengths: np.ndarray, *, files: Sequence[str], first_sample: str | None, packs: str | None, elapsed_s: float
+) -> str:
+    """The report at the end of a run."""
+    dropped = sum(counts.dropped.values())
+    lines = [
+        f"rows read {counts.rows_read}, kept {counts.rows_kept}, dropped {dropped}, truncated {counts.rows_truncated}",
+        *(f"  dropped, {reason}: {count}" for reason, count in sorted(counts.dropped.items())),
+        *(f"  {row}" for row in counts.bad_rows),
+        f"tokens {counts.tokens}, of them trained {counts.tokens_trained}",
+        length_line(lengths),
+        histogram(lengths),
+    ]
+    if packs:
+        lines.append(packs)
+    if elapsed_s > 0:
+        lines.append(f"{elapsed_s:.1f} s: {counts.rows_read / elapsed_s:.0f} rows/s, {counts.tokens / elapsed_s:.0f} tokens/s")
+    if first_sample is not None:
+        lines += ["first sample (trained tokens between ⟦ and ⟧):", first_sample]
+    lines += ["written:", *(f"  {name}" for name in files)]
+    return "\n".join(lines)

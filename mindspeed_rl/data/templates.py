@@ -1,0 +1,413 @@
+"""Chat templates: one data file (`templates.json`), one renderer, and `hf` for the tokenizer's own template.
+
+A template turns a conversation into turns; each turn is what the model reads (source) and what it must answer (target).
+The data file is a JSON list of objects, in the form MindSpeed users know, so their own files work as `--prompt-type-path`:
+
+    name                  what --prompt-type chooses
+    format_user, format_assistant, format_system, format_function, format_observation, format_separator, format_prefix
+                          {"slots": [...]}; a slot is text with {{content}}, {{idx}}, {{name}}, {{arguments}}, or
+                          {"token": "<x>"} (one vocabulary entry), or ["bos_token"] / ["eos_token"]
+    format_tools, format_function
+                          {"tool_format": name of a style in tools.py}; a template without format_tools refuses tools
+    default_system        used when a conversation brings no system prompt
+    stop_words            the first one ends a turn when replace_eos is true
+    efficient_eos         no end token after each answer: the label of the next turn's first token is the end token instead
+    force_system          write the system turn even when it is empty
+    observation_join      text between the results of parallel calls
+    thought_words         what opens and closes a thought (for ReasoningTemplate)
+    template_class        Llama2Template: the system text goes into the first user turn
+                          ReasoningTemplate: empty thoughts are written where an answer has none
+                          LFDefaultTemplate: as the plain one, but over-long turns keep whichever half fits
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed_rl.data.conversation import BadRow, Conversation, Message
+from mindspeed_rl.data.tools import tool_style
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_FILE = Path(__file__).with_name("templates.json")
+HF_TEMPLATE = "hf"
+Thinking = Literal["true", "false", "none"]
+
+_FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
+_KNOWN_KEYS = frozenset(
+    "name format_user format_assistant format_system format_function format_observation format_separator format_prefix format_tools "
+    "default_system stop_words efficient_eos replace_eos force_system observation_join thought_words template_class".split()
+)
+_TEMPLATE_CLASSES = (None, "Llama2Template", "ReasoningTemplate", "LFDefaultTemplate")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One vocabulary entry: its text, or "bos_token" / "eos_token" for the tokenizer's own."""
+
+    name: str
+
+
+Piece = str | Token
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model reads, and what it must answer; adjacent texts are already joined."""
+
+    source: tuple[Piece, ...]
+    target: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A rendered conversation; `efficient_eos` says how the end token is taught (see the module's text)."""
+
+    turns: tuple[Turn, ...]
+    efficient_eos: bool = False
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+
+
+class Format:
+    """A row of slots, parsed once. A slot is a special token, or a list of literal text and fields."""
+
+    def __init__(self, slots: Sequence[Any], where: str) -> None:
+        self.parts: list[str | Token | _Field] = []
+        for slot in slots:
+            if isinstance(slot, dict) and set(slot) == {"token"}:
+                self.parts.append(Token(slot["token"]))
+            elif isinstance(slot, list) and len(slot) == 1 and slot[0] in ("bos_token", "eos_token"):
+                self.parts.append(Token(slot[0]))
+            elif isinstance(slot, str):
+                pieces = _FIELD.split(slot)
+                self.parts.extend(_Field(piece) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
+            else:
+                raise ValueError(f'{where}: a slot is a text, {{"token": ...}}, ["bos_token"] or ["eos_token"], not {slot!r}')
+        self.fields = frozenset(part.name for part in self.parts if isinstance(part, _Field))
+
+    def apply(self, **values: str) -> list[Piece]:
+        """Fill in the fields; a value is never searched for fields again."""
+        return [values[part.name] if isinstance(part, _Field) else part for part in self.parts]
+
+
+def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Merge adjacent texts, drop empty ones: tokenization then sees what a serving engine would see."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            if not piece:
+                continue
+            if merged and isinstance(merged[-1], str):
+                merged[-1] += piece
+                continue
+        merged.append(piece)
+    return tuple(merged)
+
+
+class Template:
+    """One entry of a template file.
+
+    Raises:
+        ValueError: the entry has an unknown key, class, tool format or slot.
+    """
+
+    def __init__(self, entry: dict[str, Any], source: str) -> None:
+        self.name: str = entry["name"]
+        where = f"template {self.name!r} in {source}"
+        unknown = sorted(set(entry) - _KNOWN_KEYS)
+        if unknown:
+            raise ValueError(f"{where} has unknown keys {', '.join(unknown)}")
+        template_class = entry.get("template_class")
+        if template_class not in _TEMPLATE_CLASSES:
+            raise ValueError(f"{where}: template_class={template_class!r} is unknown; allowed: {_TEMPLATE_CLASSES[1:]}")
+        self.efficient_eos = bool(entry.get("efficient_eos", False))
+        self.force_system = bool(entry.get("force_system", False))
+        self.default_system: str = entry.get("default_system", "")
+        self.stop_words: tuple[str, ...] = tuple(entry.get("stop_words", ()))
+        self.eos_token: str | None = self.stop_words[0] if entry.get("replace_eos", False) else None
+        self.reasoning = template_class == "ReasoningTemplate"
+        self.system_in_user = template_class == "Llama2Template"
+        self.can_think = self.reasoning
+        self.keeps_fitting_half = template_class in ("LFDefaultTemplate", "ReasoningTemplate")
+        opening, closing = entry.get("thought_words", ("<think>\n", "\n</think>\n\n"))
+        if (opening, closing) == ("<think>", "</think>"):
+            opening, closing = "<think>\n", "\n</think>\n\n"
+        self.thought_words = (opening, closing)
+        self._thought = re.compile(
+            r"^\s*" + re.escape(opening.strip()) + r"(?P<thought>.*?)" + re.escape(closing.strip()) + r"\s*", re.DOTALL
+        )
+        self.observation_join: str = entry.get("observation_join", "\n")
+
+        end = [] if self.efficient_eos else [["eos_token"]]
+
+        def slots(key: str, default: list[Any]) -> Format:
+            return Format(entry.get(key, {}).get("slots", default), f"{where}, {key}")
+
+        self.user = slots("format_user", ["{{content}}"])
+        self.assistant = slots("format_assistant", ["{{content}}", *end])
+        self.system = slots("format_system", ["{{content}}"])
+        self.function = slots("format_function", ["{{content}}", *end])
+        self.observation = slots("format_observation", entry.get("format_user", {}).get("slots", ["{{content}}"]))
+        self.separator = slots("format_separator", [])
+        self.prefix = slots("format_prefix", [])
+        tools = entry.get("format_tools", {}).get("tool_format")
+        self.tools = tool_style(tools) if tools else None
+
+    def render(self, conversation: Conversation, thinking: Thinking = "none") -> Rendering:
+        """Write the conversation out; a conversation that ends with a source gives a last turn with an empty target.
+
+        Raises:
+            BadRow: the roles do not alternate, or the conversation has tools or calls that this template cannot write.
+        """
+        conversation.check_order()
+        turns = []
+        messages = conversation.messages
+        for index in range(0, len(messages), 2):
+            source: list[Piece] = []
+            lead = ""
+            if index == 0:
+                source += self.prefix.apply()
+                system = self._system_text(conversation)
+                if system or self.force_system:
+                    written = self.system.apply(content=system)
+                    if self.system_in_user:
+                        lead = "".join(part for part in written if isinstance(part, str))
+                    else:
+                        source += written
+            else:
+                source += self.separator.apply()
+            source += self._source(messages[index], lead, index // 2)
+            target: list[Piece] = []
+            if index + 1 < len(messages):
+                opening, target = self._target(messages[index + 1], thinking)
+                source.append(opening)
+            elif self.reasoning and thinking == "false":
+                source.append("".join(self.thought_words))
+            turns.append(Turn(joined(source), joined(target)))
+        return Rendering(tuple(turns), self.efficient_eos)
+
+    def _system_text(self, conversation: Conversation) -> str:
+        system = conversation.system or self.default_system
+        if conversation.tools:
+            if self.tools is None:
+                raise BadRow(f"template {self.name!r} cannot write tools; templates that can have format_tools")
+            text = self.tools.schemas(conversation.tools)
+            system = system + text if system else text.lstrip("\n")
+        return system
+
+    def _source(self, message: Message, lead: str, number: int) -> list[Piece]:
+        if message.role == "observation":
+            if self.tools is None:
+                raise BadRow(f"template {self.name!r} cannot write tool results; templates that can have format_tools")
+            return self.observation.apply(content=self.observation_join.join(message.contents), idx=str(number))
+        return self.user.apply(content=lead + message.content, idx=str(number))
+
+    def _target(self, message: Message, thinking: Thinking) -> tuple[str, list[Piece]]:
+        """Return what the answer's turn adds to the source, and the target."""
+        content = message.content
+        thought = ""
+        opening = ""
+        if self.reasoning:
+            match = self._thought.match(content)
+            if match:
+                thought, content = match["thought"].strip("\n"), content[match.end() :]
+            thought = message.reasoning or thought
+            if thinking == "false":
+                thought = ""
+            if thought or thinking == "true":
+                content = thought.join(self.thought_words) + content
+            else:
+                opening = "".join(self.thought_words)
+        elif message.reasoning:
+            raise BadRow(f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can")
+        if message.role != "function":
+            return opening, self.assistant.apply(content=content)
+        if self.tools is None:
+            raise BadRow(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
+        if self.function.fields & {"name", "arguments"}:
+            written: list[Piece] = [content]
+            for call in message.calls:
+                arguments = json.dumps(call.arguments, ensure_ascii=False)
+                written += self.function.apply(content=content, name=call.name, arguments=arguments)
+            return opening, written
+        try:
+            calls = self.tools.calls(message.calls)
+        except ValueError as error:
+            raise BadRow(str(error)) from error
+        text = f"{content}\n{calls}" if content and not content.endswith("\n") else content + calls
+        return opening, self.function.apply(content=text)
+
+
+class HfTemplate:
+    """The tokenizer's own chat template, cut into turns.
+
+    Each answer begins where the template's generation prompt ends and closes with the text the template puts after the last answer,
+    up to and including the tokenizer's end token.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    name = HF_TEMPLATE
+    eos_token: str | None = None
+    keeps_fitting_half = True
+    can_think = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
+        self._tokenizer = tokenizer
+        self._terminator = self._find_terminator()
+
+    def _apply(self, messages: list[dict], tools: Sequence[dict], thinking: Thinking, *, prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        extra = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **extra
+            )
+        except TemplateError as error:
+            raise BadRow(f"the tokenizer's chat template refuses the conversation: {error}") from error
+
+    def _find_terminator(self) -> str:
+        answer = "0123456789"
+        text = self._apply(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], (), "none", prompt=False
+        )
+        terminator = text[text.rindex(answer) + len(answer) :]
+        eos = self._tokenizer.eos_token
+        if eos in terminator:
+            terminator = terminator[: terminator.index(eos) + len(eos)]
+        if not terminator:
+            raise ValueError("the tokenizer's chat template writes nothing after an answer, so a model could not learn to stop")
+        return terminator
+
+    def render(self, conversation: Conversation, thinking: Thinking = "none") -> Rendering:
+        """Write the conversation out; the turns' concatenation is the chat template's own text.
+
+        Raises:
+            BadRow: the roles do not alternate, the template refuses or drops a part, or rewrites earlier turns beyond recognition.
+        """
+        conversation.check_order()
+        messages = hf_messages(conversation)
+        tools = conversation.tools
+        first = len(messages) - conversation.num_hf_messages
+        if tools:
+            self._check_tools_are_written(messages[: first + 1], tools, thinking)
+        ends_with_prompt = len(conversation.messages) % 2 == 1
+        whole = self._apply(messages, tools, thinking, prompt=ends_with_prompt)
+        turns = []
+        position = 0
+        sent = first
+        for index, message in enumerate(conversation.messages):
+            sent += len(message.contents) if message.role == "observation" else 1
+            if index % 2:
+                continue
+            opening = self._apply(messages[:sent], tools, thinking, prompt=True)
+            if not whole.startswith(opening):
+                raise BadRow(
+                    "the tokenizer's chat template writes earlier turns differently once later ones follow; use prompt_type"
+                )
+            if index + 1 == len(conversation.messages):
+                turns.append(Turn(joined([whole[position:]]), ()))
+                return Rendering(tuple(turns))
+            end = whole.find(self._terminator, len(opening))
+            if end < 0:
+                raise BadRow(f"the tokenizer's chat template did not end the answer with {self._terminator!r}")
+            end += len(self._terminator)
+            answer = whole[len(opening) : end]
+            reply = conversation.messages[index + 1]
+            if any(call.name not in answer for call in reply.calls):
+                raise BadRow("the tokenizer's chat template drops function calls")
+            turns.append(Turn(joined([whole[position : len(opening)]]), joined([answer])))
+            position = end
+        if whole[position:]:
+            turns.append(Turn(joined([whole[position:]]), ()))
+        return Rendering(tuple(turns))
+
+    def _check_tools_are_written(self, messages: list[dict], tools: Sequence[dict], thinking: Thinking) -> None:
+        text = self._apply(messages, tools, thinking, prompt=True)
+        missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
+        if missing:
+            raise BadRow(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
+
+
+def hf_messages(conversation: Conversation) -> list[dict[str, Any]]:
+    """The conversation in the form `apply_chat_template` takes."""
+    messages: list[dict[str, Any]] = []
+    if conversation.system:
+        messages.append({"role": "system", "content": conversation.system})
+    for message in conversation.messages:
+        if message.role == "observation":
+            messages.extend({"role": "tool", "content": content} for content in message.contents)
+            continue
+        entry: dict[str, Any] = {"role": "user" if message.role == "user" else "assistant", "content": message.content}
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        if message.calls:
+            entry["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.calls
+            ]
+        messages.append(entry)
+    return messages
+
+
+@lru_cache(maxsize=8)
+def template_file(path: str) -> dict[str, dict[str, Any]]:
+    """Entries of a template file by name.
+
+    Raises:
+        ValueError: the file is missing, not a JSON list of objects with names, or names one twice.
+    """
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"prompt_type_path={path!r} cannot be read: {error}") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "name" in entry for entry in entries):
+        raise ValueError(f"prompt_type_path={path!r} must be a JSON list of objects that have a name")
+    by_name = {entry["name"]: entry for entry in entries}
+    if len(by_name) < len(entries):
+        raise ValueError(f"prompt_type_path={path!r} names a template twice")
+    return by_name
+
+
+def template_names(path: str | Path | None = None) -> list[str]:
+    """Names that `load_template` takes."""
+    return [*template_file(str(path or TEMPLATE_FILE)), HF_TEMPLATE]
+
+
+def load_template(
+    name: str, tokenizer: PreTrainedTokenizerBase | None = None, *, path: str | Path | None = None
+) -> Template | HfTemplate:
+    """Return a template by name.
+
+    Args:
+        tokenizer: needed for "hf" only.
+        path: a template file of the user's own, in place of the one shipped.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    if name == HF_TEMPLATE:
+        if tokenizer is None:
+            raise ValueError("prompt_type='hf' needs a tokenizer")
+        return HfTemplate(tokenizer)
+    entries = template_file(str(path or TEMPLATE_FILE))
+    if name not in entries:
+        near = get_close_matches(name, entries, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(template_names(path))}{hint}")
+    return Template(entries[name], str(path or TEMPLATE_FILE.name))

@@ -1,0 +1,52 @@
+"""Loading a Hugging Face tokenizer, with its end and padding tokens settled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fast: bool = True) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with `eos_token_id` and `pad_token_id` both set (padding falls back to the end token).
+
+    Args:
+        path: a folder with tokenizer files, or a Hugging Face model name.
+        trust_remote_code: runs Python files that come with the tokenizer; off unless the user asks for it.
+        use_fast: take the Rust implementation where there is one.
+
+    Raises:
+        ValueError: nothing loadable is there, or the tokenizer has no end token.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
+    if looks_local and not folder.is_dir():
+        raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if looks_local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {str(path)!r} has no eos_token; set one in its tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def set_eos_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    """Make `token` the tokenizer's end token; padding that was the old end token stays where it is.
+
+    Raises:
+        ValueError: the vocabulary does not hold `token` as one entry.
+    """
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or token_id == tokenizer.unk_token_id and token != tokenizer.unk_token:
+        raise ValueError(f"the tokenizer has no token {token!r}, which the chat template ends its turns with")
+    tokenizer.eos_token = token
