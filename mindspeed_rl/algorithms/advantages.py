@@ -1,7 +1,8 @@
 """Advantage estimators over the whole global batch.
 
 Each takes `AdvantageInputs` and returns (advantages, returns), both [B, R], in the dtype of the rewards, without gradient and
-0 where response_mask is False. They compute in float64: a group's std is a difference of near-equal numbers.
+0 where response_mask is False. They compute in float64: a group's std is a difference of near-equal numbers. Rows that have no
+score take part in no mean and no std.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tens
         name = "gdpo"
     estimator = lookup(ADVANTAGES, name, "adv_estimator")
     advantages, returns = estimator(inputs)
-    mask = inputs.response_mask
+    mask = inputs.mask
     terms: dict[str, Terms] = {}
     for label, values in (("advantages", advantages), ("returns", returns)):
         terms[f"critic/{label}/mean"] = masked_mean(values, mask)
         terms[f"critic/{label}/max"] = masked_extreme(values, mask, "max")
         terms[f"critic/{label}/min"] = masked_extreme(values, mask, "min")
     if inputs.group_size > 1:
-        groups = inputs.rewards.view(-1, inputs.group_size)
-        same = (groups == groups[:, :1]).all(dim=1)
-        terms["reward/zero_std_groups"] = masked_mean(same, torch.ones_like(same))
+        groups, valid = inputs.rewards.view(-1, inputs.group_size), inputs.valid.view(-1, inputs.group_size)
+        spread = torch.where(valid, groups, float("-inf")).amax(dim=1) - torch.where(valid, groups, float("inf")).amin(dim=1)
+        terms["reward/zero_std_groups"] = masked_mean((spread == 0).float(), valid.any(dim=1))
     return advantages, returns, read_metrics(terms)
 
 
@@ -53,18 +54,18 @@ def group_norm(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         ValueError: group_size 1 with scale "group", or one row with scale "batch": the std is undefined.
     """
     scores = sequence_rewards(inputs)
-    centred = _centred(scores, inputs.group_size)
+    mean, std, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
+    centred = scores - mean
     if inputs.scale == "group":
         if inputs.group_size < 2:
             raise ValueError(_too_small("group_norm with scale_rewards group", "one score has no std"))
-        std = scores.view(-1, inputs.group_size).std(dim=1, keepdim=True).expand(-1, inputs.group_size).reshape(-1)
         centred = centred / (std + inputs.eps)
     elif inputs.scale == "batch":
-        if scores.numel() < 2:
-            raise ValueError("adv_estimator group_norm with scale_rewards batch needs a batch of at least 2 responses, not 1")
-        centred = centred / (scores.std() + inputs.eps)
+        if inputs.valid.sum() < 2:
+            raise ValueError("adv_estimator group_norm with scale_rewards batch needs at least 2 scored responses in the batch")
+        centred = centred / (scores[inputs.valid].std() + inputs.eps)
     elif inputs.scale != "none":
-        raise ValueError(unknown_name("scale_rewards", inputs.scale, ["group", "batch", "none"]))
+        raise ValueError(unknown_name("scale_rewards", inputs.scale, ["group", "batch", "none", "gdpo"]))
     advantages = _spread(centred, inputs)
     return advantages, advantages
 
@@ -77,10 +78,11 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: group_size 1: there are no others.
     """
-    group_size = inputs.group_size
-    if group_size < 2:
+    if inputs.group_size < 2:
         raise ValueError(_too_small("rloo", "leave-one-out of one leaves nothing"))
-    advantages = _spread(_centred(sequence_rewards(inputs), group_size) * group_size / (group_size - 1), inputs)
+    scores = sequence_rewards(inputs)
+    mean, _, count = _group_statistics(scores, inputs.valid, inputs.group_size)
+    advantages = _spread((scores - mean) * count / (count - 1).clamp(min=1), inputs)
     return advantages, advantages
 
 
@@ -89,8 +91,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     rho_t = [t = last] R - kl_coef * kl_t; G_t = rho_t + gamma * G_{t+1} over response tokens; A = whiten(G).
     """
-    returns = _discounted(token_rewards(inputs), inputs.response_mask, inputs.gamma)
-    advantages = whiten(returns, inputs.response_mask) if inputs.whiten else returns
+    returns = _discounted(token_rewards(inputs), inputs.mask, inputs.gamma)
+    advantages = whiten(returns, inputs.mask) if inputs.whiten else returns
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
@@ -102,8 +104,10 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     """
     if inputs.group_size < 2:
         raise ValueError(_too_small("reinforce_plus_plus_baseline", "its baseline is the mean of the group"))
-    returns = _spread(_centred(sequence_rewards(inputs), inputs.group_size), inputs, finish=False)
-    advantages = whiten(returns, inputs.response_mask) if inputs.whiten else returns
+    scores = sequence_rewards(inputs)
+    mean, _, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
+    returns = (scores - mean).unsqueeze(1).expand(inputs.mask.shape)
+    advantages = whiten(returns, inputs.mask) if inputs.whiten else returns
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
@@ -114,7 +118,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     if inputs.greedy_rewards is None or inputs.greedy_rewards.shape != inputs.rewards.shape:
         raise ValueError("adv_estimator remax needs greedy_rewards [B]: the score of each row's prompt answered greedily")
-    returns = _discounted(token_rewards(inputs), inputs.response_mask, inputs.gamma)
+    returns = _discounted(token_rewards(inputs), inputs.mask, inputs.gamma)
     return _finish(returns - inputs.greedy_rewards.double().unsqueeze(1), inputs), _finish(returns, inputs)
 
 
@@ -126,7 +130,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     if inputs.values is None:
         raise ValueError("adv_estimator gae needs the critic's values")
-    rewards, values, mask = token_rewards(inputs), inputs.values.double(), inputs.response_mask
+    rewards, values, mask = token_rewards(inputs), inputs.values.double(), inputs.mask
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards[:, 0])
     running = torch.zeros_like(next_value)
@@ -161,24 +165,30 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     weights = inputs.reward_weights if inputs.reward_weights is not None else (1.0,) * components.shape[1]
     if len(weights) != components.shape[1]:
         raise ValueError(f"{len(weights)} reward weights were given for {components.shape[1]} reward functions")
-    grouped = components.double().view(-1, inputs.group_size, components.shape[1])
-    normed = (grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, keepdim=True) + inputs.eps)
-    total = (normed * torch.tensor(weights, dtype=torch.float64, device=normed.device)).sum(dim=2).view(-1)
-    advantages = _spread((total - total.mean()) / (total.std() + inputs.eps), inputs)
+    valid = inputs.valid
+    if valid.sum() < 2:
+        raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
+    total = torch.zeros_like(inputs.rewards, dtype=torch.float64)
+    for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
+        column = torch.where(valid, column, 0)
+        mean, std, _ = _group_statistics(column, valid, inputs.group_size)
+        total += weight * (column - mean) / (std + inputs.eps)
+    kept = total[valid]
+    advantages = _spread((total - kept.mean()) / (kept.std() + inputs.eps), inputs)
     return advantages, advantages
 
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
     """Return the score of each response less its summed KL penalty: [B] float64."""
-    scores = inputs.rewards.double()
+    scores = torch.where(inputs.valid, inputs.rewards.double(), 0.0)
     if inputs.kl is not None and inputs.kl_coef:
-        scores = scores - inputs.kl_coef * row_sum(inputs.kl.double(), inputs.response_mask).squeeze(1)
+        scores = scores - inputs.kl_coef * row_sum(inputs.kl.double(), inputs.mask).squeeze(1)
     return scores
 
 
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
     """Return rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
-    mask = inputs.response_mask
+    mask = inputs.mask
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
     rewards = torch.where(positions == last, inputs.rewards.double().unsqueeze(1), 0.0)
@@ -203,18 +213,23 @@ def _too_small(estimator: str, reason: str) -> str:
     return f"adv_estimator {estimator} needs n_samples_per_prompt >= 2, not 1: {reason}"
 
 
-def _centred(scores: Tensor, group_size: int) -> Tensor:
-    groups = scores.view(-1, group_size)
-    return (groups - groups.mean(dim=1, keepdim=True)).reshape(-1)
+def _group_statistics(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, unbiased std (0 for a single score) and number of the valid scores of each row's group, [B] each."""
+    groups, valid = scores.view(-1, group_size), valid.view(-1, group_size)
+    count = valid.sum(dim=1, keepdim=True)
+    mean = torch.where(valid, groups, 0).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    squares = torch.where(valid, (groups - mean).square(), 0).sum(dim=1, keepdim=True)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    mean, std, count = (column.expand(-1, group_size).reshape(-1) for column in (mean, std, count))
+    return mean, std, count
 
 
-def _spread(scores: Tensor, inputs: AdvantageInputs, finish: bool = True) -> Tensor:
-    spread = scores.unsqueeze(1).expand(inputs.response_mask.shape)
-    return _finish(spread, inputs) if finish else spread
+def _spread(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    return _finish(scores.unsqueeze(1).expand(inputs.mask.shape), inputs)
 
 
 def _finish(values: Tensor, inputs: AdvantageInputs) -> Tensor:
-    return torch.where(inputs.response_mask, values, 0.0).to(inputs.rewards.dtype)
+    return torch.where(inputs.mask, values, 0.0).to(inputs.rewards.dtype)
 
 
 def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -47,7 +47,10 @@ def masked_mean(values: Tensor, mask: Tensor) -> Terms:
 
 def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"]) -> Terms:
     """Return the largest or smallest value where the mask is True."""
-    kept = torch.where(mask, values.detach(), float("-inf") if reduction == "max" else float("inf"))
+    nothing = float("-inf") if reduction == "max" else float("inf")
+    kept = torch.where(mask, values.detach(), nothing)
+    if not kept.numel():
+        return reduction, (kept.new_tensor(nothing), mask.sum())
     return reduction, (kept.amax() if reduction == "max" else kept.amin(), mask.sum())
 
 
@@ -137,6 +140,7 @@ class AdvantageInputs:
         rewards: [B], one score a response.
         response_mask: [B, R] bool; tokens the actor sampled.
         group_size: samples of one prompt.
+        scored: [B] bool; rows whose score failed are False: their advantage is 0 and no mean or std sees them. None: all are.
         kl: [B, R] per-token KL to the reference, for KL in the reward; None without.
         kl_coef: its coefficient: token t loses kl_coef * kl_t of its reward.
         values: [B, R] critic's values (gae); values[:, t] is the state before token t.
@@ -152,6 +156,7 @@ class AdvantageInputs:
     rewards: Tensor
     response_mask: Tensor
     group_size: int = 1
+    scored: Tensor | None = None
     kl: Tensor | None = None
     kl_coef: float = 0.0
     values: Tensor | None = None
@@ -172,15 +177,27 @@ class AdvantageInputs:
         rows = self.response_mask.shape[0]
         if self.rewards.shape != (rows,):
             raise ValueError(f"rewards is {list(self.rewards.shape)} but response_mask has {rows} rows")
-        if not torch.isfinite(self.rewards).all():
-            bad = (~torch.isfinite(self.rewards)).nonzero().flatten().tolist()
-            raise ValueError(f"rewards of rows {bad[:8]} are not finite")
+        if self.scored is not None and (self.scored.shape != (rows,) or self.scored.dtype != torch.bool):
+            raise ValueError(f"scored must be a [{rows}] bool tensor, not {list(self.scored.shape)} {self.scored.dtype}")
+        bad = ~torch.isfinite(self.rewards) if self.scored is None else ~torch.isfinite(self.rewards) & self.scored
+        if bad.any():
+            raise ValueError(f"rewards of rows {bad.nonzero().flatten().tolist()[:8]} are not finite")
         if self.group_size < 1 or rows % self.group_size:
             raise ValueError(f"{rows} rows do not divide into groups of {self.group_size} samples")
         for name in ("kl", "values"):
             value = getattr(self, name)
             if value is not None and value.shape != self.response_mask.shape:
                 raise ValueError(f"{name} is {list(value.shape)} but response_mask is {list(self.response_mask.shape)}")
+
+    @property
+    def valid(self) -> Tensor:
+        """Which rows have a score: [B] bool."""
+        return torch.ones_like(self.rewards, dtype=torch.bool) if self.scored is None else self.scored
+
+    @property
+    def mask(self) -> Tensor:
+        """Which tokens get an advantage: [B, R] bool."""
+        return self.response_mask if self.scored is None else self.response_mask & self.scored.unsqueeze(1)
 
     @classmethod
     def from_config(
@@ -190,7 +207,7 @@ class AdvantageInputs:
 
         Args:
             group_size: samples of a prompt, from the batch plan.
-            tensors: kl, kl_coef, values, greedy_rewards, reward_components, reward_weights as the estimator needs them.
+            tensors: scored, kl, kl_coef, values, greedy_rewards, reward_components, reward_weights as the estimator needs them.
         """
         return cls(
             rewards,

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import naive_algorithms as naive
 import numpy as np
@@ -202,7 +203,7 @@ def test_a_missing_input_or_unknown_name_is_an_error(name, options, message):
 
 
 def test_scaling_by_the_batch_needs_two_responses():
-    with pytest.raises(ValueError, match="at least 2 responses"):
+    with pytest.raises(ValueError, match="at least 2 scored responses"):
         compute_advantages("group_norm", simple([1.0], 1, scale="batch"))
 
 
@@ -219,6 +220,26 @@ def test_a_reward_that_is_not_a_number_names_its_row():
 def test_whitening_a_single_token_is_refused():
     with pytest.raises(ValueError, match="at least 2 response tokens"):
         whiten(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["group_norm", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo"])
+def test_a_response_without_a_score_is_as_if_it_had_not_been_drawn(name):
+    arrays = random_inputs(kl_coef=0.0 if name == "gdpo" else 0.3)
+    keep = np.arange(ROWS) % SIZE != 1  # one of each group of three failed
+    fewer = {key: value[keep] for key, value in arrays.items() if isinstance(value, np.ndarray)} | {"size": SIZE - 1}
+    expected = naive.advantages(name, **(arrays | fewer))
+    inputs = as_inputs(arrays)
+    inputs.rewards[~torch.tensor(keep)] = float("nan")
+    got = compute_advantages(name, replace(inputs, scored=torch.tensor(keep)))[0].numpy()
+    np.testing.assert_allclose(got[keep], expected, rtol=1e-9, atol=1e-9)
+    assert (got[~keep] == 0).all()
+
+
+def test_the_only_score_of_a_group_gets_advantage_zero():
+    scored = torch.tensor([True, False, True, True])
+    for name in ("group_norm", "rloo"):
+        got = compute_advantages(name, simple([5.0, 0.0, 1.0, 0.0], 2, scored=scored))[0]
+        assert got[:2].abs().max() == 0.0 and got[2, 0] > 0.0
 
 
 def test_values_behind_the_mask_are_never_read():

@@ -69,8 +69,8 @@ def test_weights_carry_no_gradient():
     assert not rollout_weights(old, old, torch.ones(1, 2, dtype=torch.bool), "token_mask", threshold=2.0).requires_grad
 
 
-def test_the_run_file_offers_no_mode_that_does_not_exist():
-    assert set(IMPORTANCE_MODES) <= set(CORRECTIONS)
+def test_the_run_file_and_the_corrections_know_the_same_modes():
+    assert set(IMPORTANCE_MODES) == set(CORRECTIONS)
 
 
 def test_mismatch_by_hand():

@@ -344,6 +344,18 @@ def test_a_batch_in_which_nothing_trains_has_count_zero_loss_zero_and_no_nan():
     assert log_probs.grad.abs().sum() == 0.0
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+@pytest.mark.parametrize("loss_type", sorted(POLICY_LOSSES))
+def test_a_micro_batch_without_rows_or_tokens_adds_nothing(loss_type, shape):
+    log_probs = torch.zeros(shape, requires_grad=True)
+    zeros, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    batch = PolicyBatch(log_probs, zeros, mask, None, zeros, zeros, zeros, zeros)
+    output = policy_loss(batch, PolicyLossSettings(**settings_for(loss_type, **EVERYTHING)))
+    assert (output.loss_sum.item(), output.count.item(), output.metrics) == (0.0, 0, {})
+    output.loss_sum.backward()
+    assert log_probs.grad.shape == shape
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -71,3 +71,9 @@ def test_clipping_without_old_values_is_an_error():
         value_loss(ones, ones, ones.bool(), clip_range=0.1)
     with pytest.raises(ValueError, match="must not be negative"):
         value_loss(ones, ones, ones.bool(), old_values=ones, clip_range=-0.1)
+
+
+def test_a_micro_batch_without_rows_adds_nothing():
+    empty = torch.zeros(0, 3)
+    output = value_loss(empty, empty, empty.bool(), old_values=empty, clip_range=0.1)
+    assert (output.loss_sum.item(), output.count.item(), output.metrics) == (0.0, 0, {})
