@@ -143,6 +143,7 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
         return
     dp = sizes.actor.dp_size
     rollout = f"num_rollout_prompts ({shown(sizes.rollout_prompts)}) = generation_batch_size ({total}) / num_generations ({n})"
+    each = f"num_rollout_prompts ({shown(sizes.rollout_prompts)}) / dp_size ({dp})"
     per_dp = shown(sizes.rollout_prompts / dp)
     if total % (n * dp):
         yield Breach(
@@ -154,15 +155,14 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
         yield Breach(
             "rollout_prompt_each",
             rollout_names,
-            lambda k: f"num_rollout_prompts_per_dp_group = {rollout} / dp_size ({dp}) = {per_dp} must be at least 1",
+            lambda k: f"num_rollout_prompts_per_dp_group ({per_dp}) = {each} must be at least 1",
         )
     elif total % (n * dp * m):
         yield Breach(
             "rollout_micro_batches",
             (*rollout_names, "micro_batch_size"),
             lambda k: (
-                f"num_rollout_prompts_per_dp_group ({per_dp}) = {rollout} / dp_size ({dp}) must be divisible by "
-                f"{k['micro_batch_size']} ({m})"
+                f"num_rollout_prompts_per_dp_group ({per_dp}) = {each} must be divisible by {k['micro_batch_size']} ({m})"
             ),
         )
     train_per_dp = shown(sizes.step_prompts / dp)

@@ -96,9 +96,9 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
             )
     yield from _layers(cfg, group, role)
     if role.num_experts is not None:
-        yield from divides(
-            "experts", "num_experts", role.num_experts, ep, ("expert_model_parallel_size",), "each rank holds whole experts"
-        )
+        ranks, inner = role.expert_sizes
+        factors = ("expert_model_parallel_size", *(tensor if role.moe_tp_extend_ep else ()))
+        yield from divides("experts", "num_experts", role.num_experts, ranks, factors, "each rank holds whole experts")
         if tp > 1 and not role.sequence_parallel:
             keys = {_key(cfg, group, "tensor_model_parallel_size"): tp, "megatron_training.sequence_parallel": False}
             yield Violation(
@@ -108,14 +108,20 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
                 "megatron_training.sequence_parallel (false) to be true",
                 ({"megatron_training.sequence_parallel": True},),
             )
-        etp = role.expert_tensor_parallel_size or (1 if role.moe_tp_extend_ep else tp)
-        if world is not None and world % (etp * ep * pp):
-            keys = {_key(cfg, group, "expert_model_parallel_size"): ep, "devices": world}
+        if role.moe_tp_extend_ep and role.expert_tensor_parallel_size not in (None, 1):
+            key, split = _key(cfg, group, "expert_tensor_parallel_size"), role.expert_tensor_parallel_size
+            yield Violation(
+                f"{group}.whole_experts",
+                {key: split, _key(cfg, group, "moe_tp_extend_ep"): True},
+                f"{key} ({split}) must be 1 or unset while moe_tp_extend_ep keeps experts whole",
+                ({key: 1},),
+            )
+        if world is not None and world % (ranks * inner * pp):
             yield Violation(
                 f"{group}.expert_devices",
-                keys,
-                f"{world} devices must be divisible by expert_model_parallel_size x expert tensor parallel size x "
-                f"pipeline_model_parallel_size ({ep} x {etp} x {pp})",
+                {_key(cfg, group, factor): getattr(role, factor) for factor in factors} | {"devices": world},
+                f"{world} devices must be divisible by expert ranks x expert tensor parallel size x pipeline_model_parallel_size "
+                f"({ranks} x {inner} x {pp})",
             )
     elif ep > 1:
         key = _key(cfg, group, "expert_model_parallel_size")

@@ -258,6 +258,16 @@ class MegatronConfig(
         """Devices of one replica of the model, without expert parallelism."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
+    @property
+    def expert_sizes(self) -> tuple[int, int]:
+        """Devices that share the experts of a layer, and devices one expert is split over.
+
+        With moe_tp_extend_ep whole experts are spread over the tensor parallel ranks too.
+        """
+        if self.moe_tp_extend_ep:
+            return self.expert_model_parallel_size * self.tensor_model_parallel_size, 1
+        return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
 
 def _joined(layers: str | int | list[int] | None) -> str | None:
     """Return a layer list as comma-separated text."""

@@ -132,7 +132,8 @@ def _whole(value: Any) -> int:
 def batch_table(sizes: Sizes, train_iters: int | None) -> dict[str, Any]:
     """Return the table that `explain` prints; numbers that do not come out even are shown as fractions.
 
-    The names are the guides': prompts where the name says so, otherwise completions (samples in supervised stages).
+    The names are the guides': prompts where the name says so, otherwise completions (samples in supervised stages);
+    global_batch_size alone is as in the run file, in the unit that `counting` names.
     """
     dp = sizes.actor.dp_size
     steps = sizes.steps_per_rollout * sizes.epochs
@@ -147,7 +148,7 @@ def batch_table(sizes: Sizes, train_iters: int | None) -> dict[str, Any]:
     else:
         table |= {
             "num_generations": sizes.group_size,
-            "global_batch_size": sizes.step_samples,
+            "global_batch_size": sizes.global_batch_size,
             "generation_batch_size": sizes.rollout_samples,
             "steps_per_generation": sizes.rollout_samples / sizes.step_samples,
             "num_rollout_prompts": sizes.rollout_prompts,

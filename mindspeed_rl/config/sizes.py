@@ -167,6 +167,8 @@ class Sizes:
             return self.dispatch.get(name)
         if name == "num_npus":
             return self.actor.num_npus
+        if name == "steps_per_generation" and self.generation_batch_size is None:
+            return self.steps_per_generation or 1
         return getattr(self, name)
 
 

@@ -1,0 +1,43 @@
+"""`mindspeed-rl explain`: print the plan of a run without claiming a device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from mindspeed_rl.config.errors import ConfigError
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan of a run file; return 0 when it is sound and 2 when it is not.
+
+    Args:
+        argv: the arguments behind `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
+    """
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-rl explain",
+        description="Print what a run file means: batch sizes, devices, loss formula, keys without effect.",
+    )
+    parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
+    parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
+    parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.nodes < 1:
+        parser.error(f"--nodes is {arguments.nodes}, but must be at least 1")
+
+    from mindspeed_rl.config.explain import explain, failed, render
+    from mindspeed_rl.config.loader import load_run_config
+
+    try:
+        report = explain(load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides), arguments.nodes)
+    except ConfigError as error:
+        report = failed(error.errors)
+    print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+    return 0 if report["valid"] else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,176 @@
+"""Which keys of a run file differ from their defaults, and which are set but do nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.schema import default_of
+
+ROLE_GROUPS = ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
+
+
+def groups_of(cfg: RunConfig) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    """Yield (dotted name, dataclass, keys that were set) for every group of a run file."""
+    for name in (*ROLE_GROUPS, "rl_config", "generate_config", "msprobe_config"):
+        group = getattr(cfg, name)
+        if group is not None and name in cfg.set_keys:
+            yield name, group, cfg.set_keys[name]
+    if cfg.generate_config is not None and "sampling_config" in cfg.set_keys:
+        yield "generate_config.sampling_config", cfg.generate_config.sampling_config, cfg.set_keys["sampling_config"]
+    if "profiler_config" in cfg.set_keys:
+        profiler = cfg.profiler_config.integrated
+        yield "profiler_config.integrated", profiler, frozenset(field.name for field in dataclasses.fields(profiler))
+
+
+def changed_keys(cfg: RunConfig) -> dict[str, Any]:
+    """Return every key that the run file sets to something else than its default, by dotted name."""
+    changed: dict[str, Any] = {}
+    for path, group, set_keys in groups_of(cfg):
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if field.name not in set_keys or field.name in ("sampling_config", "model") or value == default_of(field):
+                continue
+            changed[f"{path}.{field.name}"] = _plain(value)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {name: item for name, item in dataclasses.asdict(value).items() if item is not None}
+    return value
+
+
+def keys_without_effect(cfg: RunConfig) -> dict[str, str]:
+    """Return every key that the run file sets although it does nothing in this run, by dotted name, each with the reason."""
+    found: dict[str, str] = {}
+    for path, group, set_keys in groups_of(cfg):
+        for field in dataclasses.fields(group):
+            if field.name not in set_keys:
+                continue
+            reason = _reason(cfg, path, group, field)
+            if reason:
+                found[f"{path}.{field.name}"] = reason
+    return found
+
+
+def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field) -> str:
+    facts = field.metadata
+    name = field.name
+    if path in ("rl_config", "generate_config", "generate_config.sampling_config") and cfg.is_supervised:
+        return f"stage {cfg.stage} has no rollout"
+    if facts["no_effect"]:
+        return facts["no_effect"]
+    if facts["only_on"] and cfg.platform not in ("auto", *facts["only_on"]):
+        return f"platform is {cfg.platform}; the key matters on {' and '.join(facts['only_on'])} only"
+    if facts["needs"]:
+        other, values = facts["needs"]
+        actual = getattr(group, other)
+        if actual not in values and not (isinstance(actual, str) and ":" in actual):
+            return f"{other} is {_written(actual)}"
+    if path == "profiler_config.integrated":
+        return "" if group.profile or name == "profile" else "profile is false"
+    if path == "msprobe_config":
+        return "" if group.msprobe or name == "msprobe" else "msprobe is false"
+    if isinstance(group, MegatronConfig):
+        return _training_reason(cfg, path, group, name)
+    if path == "rl_config":
+        return _rl_reason(cfg, name)
+    return ""
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_STAGE_KEYS = {
+    **dict.fromkeys(("dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "ref_model", "refer_model_iter"), ("dpo",)),
+    **dict.fromkeys(("simpo_beta", "gamma_beta_ratio", "simpo_loss_type", "simpo_label_smoothing"), ("simpo",)),
+    **dict.fromkeys(("placeholder_token", "reward_tokens"), ("prm",)),
+    "pref_ftx": ("dpo", "simpo"),
+    **dict.fromkeys(("pack", "neat_pack", "reset_position_ids"), ("pretrain", "sft")),
+    **dict.fromkeys(("eval_iters", "skip_train"), ("pretrain", "sft", "dpo", "simpo", "orm", "prm")),
+}
+
+_MOE_KEYS = frozenset(
+    field.name
+    for field in dataclasses.fields(MegatronConfig)
+    if field.name.startswith(("moe_", "expert_", "n_shared", "norm_topk", "first_k_dense", "seq_aux"))
+)
+
+
+def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str) -> str:
+    # The shared group is read through the actor, which may complete it.
+    role = cfg.actor_config if path == "megatron_training" else role
+    stages = _STAGE_KEYS.get(name)
+    if stages and cfg.stage not in stages:
+        return f"stage is {cfg.stage}; the key belongs to {', '.join(stages)}"
+    conditions = (
+        (name in _MOE_KEYS and role.num_experts is None, "the model has no experts"),
+        (name == "sequence_parallel" and role.tensor_model_parallel_size == 1, "tensor_model_parallel_size is 1"),
+        (name == "context_parallel_algo" and role.context_parallel_size == 1, "context_parallel_size is 1"),
+        (
+            name.startswith("lora_") and name != "lora_target_modules" and not role.lora_target_modules,
+            "lora_target_modules is not set",
+        ),
+        (name in ("save_interval", "save_hf", "keep_last", "async_save") and role.save is None, "save is not set"),
+        (
+            name in ("eval_interval", "eval_num_prompts") and role.eval_data_path is None and role.split is None,
+            "eval_data_path is not set",
+        ),
+        (name == "min_lr" and role.lr_decay_style == "constant", "lr_decay_style is constant"),
+        (name == "lr_decay_iters" and role.lr_decay_style == "constant", "lr_decay_style is constant"),
+        (name in ("no_load_optim", "no_load_rng") and role.load is None, "load is not set"),
+    )
+    return next((reason for is_idle, reason in conditions if is_idle), "")
+
+
+def _rl_reason(cfg: RunConfig, name: str) -> str:
+    rl = cfg.rl_config
+    objective = resolve_objective(cfg)
+    functions = rl.verifier_function if rl.rule_reward else []
+    kl_keys = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
+    conditions = (
+        (name == "beta" and rl.num_generations is None, "without num_generations the coefficient is init_kl_coef"),
+        (
+            name == "mini_batch_size" and rl.num_generations is not None,
+            "with num_generations global_batch_size is the optimizer step",
+        ),
+        (name == "clip_ratio" and rl.clip_higher_enable, "clip_higher_enable is true"),
+        (name.startswith("clip_ratio") and objective.ratio == "sapo", "loss_type sapo does not clip"),
+        (name == "token_level_loss" and rl.loss_type is not None, "loss_type is set"),
+        (name == "token_level_loss" and cfg.stage != "ray_dapo", f"stage is {cfg.stage}"),
+        (name in kl_keys and not objective.needs_reference, _no_kl(cfg)),
+        (name == "init_kl_coef" and rl.init_kl_coef and not objective.needs_reference, _no_kl(cfg)),
+        (
+            name.startswith("ref_") and not name.startswith("ref_model") and not objective.needs_reference,
+            "no reference model is needed",
+        ),
+        (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),
+        (name == "dynamic_sampling_dispatch_size" and not rl.filter_groups_enable, "filter_groups_enable is false"),
+        (name.startswith("critic_") and rl.adv_estimator != "gae", f"adv_estimator is {rl.adv_estimator}"),
+        (name == "scale_rewards" and rl.adv_estimator != "group_norm", f"adv_estimator is {rl.adv_estimator}"),
+        (name.startswith("cosine_") and "cosine" not in functions, "no reward function cosine"),
+        (name.startswith("repetition_") and "repetition" not in functions, "no reward function repetition"),
+        (name.startswith("soft_") and "soft_overlong" not in functions, "no reward function soft_overlong"),
+        (name.startswith("judge_") and name != "judge_url" and rl.judge_url is None, "judge_url is not set"),
+        (name == "reward_model_weight" and rl.reward_model is None and cfg.reward_config is None, "there is no reward model"),
+        (name == "verifier_timeout" and rl.reward_timeout_s is not None, "reward_timeout_s is set"),
+        (name == "verifier_parallel" and rl.num_reward_workers is not None, "num_reward_workers is set"),
+        (
+            name.startswith("verifier_") and rl.reward_funcs is not None and name[9:] in ("function", "weight"),
+            "reward_funcs is set",
+        ),
+        (name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb, "use_wandb is true"),
+    )
+    return next((reason for is_idle, reason in conditions if is_idle), "")
+
+
+def _no_kl(cfg: RunConfig) -> str:
+    if cfg.rl_config.init_kl_coef == 0:
+        return "init_kl_coef is 0"
+    return f"stage {cfg.stage} has a KL term only with use_kl_in_reward"

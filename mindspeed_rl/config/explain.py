@@ -1,0 +1,146 @@
+"""The plan of a run, readable before any device is claimed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_rl.config.effects import changed_keys, keys_without_effect
+from mindspeed_rl.config.objective import formula
+from mindspeed_rl.config.plan import batch_table
+from mindspeed_rl.config.resources import resources, short
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import read_sizes, shown, world_size
+from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
+
+
+def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
+    """Return everything that can be said about a run from its file.
+
+    Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `batch`;
+    `dispatch_sizes`; `resources`; `formula`; `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in
+    this version) and `missing` (needed to start). Numbers that do not come out even are shown as fractions, so that an
+    invalid plan can be read too.
+    """
+    violations = validate(cfg, num_nodes)
+    known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
+    sizes = read_sizes(cfg, num_nodes) if known else None
+    sound = sizes is not None and _is_positive(violations)
+    has_rollout = sound and sizes.counting != "samples"
+    return {
+        "valid": not violations,
+        "errors": [str(violation) for violation in violations],
+        "violations": [
+            {
+                "rule": item.rule,
+                "keys": dict(item.keys),
+                "message": item.message,
+                "nearest": [dict(option) for option in item.nearest],
+            }
+            for item in violations
+        ],
+        "run": {
+            "config_name": cfg.config_name,
+            "config_dir": cfg.config_dir,
+            "stage": cfg.stage,
+            "model": cfg.actor_config.model,
+            "platform": cfg.platform,
+        },
+        "batch": batch_table(sizes, cfg.actor_config.train_iters) if sound else {},
+        "dispatch_sizes": {name: shown(size) for name, size in sizes.dispatch_sizes().items()} if has_rollout else {},
+        "resources": resources(cfg, sizes) if sound else {},
+        "formula": formula(cfg),
+        "changed_keys": changed_keys(cfg),
+        "keys_without_effect": keys_without_effect(cfg),
+        "unavailable": unavailable(cfg),
+        "missing": missing_for_training(cfg),
+    }
+
+
+def _is_positive(violations: list[Any]) -> bool:
+    """Return whether every size is at least 1, so that the table can be computed."""
+    return not any(violation.rule.endswith("positive") for violation in violations)
+
+
+def failed(errors: list[str]) -> dict[str, Any]:
+    """Return the same object for a run file that could not be read."""
+    return {
+        "valid": False,
+        "errors": list(errors),
+        "violations": [],
+        "run": {},
+        "batch": {},
+        "dispatch_sizes": {},
+        "resources": {},
+        "formula": "",
+        "changed_keys": {},
+        "keys_without_effect": {},
+        "unavailable": [],
+        "missing": [],
+    }
+
+
+_UNITS = {
+    "prompts": "prompts of one rollout (prompt-level counting)",
+    "completions": "completions of one optimizer step (completion-level counting)",
+    "samples": "samples of one optimizer step",
+}
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return the report of `explain` as text for a terminal."""
+    parts: list[str] = []
+    run = report["run"]
+    if run:
+        parts.append(f"{run['config_name']}: stage {run['stage']}, model {run['model']}, platform {run['platform']}")
+    if report["errors"]:
+        parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
+    if report["batch"]:
+        batch = dict(report["batch"])
+        counting = batch.pop("counting")
+        parts.append(f"Batch; global_batch_size counts {_UNITS[counting]}\n" + _table(batch))
+    if report["dispatch_sizes"]:
+        parts.append("Rows that leave the data plane at once\n" + _table(report["dispatch_sizes"]))
+    if report["resources"]:
+        parts.append(_resources(report["resources"]))
+    if report["formula"]:
+        parts.append("Objective\n" + "\n".join(f"  {line}" for line in report["formula"].splitlines()))
+    if report["changed_keys"]:
+        parts.append("Keys that differ from their defaults\n" + _table(report["changed_keys"]))
+    if report["keys_without_effect"]:
+        parts.append("Keys that are set but have no effect in this run\n" + _table(report["keys_without_effect"]))
+    if report["unavailable"]:
+        parts.append(
+            "Not available in this version; training refuses to start\n"
+            + "\n".join(f"  {line}" for line in report["unavailable"])
+        )
+    if report["missing"]:
+        parts.append("Still needed to start training\n" + "\n".join(f"  {line}" for line in report["missing"]))
+    if report["valid"]:
+        parts.append("valid")
+    return "\n\n".join(parts)
+
+
+def _table(rows: dict[str, Any]) -> str:
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  {name:<{width}}  {_cell(value)}" for name, value in rows.items())
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(_cell(item) for item in value) if isinstance(value, list) else str(value)
+
+
+def _resources(found: dict[str, Any]) -> str:
+    nodes = f"{found['num_nodes']} node(s) with {found['devices_per_node']} each"
+    lines = [f"Devices: {found['num_devices']} on {nodes}"]
+    width = max(len(phase["phase"]) for phase in found["phases"])
+    devices = max(len(phase["devices"]) for phase in found["phases"])
+    lines += [f"  {phase['phase']:<{width}}  {phase['devices']:<{devices}}  {phase['holds']}" for phase in found["phases"]]
+    groups = found.get("parallel_groups", {})
+    if groups:
+        lines.append("Parallel groups")
+        lines += [f"  {axis:<8}{short(ranks)}" for axis, ranks in groups.items() if len(ranks[0]) > 1 or axis == "rollout"]
+    return "\n".join(lines)
