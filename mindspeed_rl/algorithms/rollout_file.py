@@ -1,0 +1,109 @@
+"""A rollout batch on disk: NAME.safetensors with the columns and NAME.json with what they mean.
+
+Columns (B rows, R response positions padded on the right; the samples of a prompt are adjacent rows):
+
+    response_mask      [B, R] bool     required: tokens the actor sampled
+    rewards            [B]    float    required: total score of each response
+    log_probs          [B, R] float    required: of the policy that is trained, at the sampled tokens
+    input_ids          [B, S] int      prompt and response, for whoever wants to run the model again; not read here
+    loss_mask          [B, R] bool     tokens that train, when fewer than response_mask
+    truncated          [B]    bool     the response ended for lack of room (overlong_filter)
+    old_log_probs, ref_log_probs, rollout_log_probs, entropy, values   [B, R] float
+    greedy_rewards     [B]    float    remax
+    reward_components  [B, K] float    gdpo
+
+The JSON object:
+
+    format               "mindspeed_rl.rollout_batch"
+    version              1
+    group_size           samples of a prompt
+    max_response_length  most tokens of a response (dr_grpo)
+    stage                ray_grpo, ray_dapo or ray_ppo
+    rl_config            the keys of the run file's group that differ from their defaults
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT, VERSION = "mindspeed_rl.rollout_batch", 1
+REQUIRED = ("response_mask", "rewards", "log_probs")
+BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated")
+TOKEN_COLUMNS = ("loss_mask", "log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy", "values")
+ROW_COLUMNS = ("rewards", "truncated", "greedy_rewards")
+COLUMNS = ("input_ids", "response_mask", "reward_components", *TOKEN_COLUMNS, *ROW_COLUMNS)
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A rollout batch and the settings it was made under; see the module's text for the columns."""
+
+    columns: Mapping[str, Tensor]
+    group_size: int
+    max_response_length: int
+    stage: str = "ray_grpo"
+    rl_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        missing = [name for name in REQUIRED if name not in self.columns]
+        if missing:
+            raise ValueError(f"the rollout batch lacks the columns {', '.join(missing)}")
+        unknown = [name for name in self.columns if name not in COLUMNS]
+        if unknown:
+            raise ValueError(f"the rollout batch has unknown columns {', '.join(unknown)}; known: {', '.join(COLUMNS)}")
+        mask = self.columns["response_mask"]
+        if mask.dim() != 2:
+            raise ValueError(f"column response_mask is {list(mask.shape)}, but must be [B, R]")
+        for name, column in self.columns.items():
+            expected = mask.shape if name in TOKEN_COLUMNS else mask.shape[:1] if name in ROW_COLUMNS else column.shape
+            if column.shape != expected or column.shape[0] != mask.shape[0]:
+                raise ValueError(f"column {name} is {list(column.shape)}, but response_mask is {list(mask.shape)}")
+            if name in BOOL_COLUMNS and column.dtype != torch.bool:
+                raise ValueError(f"column {name} must be bool, not {column.dtype}")
+
+    def save(self, path: Path) -> None:
+        """Write `path`, which ends in .safetensors, and the JSON file beside it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: column.detach().cpu().contiguous() for name, column in self.columns.items()}, path)
+        meaning = {
+            "format": FORMAT,
+            "version": VERSION,
+            "group_size": self.group_size,
+            "max_response_length": self.max_response_length,
+            "stage": self.stage,
+            "rl_config": dict(self.rl_config),
+        }
+        path.with_suffix(".json").write_text(json.dumps(meaning, indent=2) + "\n", encoding="utf-8")
+
+
+def load_rollout_batch(path: Path) -> RolloutBatch:
+    """Return the batch saved under `path`.
+
+    Raises:
+        ValueError: a file is missing, is of another format, or its columns do not fit together.
+    """
+    sidecar = path.with_suffix(".json")
+    for file in (path, sidecar):
+        if not file.is_file():
+            raise ValueError(
+                f"{file} does not exist; a rollout batch is a .safetensors file with a .json file of the same name"
+            )
+    meaning = json.loads(sidecar.read_text(encoding="utf-8"))
+    if (meaning.get("format"), meaning.get("version")) != (FORMAT, VERSION):
+        raise ValueError(
+            f"{sidecar}: format {meaning.get('format')!r} version {meaning.get('version')!r}, not {FORMAT!r} {VERSION}"
+        )
+    lacking = [name for name in ("group_size", "max_response_length", "stage", "rl_config") if name not in meaning]
+    if lacking:
+        raise ValueError(f"{sidecar} lacks {', '.join(lacking)}")
+    return RolloutBatch(
+        load_file(path), meaning["group_size"], meaning["max_response_length"], meaning["stage"], meaning["rl_config"]
+    )

@@ -1,0 +1,214 @@
+"""Replay a saved rollout batch through the advantages and the loss, on the CPU.
+
+Writes the loss, the advantages and the gradient of the loss with respect to log_probs, so that another implementation given
+the same batch can be held against this one number by number. The format of the batch is described in
+mindspeed_rl/algorithms/rollout_file.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mindspeed_rl.algorithms.advantages import compute_advantages
+from mindspeed_rl.algorithms.kl import kl_coefficient, kl_penalty
+from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
+from mindspeed_rl.algorithms.policy_losses import PolicyLossSettings, policy_loss
+from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyBatch
+from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
+from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.schema import build
+from mindspeed_rl.observability.metrics import merge
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came out.
+
+    Attributes:
+        loss, loss_sum, count: the loss is loss_sum / count.
+        advantages, returns, gradients: [B, R]; gradients are d loss / d log_probs.
+        metrics: by name.
+        settings: every number of the loss.
+    """
+
+    loss: float
+    loss_sum: float
+    count: int
+    advantages: Tensor
+    returns: Tensor
+    gradients: Tensor
+    metrics: dict[str, float]
+    settings: PolicyLossSettings
+
+
+def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, micro_batch_size: int | None = None) -> Replay:
+    """Return loss, advantages and gradients of the batch.
+
+    Args:
+        overrides: keys of rl_config that take the place of the batch's own.
+        micro_batch_size: rows of one call of the loss; None takes all rows at once. The result does not depend on it.
+
+    Raises:
+        ValueError: a key, a value or a column that does not fit.
+    """
+    config = rl_config(batch, overrides)
+    columns = {
+        name: column.to(dtype) if column.is_floating_point() else column
+        for name, column in batch.columns.items()
+        if name != "input_ids"
+    }
+    settings = PolicyLossSettings.from_config(config, batch.stage, max_response_length=batch.max_response_length)
+    advantages, returns, metrics = compute_advantages(config.adv_estimator, _advantage_inputs(config, batch, columns))
+    threshold = None
+    if config.top_entropy_quantile < 1.0:
+        if "entropy" not in columns:
+            raise ValueError("top_entropy_quantile needs the column entropy")
+        threshold = entropy_threshold([(columns["entropy"], _loss_mask(config, columns))], config.top_entropy_quantile)
+
+    log_probs = columns["log_probs"].clone().requires_grad_()
+    num_rows = log_probs.shape[0]
+    size = micro_batch_size or num_rows
+    outputs = [
+        policy_loss(_policy_batch(config, columns, log_probs, advantages, threshold, slice(start, start + size)), settings)
+        for start in range(0, num_rows, size)
+    ]
+    count = int(sum(output.count for output in outputs))
+    if not count:
+        raise ValueError("the rollout batch has no token that trains")
+    loss_sum = sum(output.loss_sum for output in outputs)
+    (loss_sum / count).backward()
+    return Replay(
+        loss=loss_sum.item() / count,
+        loss_sum=loss_sum.item(),
+        count=count,
+        advantages=advantages,
+        returns=returns,
+        gradients=log_probs.grad,
+        metrics=merge([metrics, *(output.metrics for output in outputs)]).results(),
+        settings=settings,
+    )
+
+
+def rl_config(batch: RolloutBatch, overrides: dict[str, Any]) -> RLConfig:
+    """Return the batch's rl_config with some keys replaced, checked key by key."""
+    errors: list[str] = []
+    config, _ = build(RLConfig, {**batch.rl_config, **overrides}, "rl_config", errors)
+    if errors:
+        raise ValueError("\n".join(errors))
+    return config
+
+
+def _loss_mask(config: RLConfig, columns: dict[str, Tensor]) -> Tensor:
+    mask = columns.get("loss_mask", columns["response_mask"])
+    if not config.overlong_filter:
+        return mask
+    if "truncated" not in columns:
+        raise ValueError("overlong_filter needs the column truncated")
+    return overlong_filter(mask, columns["truncated"])
+
+
+def _advantage_inputs(config: RLConfig, batch: RolloutBatch, columns: dict[str, Tensor]) -> AdvantageInputs:
+    kl = None
+    if config.use_kl_in_reward:
+        old_log_probs = columns.get("old_log_probs", columns["log_probs"])
+        if "ref_log_probs" not in columns:
+            raise ValueError("use_kl_in_reward needs the column ref_log_probs")
+        kl = kl_penalty(old_log_probs, columns["ref_log_probs"], config.kl_penalty, clamp=config.kl_clamp)
+    return AdvantageInputs.from_config(
+        config,
+        columns["rewards"],
+        columns["response_mask"],
+        group_size=batch.group_size,
+        kl=kl,
+        kl_coef=kl_coefficient(config),
+        values=columns.get("values"),
+        greedy_rewards=columns.get("greedy_rewards"),
+        reward_components=columns.get("reward_components"),
+    )
+
+
+def _policy_batch(
+    config: RLConfig, columns: dict[str, Tensor], log_probs: Tensor, advantages: Tensor, threshold: float | None, rows: slice
+) -> PolicyBatch:
+    optional = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
+    return PolicyBatch(
+        log_probs[rows],
+        advantages[rows],
+        columns["response_mask"][rows],
+        _loss_mask(config, columns)[rows],
+        entropy_threshold=threshold,
+        **{name: columns[name][rows] for name in optional if name in columns},
+    )
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} is not of the form key=value")
+    try:
+        return key.removeprefix("rl_config."), json.loads(value)
+    except json.JSONDecodeError:
+        return key.removeprefix("rl_config."), value
+
+
+def main(argv: list[str]) -> int:
+    """Run `mindspeed-rl parity`; return the exit status, 2 for a mistake in the arguments or the batch."""
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-rl parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("batch", type=Path, help="NAME.safetensors; NAME.json lies beside it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of rl_config in place of the batch's own")
+    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="precision of the replay")
+    parser.add_argument(
+        "--micro-batch-size", type=int, default=None, help="rows of one call of the loss; the result is the same"
+    )
+    parser.add_argument("--output", type=Path, default=None, help="OUT.safetensors; default NAME_parity.safetensors")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.micro_batch_size is not None and arguments.micro_batch_size < 1:
+        parser.error(f"--micro-batch-size must be at least 1, not {arguments.micro_batch_size}")
+    try:
+        batch = load_rollout_batch(arguments.batch)
+        result = replay(batch, dict(map(_override, arguments.overrides)), DTYPES[arguments.dtype], arguments.micro_batch_size)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+    output = arguments.output or arguments.batch.with_name(f"{arguments.batch.stem}_parity.safetensors")
+    tensors = {"advantages": result.advantages, "returns": result.returns, "gradients": result.gradients}
+    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, output)
+    summary = {
+        "loss": result.loss,
+        "loss_sum": result.loss_sum,
+        "count": result.count,
+        "dtype": arguments.dtype,
+        "tensors": output.name,
+        "settings": asdict(result.settings),
+        "metrics": result.metrics,
+    }
+    output.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        print(
+            f"loss {result.loss:.9g} = {result.loss_sum:.9g} / {result.count}  ({result.settings.loss_type}, {arguments.dtype})"
+        )
+        print(f"gradient norm {result.gradients.norm().item():.9g}, advantages and gradients in {output}")
+        for name, value in result.metrics.items():
+            print(f"{name} {value:.6g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
