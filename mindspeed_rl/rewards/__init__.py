@@ -1,8 +1,8 @@
 """Rewards: scorers, the registry that names them, and the pool of killable processes that runs them.
 
-Importing this package loads the registry alone. A scorer is a function; what it may ask for by parameter name and what it may
-return is written down in `scorer.py`. A new built-in scorer is one function and one line below; a user's own is `module:function`
-or a file in `external_plugins` that calls `register` (or assigns to `REWARDS`).
+Importing this package loads the registry alone. A scorer is a function; what it may ask for by parameter name and what it
+may return is written down in `scorer.py`. A new built-in scorer is one function and one line below; a user's own is
+`module:function`, or a file in `external_plugins` that calls `register` (or assigns to `REWARDS`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,29 @@ REWARDS: dict[str, str | Callable[..., Any]] = {
     # MindSpeed-RL's verifiers
     "acc": "mindspeed_rl.rewards.math_scores:acc",
     "format": "mindspeed_rl.rewards.formats:think_answer",
-    # plain text
+    "step": "mindspeed_rl.rewards.formats:step",
+    "strict_format": "mindspeed_rl.rewards.formats:strict_format",
+    "base_acc": "mindspeed_rl.rewards.math_scores:base_acc",
+    "math_17k_acc": "mindspeed_rl.rewards.math_scores:boxed_grade",
+    "acc_for_dapo": "mindspeed_rl.rewards.math_scores:acc_for_dapo",
+    "acc_for_ppo": "mindspeed_rl.rewards.math_scores:boxed_grade",
+    "math_verify_reward": "mindspeed_rl.rewards.math_scores:math_verify_reward",
+    "retool_reward": "mindspeed_rl.rewards.math_scores:retool_reward",
+    # ms-swift's and TRL's (`format` is above)
+    "accuracy": "mindspeed_rl.rewards.math_scores:accuracy",
+    "cosine": "mindspeed_rl.rewards.shaping:cosine",
+    "repetition": "mindspeed_rl.rewards.shaping:repetition",
+    "soft_overlong": "mindspeed_rl.rewards.shaping:soft_overlong",
+    # others
     "exact_match": "mindspeed_rl.rewards.text_scores:exact_match",
+    "multiple_choice": "mindspeed_rl.rewards.text_scores:multiple_choice",
+    "gsm8k": "mindspeed_rl.rewards.math_scores:gsm8k",
+    "gsm8k_flexible": "mindspeed_rl.rewards.math_scores:gsm8k_flexible",
+    "code": "mindspeed_rl.rewards.code:code",
+    "json_format": "mindspeed_rl.rewards.formats:json_format",
+    "regex_format": "mindspeed_rl.rewards.formats:regex_format",
+    "length": "mindspeed_rl.rewards.shaping:length",
+    "judge": "mindspeed_rl.rewards.judge:Judge",
 }
 """Name -> scorer: a function, a class whose instances are callable, or `module:function` (imported in the worker only)."""
 

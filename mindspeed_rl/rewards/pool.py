@@ -1,8 +1,8 @@
 """A pool of worker processes that score responses; any of them may hang, crash or eat memory without stopping the run.
 
-The pool's process runs one thread that owns all state below; callers leave commands in a queue and wait on their ticket. Workers are
-forked by the spawner process (`spawner.py`) and do the work (`worker.py`). A call that takes longer than `verifier_timeout` costs its
-worker its life: the value is lost and counted, the rest of the worker's job goes to others, a fresh worker is forked.
+The pool's process runs one thread that owns all state below; callers leave tickets in a queue and wait for them. Workers are
+forked by the spawner process (`spawner.py`) and do the work (`worker.py`). A call that outlasts its limit costs its worker its
+life: the value is lost and counted, the rest of the worker's job goes to others, a fresh worker is forked.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.rewards import REWARDS, find
 from mindspeed_rl.rewards.channel import Channel, pack
-from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings
-from mindspeed_rl.rewards.totals import overlong_penalty, weighted_total
+from mindspeed_rl.rewards.jobs import Failure, Job, RewardTicket, cut, leftovers
+from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings, reward_functions
+from mindspeed_rl.rewards.worker import Kind
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.rl import RLConfig
 
 _LOAD_LIMIT_S = 300.0  # a plug-in may import a large library
+_LOAD_ATTEMPTS = 3
 _ASYNC_GRACE_S = 2.0  # async calls have a soft limit in the worker; the hard one comes later
-_ASYNC_CALLS_PER_WORKER = 64
-_MAX_ROWS_PER_JOB = 32
-_FAILURE_WINDOW = 1024
-_FAILURE_MIN_SAMPLES = 64
+_FAILURE_WINDOW, _FAILURE_MIN_SAMPLES = 1024, 64
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class RewardFailuresExceeded(RuntimeError):
@@ -40,93 +43,73 @@ class RewardFailuresExceeded(RuntimeError):
 
 
 @dataclass(eq=False)
-class RewardTicket:
-    """A batch on its way; `RewardPool.collect` waits for it."""
-
-    samples: list[RewardSample]
-    num_open: int = 0
-    values: list[dict[int, dict[str, float] | None]] = field(default_factory=list)  # row -> function -> parts
-    errors: list[dict[int, tuple[str, str]]] = field(default_factory=list)  # row -> function -> (state, text)
-    finished: threading.Event = field(default_factory=threading.Event)
-
-    def done(self) -> bool:
-        """True once collecting will not wait."""
-        return self.finished.is_set()
-
-
-@dataclass(eq=False)
-class _Job:
-    """Calls for one worker: `functions` on each of `rows`; `open` keeps the order in which the worker makes them."""
-
-    ticket: RewardTicket
-    functions: list[int]
-    rows: list[int]
-    attempt: int = 0
-    open: dict[tuple[int, int], None] = field(default_factory=dict)
-    failed: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.open = {(row, function): None for row in self.rows for function in self.functions}
-
-
-@dataclass(eq=False)
 class _Worker:
     id: int
+    deadline: float
     channel: Channel | None = None
     ready: bool = False
-    job: _Job | None = None
-    deadline: float = math.inf
-    verdict: tuple[str, str] | None = None  # why the pool had it killed: (state, text)
+    job: Job | None = None
+    verdict: Failure | None = None  # why the pool had it killed
 
 
 class RewardPool:
     """Scores samples with several functions and adds the scores up.
 
-    Use it as a context manager or call `close`. It may live in any process and thread; it needs neither Ray nor a device, and its
+    Use it as a context manager or call `close`. It may live in any process and thread and needs neither Ray nor a device. Its
     processes end with the process that made it, however that ends.
 
     Args:
         functions: names in `REWARDS`, `module:function`, or names that a file in `settings.external_plugins` registers.
-        weights: one for each function.
+        weights: one for each function; 1.0 each if not given.
         settings: limits, policy and the parameters of built-in scorers.
 
+    Attributes:
+        counters: since the start: samples, each kind of failure, retries, workers_replaced.
+
     Raises:
-        ValueError: an unknown function, a plug-in that does not load, or not one weight for each function; before any sample is scored.
+        ValueError: an unknown function, a plug-in that does not load, or not one weight for each function.
     """
 
     def __init__(self, functions: Sequence[str], weights: Sequence[float] | None = None, *, settings: RewardSettings) -> None:
-        self.functions = [_portable_name(name, settings) for name in functions]
-        self.weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
-        if len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"there are {len(self.functions)} reward functions ({', '.join(functions)}) but {len(self.weights)} weights"
-            )
-        if len(set(self.functions)) < len(self.functions):
-            raise ValueError(f"reward functions are named twice: {', '.join(functions)}")
+        self.functions = list(functions)
+        self.weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(functions):
+            raise ValueError(f"{len(functions)} reward functions ({', '.join(functions)}) but {len(self.weights)} weights")
+        if len(set(functions)) < len(functions):
+            raise ValueError(f"a reward function is named twice: {', '.join(functions)}")
         self.settings = settings
         self.counters: Counter[str] = Counter()
+        self._targets = _targets(functions, settings)
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
-        self._commands: queue.SimpleQueue[RewardTicket | None] = queue.SimpleQueue()
-        self._jobs: deque[_Job] = deque()
+        self._submitted: queue.SimpleQueue[RewardTicket | None] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()
         self._workers: dict[int, _Worker] = {}
-        self._next_worker = 0
-        self._kinds: list[dict[str, bool]] = []
+        self._num_workers_made = 0
         self._load_failures = 0
+        self._kinds: list[Kind] = []
         self._descriptors: deque[int] = deque()
         self._open_tickets: set[RewardTicket] = set()
         self._error: Exception | None = None
         self._loaded = threading.Event()
+        self._gate = threading.Lock()  # between submitting and shutting down
         self._closed = False
         self._start()
 
-    # what callers use
+    @classmethod
+    def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardPool:
+        """Build the pool that `rl_config` asks for; `max_tokens` is the generation limit."""
+        functions, weights = reward_functions(rl)
+        return cls(functions, weights, settings=RewardSettings.from_config(rl, max_tokens=max_tokens))
+
+    # What callers use
 
     def submit(self, samples: Sequence[RewardSample]) -> RewardTicket:
         """Start scoring and return at once; hand the ticket to `collect`."""
-        if self._closed:
-            raise RuntimeError("the reward pool is closed")
-        ticket = RewardTicket(list(samples), values=[{} for _ in samples], errors=[{} for _ in samples])
-        self._commands.put(ticket)
+        ticket = RewardTicket(list(samples))
+        with self._gate:
+            if self._closed:
+                raise self._error or RuntimeError("the reward pool is closed")
+            self._submitted.put(ticket)
         self._wake.send(b"\0")
         return ticket
 
@@ -138,13 +121,8 @@ class RewardPool:
             TimeoutError: `timeout_s` seconds were not enough; the ticket may be collected again.
             RuntimeError: the pool itself is broken or closed.
         """
-        if not ticket.finished.wait(timeout_s):
-            raise TimeoutError(
-                f"rewards of {len(ticket.samples)} samples are not ready after {timeout_s:g} s ({ticket.num_open} calls are open)"
-            )
-        if self._error is not None:
-            raise self._error
-        results = [self._result(ticket, row) for row in range(len(ticket.samples))]
+        self._wait(ticket, timeout_s)
+        results = [ticket.result(row, self.functions, self.weights, self.settings) for row in range(len(ticket.samples))]
         self._count_failures(results)
         return results
 
@@ -153,28 +131,25 @@ class RewardPool:
         return self.collect(self.submit(samples), timeout_s)
 
     def check(self, sample: RewardSample) -> RewardResult:
-        """Score one sample and say at once, before training, which function cannot score it.
+        """Score one sample before training starts; failures are not counted but raised.
 
         Raises:
-            ValueError: a function failed on the sample.
+            ValueError: a function cannot score the sample.
         """
         ticket = self.submit([sample])
-        ticket.finished.wait()
-        if self._error is not None:
-            raise self._error
-        for function, (state, text) in sorted(ticket.errors[0].items()):
+        self._wait(ticket, None)
+        for (_, function), (state, text) in sorted(ticket.failures.items()):
             raise ValueError(
-                f"reward function '{self.functions[function]}' cannot score a sample of the data set: {state}: {text}"
+                f"reward function '{self.functions[function]}' cannot score a sample of the dataset ({state}): {text}"
             )
-        return self._result(ticket, 0)
+        return ticket.result(0, self.functions, self.weights, self.settings)
 
     def close(self) -> None:
         """End every process of the pool. Tickets that are still open fail."""
-        if self._closed:
-            return
-        self._closed = True
-        self._commands.put(None)
-        self._wake.send(b"\0")
+        if not self._closed:
+            self._closed = True
+            self._submitted.put(None)
+            self._wake.send(b"\0")
         self._thread.join()
 
     def __enter__(self) -> RewardPool:
@@ -183,19 +158,13 @@ class RewardPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # results
-
-    def _result(self, ticket: RewardTicket, row: int) -> RewardResult:
-        parts: dict[str, float] = {}
-        for function in sorted(ticket.values[row]):
-            parts.update(ticket.values[row][function] or {})
-        penalty = overlong_penalty(len(ticket.samples[row].response_ids), self.settings)
-        for function, (state, text) in sorted(ticket.errors[row].items()):
-            total = 0.0 if self.settings.reward_failure_policy == "zero" else None
-            return RewardResult(total, parts, state, f"{self.functions[function]}: {text}", penalty)
-        if not parts:
-            return RewardResult(None, {}, "skipped", "", penalty)
-        return RewardResult(weighted_total(parts, self.functions, self.weights) + penalty, parts, "ok", "", penalty)
+    def _wait(self, ticket: RewardTicket, timeout_s: float | None) -> None:
+        if not ticket.finished.wait(timeout_s):
+            raise TimeoutError(
+                f"{ticket.num_open} reward calls for {len(ticket.samples)} samples are open after {timeout_s:g} s"
+            )
+        if ticket.num_open:
+            raise self._error or RuntimeError("the reward pool is closed")
 
     def _count_failures(self, results: list[RewardResult]) -> None:
         failures = [result for result in results if result.failed]
@@ -205,43 +174,38 @@ class RewardPool:
         rate = sum(self._recent) / max(1, len(self._recent))
         enough = len(self._recent) >= _FAILURE_MIN_SAMPLES or len(failures) == len(results)
         if failures and enough and rate > self.settings.reward_failure_limit:
-            states = ", ".join(
-                f"{count} {state}" for state, count in Counter(result.state for result in failures).most_common()
-            )
+            states = Counter(result.state for result in failures).most_common()
             raise RewardFailuresExceeded(
-                f"{rate:.0%} of the last {len(self._recent)} samples have no reward, above reward_failure_limit="
-                f"{self.settings.reward_failure_limit:g}; in this batch {states}, for example: {failures[0].error}"
+                f"{rate:.0%} of the last {len(self._recent)} samples have no reward, more than rl_config.reward_failure_limit="
+                f"{self.settings.reward_failure_limit:g}; in this batch: {', '.join(f'{n} {state}' for state, n in states)}; "
+                f"for example {failures[0].error}"
             )
 
-    # start and the thread
+    # The thread
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
         self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "mindspeed_rl.rewards.spawner", str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            [sys.executable, "-m", "mindspeed_rl.rewards.spawner", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         theirs.close()
-        entries = [REWARDS.get(name, name) for name in self.functions]
+        memory_gib = self.settings.reward_memory_gib
         setup = {
             "op": "start",
             "functions": self.functions,
-            "targets": {
-                name: f"{e.__module__}:{e.__qualname__}" for name, e in zip(self.functions, entries) if not isinstance(e, str)
-            },
+            "targets": self._targets,
             "settings": asdict(self.settings),
-            "memory_bytes": int(self.settings.reward_memory_gib * 2**30),
+            "memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
             "sys_path": [os.path.abspath(entry) for entry in sys.path],
-            "preload": sorted(
-                {e.partition(":")[0] for e in entries if isinstance(e, str) and e.startswith("mindspeed_rl.rewards.")}
-            ),
+            "preload": sorted({t.partition(":")[0] for t in self._targets.values() if t.startswith("mindspeed_rl.rewards.")}),
         }
         self._spawner = Channel(self._control)
         self._spawner.send(setup)
-        self._control.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
         self._loaded.wait()
@@ -252,13 +216,15 @@ class RewardPool:
 
     def _run(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._control, selectors.EVENT_READ, "spawner")
-        self._selector.register(self._woken, selectors.EVENT_READ, "wake")
-        for _ in range(self.settings.num_reward_workers):
-            self._add_worker()
+        self._selector.register(self._control, _READ, "spawner")
+        self._selector.register(self._woken, _READ, "wake")
         try:
+            for _ in range(self.settings.num_reward_workers):
+                self._add_worker()
             while self._error is None and self._turn():
                 pass
+        except Exception as error:  # a bug here must reach the callers, who would wait for ever
+            self._fail(error)
         finally:
             self._shut_down()
 
@@ -269,13 +235,16 @@ class RewardPool:
                 self._hear_spawner()
             elif key.data == "wake":
                 self._woken.recv(4096)
-            else:
+            elif key.data.channel is not None:
                 self._hear_worker(key.data, events)
-        while not self._commands.empty():
-            ticket = self._commands.get()
+        while self._loaded.is_set() and not self._submitted.empty():
+            ticket = self._submitted.get()
             if ticket is None:
                 return False
-            self._admit(ticket)
+            jobs = cut(ticket, self._kinds, self.settings.num_reward_workers)
+            if jobs:
+                self._open_tickets.add(ticket)
+                self._jobs.extend(jobs)
         self._enforce_deadlines()
         self._hand_out_jobs()
         return True
@@ -283,72 +252,67 @@ class RewardPool:
     def _shut_down(self) -> None:
         self._control.close()  # the spawner takes this as the order to kill everything and end
         try:
-            self._process.wait(5)
+            self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         for worker in self._workers.values():
             if worker.channel is not None:
                 worker.channel.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
         self._selector.close()
-        if self._error is None:
-            self._error = RuntimeError("the reward pool was closed while samples were being scored")
+        with self._gate:
+            self._closed = True
+        while not self._submitted.empty():
+            ticket = self._submitted.get()
+            if ticket is not None:
+                ticket.num_open = len(ticket.samples) * len(self.functions)
+                self._open_tickets.add(ticket)
         for ticket in self._open_tickets:
             ticket.finished.set()
         self._loaded.set()
 
     def _fail(self, error: Exception) -> None:
-        if self._error is None:
-            self._error = error
+        self._error = self._error or error
 
-    # workers
+    # Workers
 
     def _add_worker(self) -> None:
-        worker = _Worker(self._next_worker, deadline=time.monotonic() + _LOAD_LIMIT_S)
-        self._next_worker += 1
+        worker = _Worker(self._num_workers_made, time.monotonic() + _LOAD_LIMIT_S)
+        self._num_workers_made += 1
         self._workers[worker.id] = worker
-        self._spawner.send_soon(pack({"op": "fork", "id": worker.id}))
+        self._spawner.send({"op": "fork", "id": worker.id})
 
     def _hear_spawner(self) -> None:
-        messages: list[dict[str, Any]] = []
-        alive = True
-        while True:
-            try:
-                data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 16)
-            except BlockingIOError:
-                break
-            except ConnectionResetError:
-                data, descriptors = b"", []
-            self._descriptors.extend(descriptors)
-            if not data:
-                alive = False
-                break
-            messages += self._spawner.take(data)
-        for message in messages:
+        data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
+        self._descriptors.extend(descriptors)
+        if not data:
+            self._fail(
+                RuntimeError(f"the reward pool's spawner process ended with status {self._process.wait()}; its output says why")
+            )
+        for message in self._spawner.take(data):
             if message["op"] == "forked":
-                connection = socket.socket(fileno=self._descriptors.popleft())
-                connection.setblocking(False)
                 worker = self._workers[message["id"]]
-                worker.channel = Channel(connection)
-                self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+                worker.channel = Channel(socket.socket(fileno=self._descriptors.popleft()))
+                self._selector.register(worker.channel, _READ, worker)
             else:
                 self._bury(self._workers.pop(message["id"]), message["state"], message["reason"])
-        if not alive:
-            self._fail(
-                RuntimeError(f"the reward pool's spawner process ended (status {self._process.wait()}); see its output above")
-            )
 
-    def _hear_worker(self, worker: _Worker, events: int) -> None:
+    def _hear_worker(self, worker: _Worker, events: int = _READ) -> None:
         assert worker.channel is not None
-        if events & selectors.EVENT_WRITE:
+        if events & _WRITE:
             worker.channel.flush()
         messages, alive = worker.channel.receive_ready()
         for message in messages:
             self._take(worker, message)
         if alive:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.has_unsent else 0)
-            self._selector.modify(worker.channel, wanted, worker)
-        else:  # its death is reported by the spawner
+            self._selector.modify(worker.channel, _READ | (_WRITE if worker.channel.has_unsent else 0), worker)
+        else:
+            self._hang_up(worker)  # its death is reported by the spawner
+
+    def _hang_up(self, worker: _Worker) -> None:
+        if worker.channel is not None:
             self._selector.unregister(worker.channel)
             worker.channel.close()
             worker.channel = None
@@ -357,7 +321,7 @@ class RewardPool:
         job = worker.job
         if message["op"] == "ready":
             worker.ready, worker.deadline = True, math.inf
-            self._kinds = message["functions"]
+            self._kinds = self._kinds or [Kind(**kind) for kind in message["functions"]]
             self._load_failures = 0
             self._loaded.set()
         elif message["op"] == "broken":
@@ -368,79 +332,58 @@ class RewardPool:
                 return
             del job.open[call]
             if message["state"] == "ok":
-                self._settle(job.ticket, call, message["parts"], None)
+                self._settle(job, call, message["value"])
             else:
                 job.failed[call] = (message["state"], message["error"])
             if not self._runs_at_once(job):
-                worker.deadline = time.monotonic() + self.settings.verifier_timeout
+                worker.deadline = self._deadline(job)
         elif message["op"] == "done" and job is not None:
-            worker.job, worker.deadline = None, math.inf
-            worker.ready = message["healthy"]
+            worker.job, worker.deadline, worker.ready = None, math.inf, message["healthy"]
             self._finish(job)
 
     def _bury(self, worker: _Worker, state: str, reason: str) -> None:
         """A worker is dead: blame the call it was making, give its other calls to others, fork another."""
         if worker.channel is not None:
-            self._hear_worker(worker, selectors.EVENT_READ)  # what it said before it died
-        if worker.channel is not None:
-            self._selector.unregister(worker.channel)
-            worker.channel.close()
-        if self._closed or self._error is not None:
-            return
+            self._hear_worker(worker)  # what it said before it died
+        self._hang_up(worker)
         self.counters["workers_replaced"] += 1
         if worker.job is not None:
-            self._blame(worker.job, *(worker.verdict or (state, reason)))
-        elif not worker.ready and worker.verdict is None and not self._kinds:
+            self._blame(worker.job, worker.verdict or (state, reason))
+        elif not worker.ready and not self._loaded.is_set():
             self._load_failures += 1
-        if self._load_failures >= 3:
+        if self._load_failures >= _LOAD_ATTEMPTS:
             self._fail(
-                RuntimeError(f"reward workers die while they load the reward functions ({', '.join(self.functions)}): {reason}")
+                RuntimeError(f"workers die while they load the reward functions ({', '.join(self.functions)}): {reason}")
             )
-            return
-        self._add_worker()
+        if self._error is None:
+            self._add_worker()
 
-    def _blame(self, job: _Job, state: str, reason: str) -> None:
-        at_once = self._runs_at_once(job)
-        batched = self._kinds[job.functions[0]]["batched"]
-        if batched or len(job.open) == 1 or not at_once:
-            guilty = list(job.open) if batched else list(job.open)[:1]
-            for call in guilty:
+    def _blame(self, job: Job, failure: Failure) -> None:
+        at_once, batched = self._runs_at_once(job), self._kinds[job.functions[0]].batched
+        if batched or not at_once or len(job.open) == 1:
+            for call in list(job.open) if batched else list(job.open)[:1]:
                 del job.open[call]
-                job.failed[call] = (state, reason)
+                job.failed[call] = failure
         self._finish(job, alone=at_once)
 
-    def _runs_at_once(self, job: _Job) -> bool:
+    # Jobs
+
+    def _runs_at_once(self, job: Job) -> bool:
+        """True for jobs whose calls have one common end, so that no single one can be blamed for being late."""
         kind = self._kinds[job.functions[0]]
-        return kind["batched"] or kind["is_async"]
+        return kind.batched or kind.is_async
 
-    # jobs
-
-    def _admit(self, ticket: RewardTicket) -> None:
-        """Cut a ticket into jobs."""
-        rows = [row for row, sample in enumerate(ticket.samples) if _wants_rules(sample)]
-        ticket.num_open = len(rows) * len(self.functions)
-        if ticket.num_open == 0:
-            ticket.finished.set()
-            return
-        self._open_tickets.add(ticket)
-        plain = [i for i, kind in enumerate(self._kinds) if not kind["batched"] and not kind["is_async"]]
-        workers = self.settings.num_reward_workers
-        if plain:
-            self._cut(ticket, plain, rows, min(_MAX_ROWS_PER_JOB, math.ceil(len(rows) / (4 * workers))))
-        for i, kind in enumerate(self._kinds):
-            if kind["batched"]:
-                self._cut(ticket, [i], rows, len(rows))
-            elif kind["is_async"]:
-                self._cut(ticket, [i], rows, min(_ASYNC_CALLS_PER_WORKER, math.ceil(len(rows) / workers)))
-
-    def _cut(self, ticket: RewardTicket, functions: list[int], rows: list[int], size: int) -> None:
-        self._jobs.extend(_Job(ticket, functions, rows[start : start + size]) for start in range(0, len(rows), size))
+    def _deadline(self, job: Job) -> float:
+        """The time at which the next open call of the job is late."""
+        if not job.open:
+            return math.inf
+        _, function = next(iter(job.open))
+        kind = self._kinds[function]
+        return time.monotonic() + kind.timeout_s + (_ASYNC_GRACE_S if kind.is_async else 0.0)
 
     def _hand_out_jobs(self) -> None:
         idle = [w for w in self._workers.values() if w.ready and w.job is None and w.channel is not None and w.verdict is None]
-        for worker in idle:
-            if not self._jobs:
-                return
+        while idle and self._jobs:
             job = self._jobs.popleft()
             samples = [vars(job.ticket.samples[row]) for row in job.rows]
             try:
@@ -448,58 +391,39 @@ class RewardPool:
             except ValueError as error:
                 self._refuse(job, str(error))
                 continue
-            grace_s = _ASYNC_GRACE_S if self._kinds[job.functions[0]]["is_async"] else 0.0
-            worker.job, worker.deadline = job, time.monotonic() + self.settings.verifier_timeout + grace_s
+            worker = idle.pop()
+            worker.job, worker.deadline = job, self._deadline(job)
             worker.channel.send_soon(frame)
             if worker.channel.has_unsent:
-                self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+                self._selector.modify(worker.channel, _READ | _WRITE, worker)
 
-    def _refuse(self, job: _Job, reason: str) -> None:
+    def _refuse(self, job: Job, reason: str) -> None:
         """A sample cannot be sent: find it among the job's rows, and fail it alone."""
-        if len(job.rows) > 1 and not self._kinds[job.functions[0]]["batched"]:
-            self._jobs.extendleft(replace(job, rows=[row], open={}, failed={}) for row in job.rows)
+        if len(job.rows) > 1 and not self._kinds[job.functions[0]].batched:
+            self._jobs.extendleft(leftovers(job, alone=True))
             return
-        job.failed = {call: ("failed", reason) for call in job.open}
-        job.open, job.attempt = {}, 1
+        job.failed, job.open, job.attempt = dict.fromkeys(job.open, ("failed", reason)), {}, 1
         self._finish(job)
 
-    def _finish(self, job: _Job, alone: bool = False) -> None:
+    def _finish(self, job: Job, alone: bool = False) -> None:
         """A worker is through with a job: queue what it left open, and try failed calls again where the policy says so."""
-        by_row: dict[int, list[int]] = {}
-        for row, function in job.open:
-            by_row.setdefault(row, []).append(function)
-        same = [row for row, functions in by_row.items() if functions == job.functions]
-        if alone:
-            same = []
-        for row, functions in by_row.items():
-            if row not in same:
-                self._jobs.appendleft(_Job(job.ticket, functions, [row], job.attempt))
-        if same:
-            self._jobs.appendleft(_Job(job.ticket, job.functions, same, job.attempt))
-        if self.settings.reward_failure_policy == "retry" and job.attempt == 0:
-            self.counters["retries"] += len(job.failed)
-            if job.failed and self._kinds[job.functions[0]]["batched"]:
-                self._jobs.append(_Job(job.ticket, job.functions, job.rows, 1))
-            else:
-                self._jobs.extend(_Job(job.ticket, [function], [row], 1) for row, function in job.failed)
+        self._jobs.extendleft(leftovers(job, alone=alone))
+        if self.settings.reward_failure_policy != "retry" or job.attempt > 0:
+            for call, failure in job.failed.items():
+                self._settle(job, call, None, failure)
             return
-        for call, failure in job.failed.items():
-            self._settle(job.ticket, call, None, failure)
-
-    def _settle(
-        self, ticket: RewardTicket, call: tuple[int, int], parts: dict[str, float] | None, failure: tuple[str, str] | None
-    ) -> None:
-        row, function = call
-        if failure is None:
-            ticket.values[row][function] = parts
+        self.counters["retries"] += len(job.failed)
+        if self._kinds[job.functions[0]].batched and job.failed:
+            self._jobs.append(Job(job.ticket, job.functions, job.rows, attempt=1))
         else:
-            ticket.errors[row][function] = failure
-        ticket.num_open -= 1
-        if ticket.num_open == 0:
-            self._open_tickets.discard(ticket)
-            ticket.finished.set()
+            self._jobs.extend(Job(job.ticket, [function], [row], attempt=1) for row, function in job.failed)
 
-    # time
+    def _settle(self, job: Job, call: tuple[int, int], value: Any, failure: Failure | None = None) -> None:
+        job.ticket.settle(call, value, failure)
+        if job.ticket.done():
+            self._open_tickets.discard(job.ticket)
+
+    # Time
 
     def _seconds_to_next_deadline(self) -> float | None:
         deadline = min((worker.deadline for worker in self._workers.values()), default=math.inf)
@@ -509,42 +433,37 @@ class RewardPool:
         now = time.monotonic()
         for worker in list(self._workers.values()):
             if worker.deadline <= now and worker.channel is not None:
-                self._hear_worker(worker, selectors.EVENT_READ)  # its answer may be waiting to be read
+                self._hear_worker(worker)  # its answer may be waiting to be read
             if worker.deadline > now:
                 continue
-            if worker.job is None and not worker.ready:
+            if worker.job is None:
                 self._fail(
-                    RuntimeError(
-                        f"loading the reward functions ({', '.join(self.functions)}) took longer than {_LOAD_LIMIT_S:g} s"
-                    )
+                    RuntimeError(f"loading the reward functions ({', '.join(self.functions)}) took over {_LOAD_LIMIT_S:g} s")
                 )
                 return
-            worker.deadline = math.inf
-            worker.verdict = ("timeout", f"took longer than verifier_timeout ({self.settings.verifier_timeout:g} s)")
-            self._spawner.send_soon(pack({"op": "kill", "id": worker.id}))
+            limit_s = self._kinds[next(iter(worker.job.open))[1]].timeout_s
+            worker.deadline, worker.verdict = math.inf, ("timeout", f"took longer than {limit_s:g} s")
+            self._spawner.send({"op": "kill", "id": worker.id})
 
 
-def _portable_name(name: str, settings: RewardSettings) -> str:
-    """Return the name under which a worker process finds the function.
+def _targets(functions: Sequence[str], settings: RewardSettings) -> dict[str, str]:
+    """Return `module:function` for every function that is known before the plug-ins are loaded.
 
     Raises:
         ValueError: unknown name and no plug-in that may define it, or a function that another process cannot import.
     """
-    if name not in REWARDS and settings.external_plugins:
-        return name  # a plug-in may define it; the worker says so if none does
-    entry = find(name)
-    if isinstance(entry, str):
-        return name
-    module, qualname = entry.__module__, entry.__qualname__
-    if module == "__main__" or "<" in qualname:
-        raise ValueError(
-            f"reward function '{name}' is defined in {module}.{qualname}, which a worker process cannot import; "
-            "put it in a module (module:function) or in a file given by external_plugins"
-        )
-    return name
-
-
-def _wants_rules(sample: RewardSample) -> bool:
-    """False for rows that the column `categories` leaves to the reward model."""
-    categories = sample.columns.get("categories", True)
-    return categories not in (False, 0, "false", "False", "0")
+    targets = {}
+    for name in functions:
+        if name not in REWARDS and settings.external_plugins and ":" not in name:
+            continue  # a plug-in may define it; the worker says so if none does
+        entry = find(name)
+        if isinstance(entry, str):
+            targets[name] = entry
+            continue
+        if entry.__module__ == "__main__" or "<" in entry.__qualname__:
+            raise ValueError(
+                f"reward function '{name}' is {entry.__module__}.{entry.__qualname__}, which a worker process cannot import; "
+                "put it into a module and name it module:function, or into a file given by external_plugins"
+            )
+        targets[name] = f"{entry.__module__}:{entry.__qualname__}"
+    return targets

@@ -1,9 +1,12 @@
-"""What goes into a reward function, what comes out, and the settings that both sides share. No dependency but the standard library."""
+"""What goes into a reward function, what comes out, and the settings that all processes of the pool share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.rl import RLConfig
 
 State = Literal["ok", "skipped", "failed", "timeout", "crashed", "memory"]
 FAILURES: tuple[State, ...] = ("failed", "timeout", "crashed", "memory")
@@ -45,6 +48,7 @@ class RewardResult:
             "failed" (exception or not a number), "timeout", "crashed" (signal or exit), "memory".
         error: the first failure in words, "" if none.
         penalty: length penalty of `overlong_buffer_*`; in `total` but in no metric, so group filters see the raw score.
+        notes: what a scorer says besides: entries of its dict that are text, such as how a sandbox was isolated.
     """
 
     total: float | None = None
@@ -52,6 +56,7 @@ class RewardResult:
     state: State = "ok"
     error: str = ""
     penalty: float = 0.0
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -60,25 +65,29 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The keys of `rl_config` that rewards read, under the same names (so that one comprehension copies them).
+    """What scorers and the pool read of `rl_config`, under the names it has there, with everything derived filled in.
 
     Attributes:
-        verifier_timeout: seconds one call of one scorer may take for one sample (for one batch, if it scores batches).
-        num_reward_workers: worker processes.
-        reward_memory_gib: memory one worker, with everything it starts, may take on top of what it holds when idle.
-        reward_failure_policy: what a failed sample becomes: "drop" total None; "retry" once more in a fresh worker, then None;
-            "zero" total 0.0.
-        reward_failure_limit: share of failed samples (of the last 1024) above which collecting raises; 1.0 never does.
-        external_plugins: Python files run in every worker; they register names.
+        max_tokens: the generation limit in tokens. reward_timeout_s: what one call of one scorer may take for one sample (for
+        one batch, if it scores batches). num_reward_workers: worker processes. reward_memory_gib: memory one worker, with
+        everything it starts, may take on top of what it holds when idle; None: no limit. reward_failure_policy: what a failed
+        sample becomes: "drop" total None; "retry" once more, then None; "zero" total 0.0. reward_failure_limit: share of
+        failed samples (of the last 1024) above which collecting raises; 1.0 never does. external_plugins: Python files run in
+        every worker; they register names.
     """
 
-    verifier_timeout: float = 30.0
-    num_reward_workers: int = 2
-    reward_memory_gib: float = 4.0
+    max_tokens: int = 2048
+    reward_timeout_s: float = 30.0
+    num_reward_workers: int = 1
+    reward_memory_gib: float | None = 4.0
     reward_failure_policy: Literal["drop", "retry", "zero"] = "drop"
-    reward_failure_limit: float = 0.2
+    reward_failure_limit: float = 0.1
     external_plugins: tuple[str, ...] = ()
-    max_completion_length: int = 0
+    judge_url: str | None = None
+    judge_model: str | None = None
+    judge_prompt: str | None = None
+    judge_parser: str | None = None
+    judge_timeout_s: float = 60.0
     cosine_min_len_value_wrong: float = -0.5
     cosine_max_len_value_wrong: float = 0.0
     cosine_min_len_value_correct: float = 1.0
@@ -93,18 +102,55 @@ class RewardSettings:
     overlong_buffer_penalty_factor: float = 1.0
     rollout_max_tokens: int = 2048
 
+    @classmethod
+    def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardSettings:
+        """Copy the keys of `rl_config`; `max_tokens` is `generate_config.sampling_config.max_tokens`.
+
+        Raises:
+            ValueError: a key has no sensible value.
+        """
+        derived = {
+            "max_tokens": max_tokens,
+            "reward_timeout_s": rl.reward_timeout_s if rl.reward_timeout_s is not None else float(rl.verifier_timeout),
+            "num_reward_workers": rl.num_reward_workers if rl.num_reward_workers is not None else rl.verifier_parallel,
+            "external_plugins": tuple(rl.external_plugins),
+        }
+        same = {f.name: getattr(rl, f.name) for f in fields(cls) if f.name not in derived}
+        return cls(**same, **derived)
+
     def __post_init__(self) -> None:
-        if not self.verifier_timeout > 0:
-            raise ValueError(f"verifier_timeout is {self.verifier_timeout}; it must be a positive number of seconds")
-        if self.num_reward_workers < 1:
-            raise ValueError(f"num_reward_workers is {self.num_reward_workers}; at least one worker process is needed")
-        if not self.reward_memory_gib > 0:
-            raise ValueError(f"reward_memory_gib is {self.reward_memory_gib}; it must be a positive number of GiB")
+        for key in ("max_tokens", "reward_timeout_s", "judge_timeout_s", "num_reward_workers", "repetition_n_grams"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"rl_config.{key} is {getattr(self, key)}; it must be positive")
+        if self.reward_memory_gib is not None and not self.reward_memory_gib > 0:
+            raise ValueError(
+                f"rl_config.reward_memory_gib is {self.reward_memory_gib}; it must be a positive number of GiB, or null"
+            )
         if self.reward_failure_policy not in ("drop", "retry", "zero"):
-            raise ValueError(f"reward_failure_policy is '{self.reward_failure_policy}'; it must be drop, retry or zero")
+            raise ValueError(
+                f"rl_config.reward_failure_policy is '{self.reward_failure_policy}'; it must be drop, retry or zero"
+            )
         if not 0 <= self.reward_failure_limit <= 1:
-            raise ValueError(f"reward_failure_limit is {self.reward_failure_limit}; it is a share between 0 and 1")
+            raise ValueError(f"rl_config.reward_failure_limit is {self.reward_failure_limit}; it is a share between 0 and 1")
         if self.overlong_buffer_enable and self.overlong_buffer <= 0:
             raise ValueError(
-                f"overlong_buffer is {self.overlong_buffer}; with overlong_buffer_enable it must be positive (tokens)"
+                f"rl_config.overlong_buffer is {self.overlong_buffer}; overlong_buffer_enable needs a positive number"
             )
+
+
+def reward_functions(rl: RLConfig) -> tuple[list[str], list[float]]:
+    """Return names and weights of the scorers that `rl_config` asks for; both empty where only a reward model scores.
+
+    `verifier_function` and `verifier_weight` unless `rule_reward` is false, then the judge if `judge_url` is set.
+
+    Raises:
+        ValueError: not one weight for each function.
+    """
+    names = list(rl.verifier_function) if rl.rule_reward else []
+    weights = [float(weight) for weight in rl.verifier_weight] if rl.rule_reward else []
+    if len(names) != len(weights):
+        raise ValueError(f"rl_config.verifier_function has {len(names)} entries but verifier_weight has {len(weights)}")
+    if rl.judge_url is not None and "judge" not in names:
+        names.append("judge")
+        weights.append(rl.judge_weight)
+    return names, weights

@@ -2,15 +2,18 @@
 
 A parameter is filled by its name:
 
-    per sample   sample, prompt, response (completion), prompt_ids, response_ids (completion_ids), label (solution), truncated,
-                 max_response_length
-    per batch    samples, prompts, responses (completions), prompt_ids, response_ids (completion_ids), labels (solutions, solution),
-                 truncated, max_response_length: lists, one entry a sample
-    both         settings (RewardSettings), and any additional dataset column under its own name; `**columns` takes all of them
+    per sample   sample, prompt, response (completion), prompt_ids, response_ids (completion_ids, response_token_ids), label,
+                 solution (that column, else the label), truncated, max_response_length
+    per batch    samples, prompts, responses (completions), labels, solutions, and the other names above: lists, one entry a
+    sample both         settings (RewardSettings), and any additional dataset column under its own name; `**columns` takes all
+    there is
 
-A function that names `samples`, `responses` or `completions` scores a batch; all others one sample. Either kind may be `async`.
-It returns a number (a list of numbers for a batch), None for "no opinion", or a dict of named parts; a dict's score is its entry
-"score", or the sum of its entries where there is none.
+A function that names `samples`, `responses` or `completions` scores a batch; all others one sample. Either kind may be
+`async`. A callable class is instantiated once in each worker, with `settings` (or `args`) if its constructor asks for it; its
+attribute `timeout_s`, if it has one, takes the place of `reward_timeout_s`.
+
+It returns a number (a list of numbers for a batch), None for "no opinion", or a dict of named parts. A dict's score is its
+entry "score", or the sum of its numbers where there is none; its texts become notes.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ from mindspeed_rl.rewards.records import RewardSample, RewardSettings
 _BATCH_PARAMETERS = {"samples", "responses", "completions"}
 
 
+Value = tuple[dict[str, float], dict[str, str]]
+"""Parts and notes of one sample."""
+
+
 class ScorerError(Exception):
     """A scorer was called in vain: it lacks an argument, or returned what is not a score."""
 
@@ -44,6 +51,7 @@ class Scorer:
         is_async: calling it gives an awaitable.
         wanted: the names of its parameters; None if it takes every column (`**columns`).
         required: the parameters without a default.
+        timeout_s: its own time limit, None for the common one.
     """
 
     name: str
@@ -52,13 +60,14 @@ class Scorer:
     is_async: bool
     wanted: frozenset[str] | None
     required: frozenset[str]
+    timeout_s: float | None
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], settings: RewardSettings) -> Scorer:
-        """Wrap a function, or a class, which is instantiated once (with `settings` if its constructor asks for it)."""
+        """Wrap a function or a class."""
         if inspect.isclass(function):
-            wants_settings = "settings" in inspect.signature(function).parameters
-            function = function(settings=settings) if wants_settings else function()
+            constructor = inspect.signature(function).parameters
+            function = function(**{key: settings for key in ("settings", "args") if key in constructor})
         if not callable(function):
             raise ValueError(f"reward function '{name}' is {function!r}, which cannot be called")
         parameters = inspect.signature(function).parameters.values()
@@ -72,10 +81,11 @@ class Scorer:
             is_async=inspect.iscoroutinefunction(called),
             wanted=None if takes_all else frozenset(p.name for p in named),
             required=frozenset(p.name for p in named if p.default is p.empty),
+            timeout_s=getattr(function, "timeout_s", None),
         )
 
     def call(self, samples: Sequence[RewardSample], settings: RewardSettings) -> Any:
-        """Call the function for these samples (exactly one, unless it is batched); the raw return value, or an awaitable of it.
+        """Call the function for these samples (exactly one, unless it is batched); its return value, or an awaitable of it.
 
         Raises:
             ScorerError: a parameter of the function is neither a field nor a column of the sample.
@@ -83,51 +93,51 @@ class Scorer:
         available = _batch_arguments(samples, settings) if self.batched else _sample_arguments(samples[0], settings)
         missing = sorted(self.required - available.keys())
         if missing:
-            raise ScorerError(
-                f"it asks for '{missing[0]}', which is not a column of the dataset; there are: {', '.join(sorted(available))}"
-            )
+            known = ", ".join(sorted(available))
+            raise ScorerError(f"it asks for '{missing[0]}', which is not a column of the dataset; there are: {known}")
         names = available.keys() if self.wanted is None else self.wanted & available.keys()
         return self.function(**{name: available[name] for name in names})
 
-    def values(self, returned: Any, num_samples: int) -> list[dict[str, float] | None]:
-        """Turn a return value into one dict of parts a sample; None where the function had no opinion.
+    def values(self, returned: Any, num_samples: int) -> list[Value | None]:
+        """Turn a return value into one value a sample; None where the function had no opinion.
 
         Raises:
-            ScorerError: not a finite number, or not as many as there are samples.
+            ScorerError: not finite numbers, or not as many as there are samples.
         """
         if not self.batched:
-            return [self._parts(returned)]
-        if not isinstance(returned, Sequence) and hasattr(returned, "tolist"):
+            return [self._value(returned)]
+        if hasattr(returned, "tolist"):
             returned = returned.tolist()
         if isinstance(returned, (str, bytes)) or not isinstance(returned, Sequence) or len(returned) != num_samples:
-            size = f" of {len(returned)}" if isinstance(returned, Sequence) else ""
-            raise ScorerError(
-                f"it must return a list of {num_samples} scores, one a sample, not {type(returned).__name__}{size}"
-            )
-        return [self._parts(value) for value in returned]
+            what = f"{len(returned)} of them" if isinstance(returned, Sequence) else type(returned).__name__
+            raise ScorerError(f"it must return a list of {num_samples} scores, one for each sample, not {what}")
+        return [self._value(value) for value in returned]
 
-    def _parts(self, value: Any) -> dict[str, float] | None:
+    def _value(self, value: Any) -> Value | None:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            return {self.name: _number(value)}
-        parts = {f"{self.name}/{key}": _number(part) for key, part in value.items() if part is not None}
+            return {self.name: _number(value)}, {}
+        parts = {
+            f"{self.name}/{key}": _number(part) for key, part in value.items() if part is not None and not isinstance(part, str)
+        }
+        notes = {f"{self.name}/{key}": text for key, text in value.items() if isinstance(text, str)}
         if not parts:
             return None
-        total = parts[f"{self.name}/score"] if f"{self.name}/score" in parts else sum(parts.values())
-        return {self.name: total, **parts}
+        own = f"{self.name}/score"
+        total = parts.pop(own) if own in parts else math.fsum(parts.values())
+        return {self.name: total, **parts}, notes
 
 
 def _number(value: Any) -> float:
     if hasattr(value, "item") and not isinstance(value, numbers.Number):
         value = value.item()
-    if not isinstance(value, (numbers.Real, bool)) or not math.isfinite(value):
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ScorerError(f"it returned {value!r}, which is not a finite number")
     return float(value)
 
 
 def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[str, Any]:
-    solution = sample.columns.get("solution", sample.label)
     return {
         **sample.columns,
         "sample": sample,
@@ -138,8 +148,9 @@ def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[st
         "prompt_ids": sample.prompt_ids,
         "response_ids": sample.response_ids,
         "completion_ids": sample.response_ids,
+        "response_token_ids": sample.response_ids,
         "label": sample.label,
-        "solution": solution,
+        "solution": sample.columns.get("solution", sample.label),
         "truncated": sample.truncated,
         "max_response_length": sample.max_response_length,
     }
@@ -147,11 +158,13 @@ def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[st
 
 def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) -> dict[str, Any]:
     rows = [_sample_arguments(sample, settings) for sample in samples]
-    columns = {name: [sample.columns.get(name) for sample in samples] for sample in samples for name in sample.columns}
-    fields = {name: [row[name] for row in rows] for name in rows[0] if name not in samples[0].columns or name == "solution"}
-    plural = {"samples": "sample", "prompts": "prompt", "responses": "response", "completions": "completion", "labels": "label"}
-    arguments = {**columns, **fields, "settings": settings, "solutions": fields["solution"]}
-    return {**arguments, **{name: fields[one] for name, one in plural.items()}}
+    names = {name: None for row in rows for name in row}
+    arguments = {name: [row.get(name) for row in rows] for name in names}
+    plural = {
+        name: arguments[name.removesuffix("s")]
+        for name in ("samples", "prompts", "responses", "completions", "labels", "solutions")
+    }
+    return {**arguments, **plural, "settings": settings}
 
 
 def import_scorer(name: str) -> Callable[..., Any]:
@@ -161,15 +174,24 @@ def import_scorer(name: str) -> Callable[..., Any]:
         ValueError: unknown name, module or attribute.
     """
     entry = find(name)
-    if not isinstance(entry, str):
-        return entry
-    module_name, _, attribute = entry.partition(":")
+    return import_target(entry, f"reward function '{name}'") if isinstance(entry, str) else entry
+
+
+def import_target(target: str, owner: str) -> Callable[..., Any]:
+    """Import `module:attribute`; `owner` begins the sentence if it cannot be.
+
+    Raises:
+        ValueError: not of that form, no such module or no such attribute.
+    """
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        raise ValueError(f"{owner}: '{target}' is not of the form module:function")
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"reward function '{name}': cannot import the module '{module_name}': {error}") from error
+        raise ValueError(f"{owner}: cannot import the module '{module_name}': {error}") from error
     for step in attribute.split("."):
         if not hasattr(found, step):
-            raise ValueError(f"reward function '{name}': the module '{module_name}' has no '{attribute}'")
+            raise ValueError(f"{owner}: the module '{module_name}' has no '{attribute}'")
         found = getattr(found, step)
     return found

@@ -1,9 +1,10 @@
 """The process between the pool and its workers: forks them warm, watches them, and sees that nothing outlives anything.
 
-It imports the built-in scorers once (sympy alone takes a third of a second) and forks a worker in milliseconds whenever the pool asks,
-so killing a stuck worker costs next to nothing. It stays single-threaded, which makes the fork safe whatever the pool's own process
-runs. It is a child subreaper: a process that a scorer left behind becomes its child, and children that are not workers are killed.
-When the pool's process ends, in whatever way, the pidfd and the socket tell, and everything below goes too.
+It imports the built-in scorers once (sympy alone takes a third of a second) and forks a worker in milliseconds whenever the
+pool asks, so killing a stuck worker costs next to nothing. It stays single-threaded, which makes the fork safe whatever the
+pool's own process runs. It is a child subreaper: a process that a scorer left behind becomes its child, and children that are
+not workers are killed. When the pool's process ends, in whatever way, the pidfd and the socket tell, and everything below goes
+too.
 
 Started by the pool as `python -m mindspeed_rl.rewards.spawner FD PID`. Messages, pool -> spawner: {"op": "start", ...} once,
 {"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id", "pid"} with the worker's socket attached,
@@ -75,7 +76,7 @@ class Spawner:
         self._workers: dict[int, int] = {}  # pid -> worker id
         self._idle_bytes: dict[int, int] = {}  # pid -> resident memory right after the fork
         self._killed_for_memory: set[int] = set()
-        self._memory_bytes = 0
+        self._memory_bytes: int | None = None
         self._setup: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -118,7 +119,7 @@ class Spawner:
     def _obey(self, message: dict[str, Any]) -> None:
         if message["op"] == "start":
             self._setup = message
-            self._memory_bytes = int(message["memory_bytes"])
+            self._memory_bytes = message["memory_bytes"]
             sys.path[:] = message["sys_path"]
             for module in message["preload"]:
                 importlib.import_module(module)
@@ -186,7 +187,7 @@ class Spawner:
         state = "crashed"
         if pid in self._killed_for_memory:
             self._killed_for_memory.remove(pid)
-            state, reason = "memory", f"took more than reward_memory_gib ({self._memory_bytes / 2**30:g} GiB)"
+            state, reason = "memory", "took more memory than reward_memory_gib"
         elif os.WIFSIGNALED(status):
             reason = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
         else:
@@ -198,7 +199,7 @@ class Spawner:
         for child in _children(os.getpid()):
             if child not in self._workers:
                 _kill_tree(child)
-            elif _resident_bytes(child) - self._idle_bytes[child] > self._memory_bytes:
+            elif self._memory_bytes is not None and _resident_bytes(child) - self._idle_bytes[child] > self._memory_bytes:
                 self._killed_for_memory.add(child)
                 _kill_tree(child)
 

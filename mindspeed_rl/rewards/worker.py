@@ -1,11 +1,11 @@
 """A worker process: takes jobs from its socket, calls the scorers, sends every value as soon as it has it.
 
-The pool keeps the clock: it kills a worker whose call takes too long. So this file has no timers but the soft one of async scorers,
-which many share one worker at a time and should not die together.
+The pool keeps the clock: it kills a worker whose call takes too long. So this file has no timers but the soft one of async
+calls, many of which share a worker and should not die together.
 
-A job is {"op": "score", "function": index, "samples": [fields]} or, for plain per-sample scorers, "functions": [indices] to be called
-one after the other on every sample. The answers are {"op": "value", "sample": i, "function": j, "parts": dict | None, "error",
-"state"}, and {"op": "done"} in the end.
+A job is {"op": "score", "functions": [indices], "samples": [fields]}: the functions one after the other on every sample, or one
+function that scores a batch or is async. The answers are {"op": "value", "sample": i, "function": j,
+"value": (parts, notes) | None, "state", "error"}, and {"op": "done"} in the end.
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ import resource
 import sys
 import traceback
 from collections.abc import Coroutine
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.rewards import REWARDS
 from mindspeed_rl.rewards.channel import Channel
 from mindspeed_rl.rewards.records import RewardSample, RewardSettings
-from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
+from mindspeed_rl.rewards.scorer import Scorer, ScorerError, Value, import_scorer
 
 _MAX_CHILDREN = 16
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the pool has to know of a scorer to hand out its calls."""
+
+    batched: bool
+    is_async: bool
+    timeout_s: float
 
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
@@ -37,16 +46,16 @@ def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
     except Exception as error:  # the user's modules may raise anything while they load; the pool turns it into its own error
         channel.send({"op": "broken", "error": str(error) if isinstance(error, ValueError) else _describe(error)})
         return
-    channel.send({"op": "ready", "functions": [{"batched": s.batched, "is_async": s.is_async} for s in worker.scorers]})
+    channel.send({"op": "ready", "functions": [vars(kind) for kind in worker.kinds]})
     while (job := channel.receive()) is not None:
         if not worker.serve(job):
             return
 
 
-def _limit_memory(memory_bytes: int) -> None:
+def _limit_memory(memory_bytes: int | None) -> None:
     """Bound private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
+    if memory_bytes is not None and sys.platform == "linux":
         with open("/proc/self/statm") as statm:
             data_bytes = int(statm.read().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + memory_bytes,) * 2)
@@ -90,11 +99,13 @@ class Worker:
         self._pid = os.getpid()
         plain = setup["settings"]
         self._settings = RewardSettings(**{f.name: plain[f.name] for f in fields(RewardSettings)})
+        self._settings = replace(self._settings, external_plugins=tuple(self._settings.external_plugins))
         for path in self._settings.external_plugins:
             load_plugin(path)
         for name, target in setup["targets"].items():  # registered in the pool's process, by a module that is not loaded here
             REWARDS.setdefault(name, target)
         self.scorers = [Scorer.of(name, import_scorer(name), self._settings) for name in setup["functions"]]
+        self.kinds = [Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s) for s in self.scorers]
 
     def serve(self, job: dict[str, Any]) -> bool:
         """Score one job; False if this process should end rather than go on (it is out of memory, or has too many children)."""
@@ -121,11 +132,11 @@ class Worker:
 
     def _score_sample(self, index: int, scorer: Scorer, row: int, sample: RewardSample) -> bool:
         try:
-            parts = scorer.values(scorer.call([sample], self._settings), 1)[0]
+            value = scorer.values(scorer.call([sample], self._settings), 1)[0]
         except Exception as error:
             self._send(index, row, error=error)
             return not isinstance(error, MemoryError)
-        self._send(index, row, parts=parts)
+        self._send(index, row, value=value)
         return True
 
     def _score_batch(self, index: int, scorer: Scorer, samples: list[RewardSample]) -> bool:
@@ -138,22 +149,22 @@ class Worker:
             for row in range(len(samples)):
                 self._send(index, row, error=error)
             return not isinstance(error, MemoryError)
-        for row, parts in enumerate(values):
-            self._send(index, row, parts=parts)
+        for row, value in enumerate(values):
+            self._send(index, row, value=value)
         return True
 
     async def _score_concurrently(self, index: int, scorer: Scorer, samples: list[RewardSample]) -> None:
         async def score(row: int, sample: RewardSample) -> None:
-            limit_s = self._settings.verifier_timeout
+            limit_s = self.kinds[index].timeout_s
             try:
                 returned = await asyncio.wait_for(scorer.call([sample], self._settings), limit_s)
-                parts = scorer.values(returned, 1)[0]
+                value = scorer.values(returned, 1)[0]
             except asyncio.TimeoutError:
-                self._send(index, row, state="timeout", text=f"took longer than verifier_timeout ({limit_s:g} s)")
+                self._send(index, row, state="timeout", text=f"took longer than {limit_s:g} s")
             except Exception as error:
                 self._send(index, row, error=error)
             else:
-                self._send(index, row, parts=parts)
+                self._send(index, row, value=value)
 
         await asyncio.gather(*(score(row, sample) for row, sample in enumerate(samples)))
 
@@ -162,7 +173,7 @@ class Worker:
         function: int,
         row: int,
         *,
-        parts: dict[str, float] | None = None,
+        value: Value | None = None,
         error: Exception | None = None,
         state: str = "ok",
         text: str = "",
@@ -173,7 +184,7 @@ class Worker:
             state, text = "memory", "ran out of memory (reward_memory_gib)"
         elif error is not None:
             state, text = "failed", str(error) if isinstance(error, ScorerError) else _describe(error)
-        self._channel.send({"op": "value", "function": function, "sample": row, "parts": parts, "state": state, "error": text})
+        self._channel.send({"op": "value", "function": function, "sample": row, "value": value, "state": state, "error": text})
 
     def _num_children(self) -> int:
         if sys.platform != "linux":

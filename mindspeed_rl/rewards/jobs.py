@@ -1,0 +1,132 @@
+"""The bookkeeping of the pool: tickets (what callers wait for) and jobs (what workers do)."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings
+from mindspeed_rl.rewards.scorer import Value
+from mindspeed_rl.rewards.totals import overlong_penalty, weighted_total
+from mindspeed_rl.rewards.worker import Kind
+
+_ASYNC_CALLS_PER_JOB = 64
+_MAX_ROWS_PER_JOB = 32
+
+Call = tuple[int, int]
+"""Row of the ticket, index of the function."""
+Failure = tuple[str, str]
+"""State and words."""
+
+
+@dataclass(eq=False)
+class RewardTicket:
+    """A batch on its way; `RewardPool.collect` waits for it.
+
+    Attributes:
+        samples: what is scored.
+        num_open: calls that have neither a value nor a failure yet.
+        values: what the functions returned.
+        failures: why they did not.
+        finished: set once nothing is open, or the pool is gone.
+    """
+
+    samples: list[RewardSample]
+    num_open: int = 0
+    values: dict[Call, Value | None] = field(default_factory=dict)
+    failures: dict[Call, Failure] = field(default_factory=dict)
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    def done(self) -> bool:
+        """True once collecting will not wait."""
+        return self.finished.is_set()
+
+    def settle(self, call: Call, value: Value | None, failure: Failure | None = None) -> None:
+        """Enter the outcome of a call."""
+        if failure is None:
+            self.values[call] = value
+        else:
+            self.failures[call] = failure
+        self.num_open -= 1
+        if self.num_open == 0:
+            self.finished.set()
+
+    def result(self, row: int, functions: Sequence[str], weights: Sequence[float], settings: RewardSettings) -> RewardResult:
+        """Return what became of a sample."""
+        parts: dict[str, float] = {}
+        notes: dict[str, str] = {}
+        failure = None
+        for index, name in enumerate(functions):
+            value = self.values.get((row, index))
+            if value is not None:
+                parts.update(value[0])
+                notes.update(value[1])
+            if failure is None and (row, index) in self.failures:
+                state, text = self.failures[row, index]
+                failure = (state, f"{name}: {text}")
+        penalty = overlong_penalty(len(self.samples[row].response_ids), settings)
+        if failure is not None:
+            total = 0.0 if settings.reward_failure_policy == "zero" else None
+            return RewardResult(total, parts, failure[0], failure[1], penalty, notes)
+        if not parts:
+            return RewardResult(None, {}, "skipped", "", penalty, notes)
+        return RewardResult(weighted_total(parts, functions, weights) + penalty, parts, "ok", "", penalty, notes)
+
+
+@dataclass(eq=False)
+class Job:
+    """Calls for one worker: each of `functions` on each of `rows`.
+
+    Attributes:
+        attempt: 1 for calls that failed before.
+        open: the calls without an answer, in the order in which the worker makes them.
+        failed: the calls that failed.
+    """
+
+    ticket: RewardTicket
+    functions: list[int]
+    rows: list[int]
+    attempt: int = 0
+    open: dict[Call, None] = field(init=False)
+    failed: dict[Call, Failure] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.open = {(row, function): None for row in self.rows for function in self.functions}
+
+
+def cut(ticket: RewardTicket, kinds: Sequence[Kind], num_workers: int) -> list[Job]:
+    """Cut a ticket into jobs and count its calls.
+
+    Plain functions go together, a few samples at a time, so that the workers end at about the same time; an async function
+    gets many samples, which it waits for together; a function that scores batches gets all.
+    """
+    rows = [row for row, sample in enumerate(ticket.samples) if wants_rules(sample)]
+    ticket.num_open = len(rows) * len(kinds)
+    if ticket.num_open == 0:
+        ticket.finished.set()
+        return []
+    plain = [index for index, kind in enumerate(kinds) if not kind.batched and not kind.is_async]
+    shares = [(plain, min(_MAX_ROWS_PER_JOB, math.ceil(len(rows) / (4 * num_workers))))] if plain else []
+    for index, kind in enumerate(kinds):
+        if kind.batched:
+            shares.append(([index], len(rows)))
+        elif kind.is_async:
+            shares.append(([index], min(_ASYNC_CALLS_PER_JOB, math.ceil(len(rows) / num_workers))))
+    return [Job(ticket, functions, rows[i : i + size]) for functions, size in shares for i in range(0, len(rows), size)]
+
+
+def leftovers(job: Job, *, alone: bool) -> list[Job]:
+    """Return jobs for the calls that a job left open; with `alone` one for each sample, so that the next death has one suspect."""
+    functions_of_row: dict[int, list[int]] = {}
+    for row, function in job.open:
+        functions_of_row.setdefault(row, []).append(function)
+    whole = [] if alone else [row for row, functions in functions_of_row.items() if functions == job.functions]
+    jobs = [Job(job.ticket, functions, [row], job.attempt) for row, functions in functions_of_row.items() if row not in whole]
+    return jobs + ([Job(job.ticket, job.functions, whole, job.attempt)] if whole else [])
+
+
+def wants_rules(sample: RewardSample) -> bool:
+    """False for rows that the column `categories` leaves to the reward model."""
+    return sample.columns.get("categories", True) not in (False, 0, "false", "False", "0")

@@ -1,0 +1,60 @@
+"""Scorers that shape: length and repetition. All lengths are tokens of the response."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from mindspeed_rl.rewards.math_scores import accuracy
+from mindspeed_rl.rewards.records import RewardSettings
+
+# Scripts that put no blanks between words: each character counts as a word. Thai to Khmer, kana, CJK with its extensions, full
+width._WORD = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
+    r"|[^\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]+"
+)
+
+
+def cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float:
+    """Interpolate by the length: right answers are worth less the longer they are, wrong ones more.
+
+    v_max + (v_min - v_max) / 2 * (1 + cos(pi * min(n, N) / N)), arXiv:2502.03373; N is `cosine_max_len`, the generation limit
+    where it is not given. Longer responses count as N (the formula alone would turn back up).
+    """
+    limit = settings.cosine_max_len or settings.max_tokens
+    if accuracy(response, solution) >= 1.0:
+        shortest, longest = settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct
+    else:
+        shortest, longest = settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong
+    share = min(len(response_ids), limit) / limit
+    return longest + (shortest - longest) / 2 * (1 + math.cos(math.pi * share))
+
+
+def repetition(response: str, settings: RewardSettings) -> float:
+    """`repetition_max_penalty` times the share of n-grams that occurred before; 0.0 below n words.
+
+    Words are runs without blanks, lower case; in scripts without blanks (Chinese, Japanese, Thai) characters. arXiv:2502.03373.
+    """
+    size = settings.repetition_n_grams
+    words = _WORD.findall(response.lower())
+    grams = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
+    if not grams:
+        return 0.0
+    return settings.repetition_max_penalty * (1 - len(set(grams)) / len(grams))
+
+
+def soft_overlong(response_ids: list[int], settings: RewardSettings) -> float:
+    """0 up to L - C tokens, then linear to -1 at L, and -1 beyond: DAPO eq. 13, arXiv:2503.14476.
+
+    L is `soft_max_length`, the generation limit where it is not given; C is `soft_cache_length`.
+    """
+    if settings.soft_cache_length is None:
+        raise ValueError("soft_overlong needs soft_cache_length, the number of tokens over which the penalty grows")
+    limit = settings.soft_max_length or settings.max_tokens
+    exceed = len(response_ids) - (limit - settings.soft_cache_length)
+    return max(-1.0, min(0.0, -exceed / settings.soft_cache_length))
+
+
+def length(response_ids: list[int], settings: RewardSettings) -> float:
+    """1.0 for an empty response, falling linearly to 0.0 at the generation limit; a negative weight rewards length instead."""
+    return 1.0 - min(len(response_ids), settings.max_tokens) / settings.max_tokens
