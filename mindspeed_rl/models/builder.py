@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from mindspeed_rl.models.layers import NoopLayer, SandwichNormLayer, WindowedAttention
 from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.names import fused_norm_prefixes, homogeneous
 from mindspeed_rl.models.network import Network, RopeScaling
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
@@ -96,7 +97,10 @@ def _moe_settings(network: Network, layout: Layout | None) -> dict[str, Any]:
     return {
         "num_moe_experts": network.num_moe_experts,
         "moe_ffn_hidden_size": network.moe_ffn_hidden_size,
-        "moe_layer_freq": [int(layer is not None and network.is_moe_layer(layer)) for layer in slots],
+        # an int keeps Megatron's distributed checkpoints in their usual form, with one key for all layers
+        "moe_layer_freq": 1
+        if homogeneous(network) and None not in slots
+        else [int(layer is not None and network.is_moe_layer(layer)) for layer in slots],
         "moe_router_topk": network.moe_router_topk,
         "moe_router_pre_softmax": network.moe_router_pre_softmax,
         "moe_router_score_function": network.moe_router_score_function,
@@ -158,6 +162,9 @@ def _layout_settings(layout: Layout) -> dict[str, Any]:
             "moe_tp_extend_ep is MindSpeed's dispatcher; to train without it use expert_model_parallel_size = EP x TP and "
             "expert_tensor_parallel_size = 1, which places the same experts on the same ranks"
         )
+    if layout.noop_layers:
+        # empty layers have nothing to save: every layer then gets its own key in a distributed checkpoint
+        settings["hetereogenous_dist_checkpoint"] = True
     if layout.num_layer_list is not None and layout.pp > 1:
         stages: list[list[str]] = [["decoder"] * count for count in layout.num_layer_list]
         stages[0].insert(0, "embedding")
@@ -254,25 +261,11 @@ def _one_layer(
             module=WindowedAttention,
             params={"window": network.sliding_window if windowed else None, "softcap": network.attn_logit_softcapping},
         )
-    layer.sharded_state_dict_keys_map = distributed_key_map(network, moe)
+    layer.sharded_state_dict_keys_map = fused_norm_prefixes(network, moe)
     if network.post_norm:
         spec.module = SandwichNormLayer
         spec.params = {"post_norm": norm}
     return spec
-
-
-def distributed_key_map(network: Network, moe: bool) -> dict[str, str]:
-    """Parameter prefixes that ``torch_dist`` checkpoints name differently: Megatron fuses these norms into the next linear."""
-    keys: dict[str, str] = {}
-    if network.multi_latent_attention:
-        keys["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
-        if network.q_lora_rank is not None:
-            keys["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
-    else:
-        keys["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    if not moe:
-        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return keys
 
 
 # ---------------------------------------------------------------------- the model

@@ -1,0 +1,168 @@
+"""The other names of Megatron parameters: TransformerEngine's, MindSpeed's, the pre-core ("legacy") layout's, torch_dist's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.weights import REPLICATED, Concat, WeightOp
+
+_LAYER = re.compile(r"^((?:decoder\.layers|mtp\.layers)\.\d+\.(?:transformer_layer\.)?)(.+)$")
+
+
+def fused_norm_prefixes(network: Network, moe: bool) -> dict[str, str]:
+    """Norms that TransformerEngine fuses into the linear layer after them: prefix inside a layer -> TE's prefix.
+
+    ``torch_dist`` checkpoints use TE's names whichever implementation wrote them.
+    """
+    prefixes: dict[str, str] = {}
+    if network.multi_latent_attention:
+        prefixes["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+        if network.q_lora_rank is not None:
+            prefixes["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+    else:
+        prefixes["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not moe:
+        prefixes["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return prefixes
+
+
+def transformer_engine_name(network: Network, op: WeightOp, name: str) -> str:
+    """What a model built with TransformerEngine calls a parameter; ``name`` is its name in the local implementation."""
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    moe = op.place == "mtp" or (op.layer is not None and network.is_moe_layer(op.layer))
+    prefix, inner = match.groups()
+    for local, fused in fused_norm_prefixes(network, moe).items():
+        if inner.startswith(local):
+            return prefix + fused + inner.removeprefix(local)
+    return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
+
+
+_READ_ALIASES = (
+    ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+    ("self_attention.linear_q_up_proj.", "self_attention.linear_qb."),
+    ("self_attention.linear_kv_up_proj.", "self_attention.linear_kvb."),
+    ("self_attention.kv_layernorm.", "self_attention.k_layernorm."),
+    ("decoder.final_layernorm.", "final_layernorm."),
+)
+
+
+def names_to_try(network: Network, op: WeightOp, name: str) -> list[str]:
+    """Every name under which a Megatron or MindSpeed checkpoint may hold a parameter, the usual one first."""
+    names = [name, transformer_engine_name(network, op, name)]
+    for ours, theirs in _READ_ALIASES:
+        if ours in name:
+            names.append(name.replace(ours, theirs))
+    if name.startswith("mtp.layers.") and name.endswith(".final_layernorm.weight"):
+        names.append(f"mtp.final_layernorms.{op.layer}.weight")
+    return list(dict.fromkeys(names))
+
+
+def with_mindspeed_mla(network: Network, ops: Iterable[WeightOp]) -> list[WeightOp]:
+    """The table for checkpoints of MindSpeed's own latent attention: one replicated ``linear_qkv`` = [query (down); kv down]."""
+    first = "linear_q_proj" if network.q_lora_rank is None else "linear_q_down_proj"
+    result: list[WeightOp] = []
+    for op in ops:
+        prefix, found, _ = op.mcore.rpartition(f".{first}.weight")
+        if found:
+            result.append(replace(op, mcore=f"{prefix}.linear_qkv.weight"))
+            continue
+        prefix, found, _ = op.mcore.rpartition(".linear_kv_down_proj.weight")
+        if not found:
+            result.append(op)
+            continue
+        index = next(i for i, other in enumerate(result) if other.mcore == f"{prefix}.linear_qkv.weight")
+        query = result[index]
+        shapes = (*query.shapes, *op.shapes)
+        result[index] = replace(
+            query,
+            hf=(*query.hf, *op.hf),
+            shapes=shapes,
+            packing=Concat(tuple(shape[0] for shape in shapes)),
+            splits=(REPLICATED, REPLICATED),
+        )
+    return result
+
+
+_LEGACY = (
+    ("input_layernorm.", "input_norm."),
+    ("self_attention.linear_qkv.", "self_attention.query_key_value."),
+    ("self_attention.linear_proj.", "self_attention.dense."),
+    ("pre_mlp_layernorm.", "post_attention_norm."),
+    ("mlp.linear_fc1.", "mlp.dense_h_to_4h."),
+    ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
+)
+
+
+def legacy_keys(op: WeightOp, local_name: str) -> tuple[str, ...]:
+    """Where the legacy layout keeps a parameter: the keys of its nested dicts, below ``model``.
+
+    Raises:
+        ValueError: the layout has no place for it.
+    """
+    if op.place == "pre":
+        return ("language_model", "embedding", "word_embeddings", "weight")
+    if op.copy_of_tied:
+        return ("word_embeddings_for_head", "weight")
+    if local_name == "output_layer.weight":
+        return ("language_model", "output_layer", "weight")
+    if local_name == "decoder.final_layernorm.weight":
+        return ("language_model", "encoder", "final_norm.weight")
+    inner = local_name.removeprefix("decoder.")
+    for ours, legacy in _LEGACY:
+        if f".{ours}" in f".{inner}":
+            return ("language_model", "encoder", inner.replace(ours, legacy))
+    raise ValueError(f"{op.mcore} has no place in Megatron's legacy layout; use the mcore layout")
+
+
+def legacy_keys_to_try(op: WeightOp, local_name: str) -> list[tuple[str, ...]]:
+    """Every place where a legacy checkpoint may hold a parameter: names changed over Megatron's releases."""
+    keys = legacy_keys(op, local_name)
+    variants = [keys]
+    if keys[:2] == ("language_model", "encoder"):
+        last = keys[2]
+        older = last.replace("input_norm.", "input_layernorm.").replace("_attention_norm.", "_attention_layernorm.")
+        older = older.replace("final_norm.", "final_layernorm.")
+        oldest = older.replace(".self_attention.", ".attention.")
+        for trunk in ("encoder", "transformer"):
+            variants += [("language_model", trunk, name) for name in (last, older, oldest)]
+    if op.place == "pre":
+        variants.append(("language_model", "embedding", "word_embeddings.weight"))
+    return list(dict.fromkeys(variants))
+
+
+def distributed_name(network: Network, op: WeightOp) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Where ``torch_dist`` keeps a parameter: its key, its place along leading axes, and the lengths of those axes.
+
+    Layers of one kind share a key with a leading layer axis; where dense and MoE layers mix, every layer has its own key.
+    Experts have a leading expert axis.
+    """
+    name, index, sizes = op.mcore, [], []
+    if op.place == "layer":
+        match = re.match(r"^decoder\.layers\.(\d+)\.(.+)$", name)
+        assert match is not None and op.layer is not None
+        inner = match[2]
+        for local, fused in fused_norm_prefixes(network, network.is_moe_layer(op.layer)).items():
+            if inner.startswith(local):
+                inner = fused + inner.removeprefix(local)
+        if homogeneous(network):
+            name = f"decoder.layers.{inner}"
+            index.append(op.layer)
+            sizes.append(network.num_layers)
+        else:
+            name = f"decoder.layers.{op.layer}.{inner}"
+    if op.experts:
+        assert len(op.experts) == 1 and network.num_moe_experts is not None, "torch_dist holds experts one by one"
+        name = re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.experts.", name)
+        index.append(op.experts[0])
+        sizes.append(network.num_moe_experts)
+    return name, tuple(index), tuple(sizes)
+
+
+def homogeneous(network: Network) -> bool:
+    """Whether all decoder layers have the same parameters."""
+    return len(network.moe_layers) in (0, network.num_layers)
