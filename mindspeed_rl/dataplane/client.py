@@ -13,7 +13,8 @@ from ray.exceptions import RayTaskError
 
 from mindspeed_rl.dataplane import ALIASES, DATA_STRATEGIES
 from mindspeed_rl.dataplane.records import Batch, ColumnSpec, Ragged, pack
-from mindspeed_rl.dataplane.transfer_dock import TransferDock, check_name
+from mindspeed_rl.dataplane.rows import check_name
+from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.observability.metrics import Metrics
 
 # Requests that may wait in the dock at the same time; each is a coroutine, not a thread.
@@ -67,7 +68,7 @@ class DataPlane(Protocol):
         """Capacity, ready rows by column, consumed rows by consumer."""
 
     def abort(self, reason: str) -> None:
-        """Everybody who waits, or asks from now on, gets `DataPlaneAborted`."""
+        """Everybody who waits, or asks until the next `clear`, gets `DataPlaneAborted`."""
 
     def update_metrics(self, metrics: Metrics) -> None:
         """Adds to the metrics of the iteration."""

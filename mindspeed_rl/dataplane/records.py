@@ -103,6 +103,10 @@ Column = Ragged | list[Any]
 Batch = dict[str, Column]
 
 
+class DataPlaneAborted(RuntimeError):
+    """Raised in everybody who waits for rows once the run was declared failed."""
+
+
 @dataclass(frozen=True)
 class ColumnSpec:
     """A column of the data plane.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from mindspeed_rl.dataplane.records import (
     Batch,
     Column,
     ColumnSpec,
+    DataPlaneAborted,
     Ragged,
     Request,
     concatenate,
@@ -25,12 +25,17 @@ from mindspeed_rl.dataplane.records import (
     pack,
     rl_columns,
 )
-from mindspeed_rl.dataplane.selection import balanced_shares, describe_rows, select_rows
+from mindspeed_rl.dataplane.rows import (
+    balanced_shares,
+    check_count,
+    check_kind,
+    check_name,
+    check_unwritten,
+    describe_missing,
+    row_numbers,
+    select_rows,
+)
 from mindspeed_rl.observability.metrics import Metrics
-
-
-class DataPlaneAborted(RuntimeError):
-    """Raised in everybody who waits for rows once the run was declared failed."""
 
 
 class TransferDock:
@@ -106,13 +111,10 @@ class TransferDock:
             column = pack(entries)
             if len(column) != len(indexes):
                 raise ValueError(f"Column '{name}' has {len(column)} entries for {len(indexes)} indexes.")
-            if self._blocks[name] and kind(column) != kind(self._blocks[name][0]):
-                raise ValueError(
-                    f"Column '{name}' holds {kind(self._blocks[name][0])}; {kind(column)} cannot be put beside them."
-                )
-            if not overwrite and self._ready[name][rows].any():
-                again = describe_rows(rows[self._ready[name][rows]].tolist())
-                raise ValueError(f"Column '{name}' of {again} was put before; clear the dock, or put with overwrite=True.")
+            if self._blocks[name]:
+                check_kind(name, kind(column), kind(self._blocks[name][0]))
+            if not overwrite:
+                check_unwritten(name, rows[self._ready[name][rows]].tolist())
             packed[name] = column
         repeat = self.n_samples_per_prompt if is_prompt else 1
         for name, column in packed.items():
@@ -205,7 +207,7 @@ class TransferDock:
         self._wake()
 
     def clear(self, num_prompts: int | None = None) -> None:
-        """The dock is empty, all bits are cleared; metrics are kept.
+        """The dock is empty, all bits are cleared and an `abort` is lifted; metrics are kept.
 
         Args:
             num_prompts: prompts of the next iteration; as before when None.
@@ -213,12 +215,13 @@ class TransferDock:
         Raises:
             RuntimeError: somebody still waits for rows of this iteration.
         """
-        if self._waiters:
+        if self._waiters and self._abort_reason is None:
             raise RuntimeError(f"The dock cannot be cleared while {len(self._waiters)} request(s) wait for its rows.")
+        self._abort_reason = None
         self._reset(num_prompts if num_prompts is not None else self.capacity // self.n_samples_per_prompt)
 
     def abort(self, reason: str) -> None:
-        """Everybody who waits for rows, or asks for some from now on, gets `DataPlaneAborted` with this reason."""
+        """Everybody who waits for rows, or asks for some until the next `clear`, gets `DataPlaneAborted` with this reason."""
         self._abort_reason = reason
         self._wake()
 
@@ -308,18 +311,7 @@ class TransferDock:
         return [next(filled) if is_ready else None for is_ready in ready]
 
     def _rows(self, indexes: Sequence[int], is_prompt: bool) -> np.ndarray:
-        if len(indexes) == 0:
-            raise ValueError("No indexes were given: say which rows the data belongs to.")
-        indexes = np.asarray(indexes, dtype=np.int64)
-        limit = self.capacity // self.n_samples_per_prompt if is_prompt else self.capacity
-        if indexes.min() < 0 or indexes.max() >= limit:
-            wrong = int(indexes.max() if indexes.max() >= limit else indexes.min())
-            raise ValueError(f"Index {wrong} is outside the dock of {limit} {'prompts' if is_prompt else 'rows'}.")
-        if len(np.unique(indexes)) < len(indexes):
-            raise ValueError(f"Indexes must differ from each other; got {indexes.tolist()}.")
-        if is_prompt:
-            return (indexes[:, None] * self.n_samples_per_prompt + np.arange(self.n_samples_per_prompt)).reshape(-1)
-        return indexes
+        return row_numbers(indexes, self.capacity, self.n_samples_per_prompt if is_prompt else None)
 
     def _check_names(self, request: Request) -> None:
         self._check_consumer(request.consumer)
@@ -335,43 +327,6 @@ class TransferDock:
     def _wake(self) -> None:
         for waiter in self._waiters:
             waiter.set()
-
-
-def check_name(kind: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
-    """Raises a ValueError that lists the known names and the nearest one unless `name` is known."""
-    if name not in known:
-        nearest = get_close_matches(name, known, n=1)
-        hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
-        raise ValueError(f"Unknown {kind} '{name}'.{hint} Known: {', '.join(sorted(known))}.")
-
-
-def check_count(request: Request, capacity: int, n_samples_per_prompt: int) -> None:
-    """Raises a ValueError unless the request's rows can be served again and again until the dock is used up."""
-    count = request.count
-    if count is None or count < 1 or request.dp_size < 1:
-        raise ValueError(f"Say how many rows are wanted: count={count}, dp_size={request.dp_size}, without indexes.")
-    if capacity % count:
-        raise ValueError(f"The dock's {capacity} rows are not a multiple of count={count}: some would never be served.")
-    if request.get_n_samples and count % n_samples_per_prompt:
-        raise ValueError(
-            f"count={count} is not a multiple of n_samples_per_prompt={n_samples_per_prompt}, though whole groups are wanted."
-        )
-
-
-def describe_missing(
-    request: Request, columns: Mapping[str, ColumnSpec], missing: Mapping[str, Sequence[int]], num_rows: int, num_consumed: int
-) -> str:
-    """One sentence a missing column: its rows that are not ready and who was to produce it."""
-    sentences = [
-        f"Column '{name}', to be put by '{columns[name].producer}', is missing in {describe_rows(rows)} "
-        f"({len(rows)} of {num_rows})."
-        for name, rows in missing.items()
-        if rows
-    ]
-    if not sentences:
-        wanted = request.count * (request.dp_size if request.use_batch_seqlen_balance else 1)
-        return f"All rows are ready, but {num_consumed} of {num_rows} were consumed before and {wanted} more are wanted."
-    return " ".join(sentences)
 
 
 def _take(column: Column, places: np.ndarray) -> Column:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from mindspeed_rl.dataplane.records import ColumnSpec
-from mindspeed_rl.dataplane.transfer_dock import DataPlaneAborted, TransferDock
+from mindspeed_rl.dataplane.records import ColumnSpec, DataPlaneAborted
+from mindspeed_rl.dataplane.transfer_dock import TransferDock
 
 COLUMNS = {
     "prompts": ColumnSpec("trainer"),

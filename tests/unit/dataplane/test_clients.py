@@ -1,0 +1,264 @@
+"""Both data planes behind the one client, on a real Ray cluster: the same calls, the same answers."""
+
+import os
+import threading
+
+import pytest
+import ray
+import torch
+
+from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
+from mindspeed_rl.dataplane.records import ColumnSpec, DataPlaneAborted
+from mindspeed_rl.observability.metrics import Metrics
+
+COLUMNS = {
+    "prompts": ColumnSpec("trainer"),
+    "responses": ColumnSpec("rollout"),
+    "rewards": ColumnSpec("scorer"),
+    "texts": ColumnSpec("rollout"),
+    "halves": ColumnSpec("rollout"),
+}
+N = 2
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    environment = {"OMP_NUM_THREADS": "1", "TQ_LOGGING_LEVEL": "CRITICAL"}
+    os.environ.update(environment)
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": environment},
+    )
+    yield
+    ray.shutdown()
+
+
+# These come first: they need a cluster in which no TransferQueue runs yet.
+
+
+def test_an_unknown_strategy_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="data_strategy 'tdd'. Did you mean 'td'"):
+        make_data_plane("tdd", 1, 1)
+
+
+def test_too_few_logical_cpus_are_refused_at_once(cluster):
+    with pytest.raises(ValueError, match="needs 41 logical CPUs.*has 16"):
+        make_data_plane("tq", 1, 1, num_storage_units=40)
+
+
+def test_actors_that_find_no_free_cpu_run_into_the_deadline(cluster):
+    @ray.remote(num_cpus=16)
+    class Hog:
+        def here(self) -> bool:
+            return True
+
+    hog = Hog.remote()
+    ray.get(hog.here.remote())
+    with pytest.raises(TimeoutError, match="did not start within 0.5 s.*3 free logical CPUs; of 16 in the cluster 0 are free"):
+        make_data_plane("tq", 1, 1, init_timeout_s=0.5)
+    ray.kill(hog)
+
+
+@pytest.fixture(scope="module", params=["td", "tq"])
+def engine(request, cluster):
+    plane = make_data_plane(request.param, 4, N, columns=COLUMNS, consumers=("trainer", "train", "score"))
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def plane(engine) -> DataPlane:
+    engine.clear(num_prompts=4)
+    engine.get_metrics()
+    return engine
+
+
+def responses(rows: list[int]) -> list[torch.Tensor]:
+    return [torch.full((row,), 100 + row) for row in rows]
+
+
+def put_responses(plane: DataPlane, rows: list[int]) -> None:
+    plane.put({"responses": responses(rows)}, rows)
+
+
+def lists(column) -> list[list]:
+    return [row.tolist() for row in column]
+
+
+def test_every_kind_of_row_comes_back_as_it_was_put(plane):
+    halves = [torch.linspace(0, 1, 3).to(torch.bfloat16) for _ in range(8)]
+    put_responses(plane, list(range(8)))  # row 0 is empty
+    texts = ["a", {"b": [1, 2]}, None, "d", "e", "f", "g", "h"]
+    plane.put({"rewards": torch.arange(8) / 4, "texts": texts, "halves": halves}, range(8))
+    batch, rows = plane.get("train", ["responses", "rewards", "texts", "halves"], 8)
+    assert rows == list(range(8))
+    assert lists(batch["responses"]) == lists(responses(list(range(8))))
+    assert batch["responses"][3].dtype == torch.int64
+    assert batch["rewards"].tensor().tolist() == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
+    assert batch["texts"] == texts
+    assert all(torch.equal(row, half) for row, half in zip(batch["halves"], halves))
+
+
+def test_numbers_beyond_32_bits_survive(plane):
+    plane.put({"responses": [torch.tensor([2**40, -1]), torch.tensor([3])]}, [0, 1])
+    assert lists(plane.get("train", ["responses"], 2)[0]["responses"]) == [[2**40, -1], [3]]
+
+
+def test_rows_put_in_parts_are_served_lowest_first_as_whole_groups(plane):
+    put_responses(plane, [7, 6, 0])
+    put_responses(plane, [3, 2])
+    batch, rows = plane.get("train", ["responses"], 4)
+    assert rows == [2, 3, 6, 7] and lists(batch["responses"]) == lists(responses([2, 3, 6, 7]))
+    assert plane.get("train", ["responses"], 4) == (None, None)
+    assert plane.get("train", ["responses"], 1, get_n_samples=False)[1] == [0]
+
+
+def test_a_prompt_fills_all_rows_of_its_group(plane):
+    plane.put({"prompts": [torch.tensor([7]), torch.tensor([8, 9])]}, [2, 0], is_prompt=True)
+    batch, rows = plane.get("score", ["prompts"], 4)
+    assert rows == [0, 1, 4, 5] and lists(batch["prompts"]) == [[8, 9], [8, 9], [7], [7]]
+
+
+def test_a_row_waits_for_all_its_columns_and_each_consumer_gets_it_once(plane):
+    put_responses(plane, list(range(8)))
+    assert plane.get("train", ["responses", "rewards"], 8) == (None, None)
+    plane.put({"rewards": [0.5] * 8}, range(8))
+    assert plane.get("train", ["responses", "rewards"], 8)[1] == list(range(8))
+    assert plane.all_consumed("train") and not plane.all_consumed("score")
+    assert plane.get("train", ["responses"], 8) == (None, None)
+    plane.reset_consumed("train")
+    assert plane.get("train", ["responses"], 8)[1] == list(range(8))
+
+
+def test_indexes_are_served_in_their_order_again_and_again(plane):
+    put_responses(plane, [0, 1, 5])
+    for _ in range(2):
+        batch, rows = plane.get("train", ["responses"], indexes=[5, 1])
+        assert rows == [5, 1] and lists(batch["responses"]) == lists(responses([5, 1]))
+    assert plane.get("train", ["responses"], indexes=[5, 4]) == (None, None)
+
+
+def test_reserved_rows_are_fetched_later(plane):
+    put_responses(plane, [0, 1, 2, 3])
+    assert plane.reserve("train", ["responses"], 2) == [0, 1]
+    assert plane.get("train", ["responses"], 2)[1] == [2, 3]
+    assert plane.get("train", ["responses"], indexes=[0, 1])[1] == [0, 1]
+
+
+def test_balanced_shares_have_equal_counts_and_even_lengths(plane):
+    lengths = [10, 9, 8, 7, 6, 5, 4, 3]
+    plane.put({"responses": [torch.zeros(length, dtype=torch.int64) for length in lengths]}, range(8))
+    options = {"dp_size": 2, "use_batch_seqlen_balance": True, "get_n_samples": False}
+    shares = [plane.get("train", ["responses"], 4, **options)[1] for _ in range(2)]
+    assert sorted(shares) == [[0, 3, 4, 7], [1, 2, 5, 6]]  # 26 tokens each
+
+
+def test_a_consumer_that_starts_over_is_dealt_new_shares(plane):
+    put_responses(plane, list(range(8)))
+    options = {"dp_size": 2, "use_batch_seqlen_balance": True}
+    first = plane.get("train", ["responses"], 4, **options)[1]
+    plane.reset_consumed("train")
+    shares = [plane.get("train", ["responses"], 4, **options)[1] for _ in range(2)]
+    assert shares[0] == first and sorted(sum(shares, [])) == list(range(8))
+
+
+def test_optional_columns_are_none_where_not_ready(plane):
+    plane.put({"prompts": [torch.tensor([1])] * 4}, range(4), is_prompt=True)
+    put_responses(plane, [1])
+    batch, _ = plane.get("score", ["prompts"], 2, optional_columns=["responses", "texts"])
+    assert batch["responses"][0] is None and batch["responses"][1].tolist() == [101]
+    assert batch["texts"] == [None, None]
+
+
+def test_clear_empties_resizes_and_lifts_an_abort(plane):
+    put_responses(plane, [0, 1])
+    plane.abort("worker 1 died")
+    plane.clear(num_prompts=2)
+    status = plane.status()
+    assert (status["capacity"], status["ready"], status["consumed"]) == (4, {}, {})
+    put_responses(plane, [0, 1, 2, 3])
+    assert plane.get("train", ["responses"], 4)[1] == [0, 1, 2, 3]
+    assert plane.status()["ready"] == {"responses": 4} and plane.status()["consumed"] == {"train": 4}
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda p: p.put({"response": [1]}, [0]), ["'response'", "'responses'"]),
+        (lambda p: p.put({"responses": responses([1])}, [8]), ["Index 8", "8 rows"]),
+        (lambda p: p.put({"prompts": responses([1])}, [4], is_prompt=True), ["Index 4", "4 prompts"]),
+        (lambda p: p.put({"responses": responses([1])}, [0, 1]), ["1 entries for 2 indexes"]),
+        (lambda p: p.put({"responses": responses([1, 1])}, [1, 1]), ["differ"]),
+        (lambda p: p.get("training", ["responses"], 2), ["'training'", "'train'"]),
+        (lambda p: p.get("train", ["reward"], 2), ["'reward'", "'rewards'"]),
+        (lambda p: p.get("train", ["rewards"], 6), ["8 rows", "count=6"]),
+        (lambda p: p.get("train", ["rewards"], 1), ["count=1", "n_samples_per_prompt=2"]),
+        (lambda p: p.get("train", ["rewards"], indexes=[9]), ["Index 9"]),
+    ],
+)
+def test_a_wrong_call_is_refused_with_the_right_names(plane, call, words):
+    with pytest.raises(ValueError) as error:
+        call(plane)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_cell_is_written_twice_only_on_request_and_keeps_its_kind(plane):
+    put_responses(plane, [1, 2])
+    with pytest.raises(ValueError, match="'responses' of row 2 was put before"):
+        put_responses(plane, [2, 3])
+    plane.put({"responses": [torch.tensor([9])]}, [2], overwrite=True)
+    assert lists(plane.get("train", ["responses"], indexes=[2])[0]["responses"]) == [[9]]
+    with pytest.raises(ValueError, match="'responses' holds rows of torch.int64; rows of torch.float32"):
+        plane.put({"responses": [torch.ones(2)]}, [4])
+
+
+def test_a_deadline_says_who_waits_for_what_and_who_was_to_produce_it(plane):
+    put_responses(plane, [0, 1, 2, 5])
+    with pytest.raises(TimeoutError) as error:
+        plane.get("train", ["responses", "rewards"], 8, timeout_s=0.02)
+    assert str(error.value) == (
+        "'train' waited 0.02 s in vain. "
+        "Column 'responses', to be put by 'rollout', is missing in rows 3-4, 6-7 (4 of 8). "
+        "Column 'rewards', to be put by 'scorer', is missing in rows 0-7 (8 of 8)."
+    )
+
+
+def test_another_process_waits_until_the_rows_are_put(plane):
+    @ray.remote(num_cpus=0)
+    def wait_in_another_process(plane: DataPlane) -> list[list[int]]:
+        batch, _ = plane.get("train", ["responses"], 2, timeout_s=30)
+        return [row.tolist() for row in batch["responses"]]
+
+    waiting = wait_in_another_process.remote(plane)
+    put_responses(plane, [2, 3])
+    assert ray.get(waiting) == lists(responses([2, 3]))
+
+
+def test_abort_ends_a_wait(plane):
+    outcome: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            plane.get("train", ["responses"], 2, timeout_s=30)
+        except DataPlaneAborted as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    plane.abort("worker 1 died")
+    waiting.join(timeout=20)
+    assert [str(error) for error in outcome] == ["worker 1 died"]
+    with pytest.raises(DataPlaneAborted, match="worker 1 died"):
+        plane.get("train", ["responses"], 2)
+
+
+def test_metrics_of_several_workers_meet_in_the_data_plane(plane):
+    for total, count in ((6.0, 3), (2.0, 1)):
+        metrics = Metrics()
+        metrics.add_mean("loss", total, count)
+        plane.update_metrics(metrics)
+    assert plane.get_metrics().results() == {"loss": 2.0}
+    assert plane.get_metrics().results() == {}
