@@ -1,0 +1,183 @@
+"""Training checkpoints: saved so that a killed save never looks finished, loaded under any layout.
+
+A checkpoint is `<folder>/iter_0000010/` with Megatron's `torch_dist` files (weights and optimizer), `random/rank_*.safetensors`
+and `run_state.json`; `<folder>/latest_checkpointed_iteration.txt` names the newest and moves last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from safetensors.torch import load_file, save_file
+
+from mindspeed_rl.engine import random_state
+from mindspeed_rl.engine.train_engine import TrainEngine
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return Path(folder, f"iter_{iteration:07d}")
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """Iteration of the newest finished checkpoint, None when there is none.
+
+    Raises:
+        ValueError: the file that names it is damaged or names a folder that does not exist.
+    """
+    path = Path(folder, _LATEST)
+    if not path.is_file():
+        return None
+    text = path.read_text().strip()
+    if not text.isdigit():
+        raise ValueError(f"{path}: holds '{text[:40]}', not an iteration number.")
+    if not iteration_folder(folder, int(text)).is_dir():
+        raise ValueError(f"{path}: names iteration {text}, but {iteration_folder(folder, int(text))} does not exist.")
+    return int(text)
+
+
+class CheckpointSaver:
+    """Writes checkpoints of one engine, in the background where asked; all methods are collective."""
+
+    def __init__(self, engine: TrainEngine, folder: str | Path) -> None:
+        self.engine = engine
+        self.folder = Path(folder)
+        self._queue = AsyncCallsQueue()
+
+    def save(self, iteration: int, run_state: dict[str, Any]) -> None:
+        """Saves, or starts to save with `async_save`; `run_state` is the trainer's own state, plain JSON values.
+
+        An unfinished earlier save is completed first.
+        """
+        self.finish()
+        config = self.engine.config
+        final = iteration_folder(self.folder, iteration)
+        partial = final.with_name(final.name + ".partial")
+        rank = dist.get_rank()
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "random").mkdir(parents=True)
+        dist.barrier()
+        if not config.no_save_rng:
+            save_file(random_state.capture(), partial / "random" / f"rank_{rank:05d}.safetensors")
+        state = _sharded_state(self.engine, with_optimizer=not config.no_save_optim, is_loading=False)
+        if rank == 0:
+            record = {
+                "iteration": iteration,
+                "world_size": dist.get_world_size(),
+                "layout": _layout(self.engine),
+                "distributed_optimizer": config.use_distributed_optimizer,
+                "scheduler": None if config.no_save_optim or self.engine.scheduler is None else self.engine.scheduler.state_dict(),
+                "run_state": run_state,
+            }
+            (partial / "run_state.json").write_text(json.dumps(record, indent=1))
+        finish = _finisher(self.folder, partial, final, iteration, config.keep_last)
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=config.async_save)
+        if request is None:
+            finish()
+        else:
+            request.add_finalize_fn(finish)
+            self._queue.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Completes a background save that has finished writing; call it once an iteration."""
+        self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Returns when no save is under way."""
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+
+def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_last: int | None) -> Callable[[], None]:
+    def finish() -> None:
+        dist.barrier()  # every rank has written everything
+        if dist.get_rank() == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            latest = folder / _LATEST
+            temporary = latest.with_suffix(".tmp")
+            temporary.write_text(str(iteration))
+            os.replace(temporary, latest)
+            if keep_last:
+                finished = sorted(path for path in folder.glob("iter_*") if path.is_dir() and not path.name.endswith(".partial"))
+                for path in finished[:-keep_last]:
+                    shutil.rmtree(path)
+        dist.barrier()
+
+    return finish
+
+
+def _sharded_state(engine: TrainEngine, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    """Megatron's sharded state of weights and, if asked, optimizer."""
+    state: dict[str, Any] = {}
+    for index, model in enumerate(engine.model.models):
+        state[f"model{index}"] = model.sharded_state_dict()
+    if with_optimizer and engine.optimizer is not None:
+        weights = state if len(engine.model.models) > 1 else {"model": state["model0"]}
+        state["optimizer"] = engine.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT)
+    return state
+
+
+def _layout(engine: TrainEngine) -> dict[str, int]:
+    layout = engine.model.plan.layout
+    return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": engine.config.context_parallel_size}
+
+
+def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | None = None) -> dict[str, Any]:
+    """Restores weights and, unless the run's keys say otherwise, optimizer, schedule and random generators; collective.
+
+    The layout may differ from the one that saved. Random generators are restored when world size and layout are the same.
+
+    Args:
+        engine: with its optimizer built, if it is to be restored.
+        folder: holds `latest_checkpointed_iteration.txt`.
+        iteration: another checkpoint than the newest.
+
+    Returns:
+        {"iteration": ..., "run_state": ..., "random_restored": bool}.
+
+    Raises:
+        ValueError: there is no finished checkpoint, or it lacks what is to be restored.
+    """
+    config = engine.config
+    if iteration is None:
+        iteration = latest_iteration(folder)
+    if iteration is None:
+        raise ValueError(f"load: {folder} holds no finished checkpoint (no {_LATEST}).")
+    path = iteration_folder(folder, iteration)
+    record_path = path / "run_state.json"
+    if not record_path.is_file():
+        raise ValueError(f"load: {path} has no run_state.json; it is not a checkpoint of this trainer.")
+    record = json.loads(record_path.read_text())
+    with_optimizer = engine.optimizer is not None and not (config.finetune or config.no_load_optim)
+    if with_optimizer and record["scheduler"] is None:
+        raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
+    if with_optimizer and record["distributed_optimizer"] != config.use_distributed_optimizer:
+        saved = str(record["distributed_optimizer"]).lower()
+        raise ValueError(f"load: {path} was saved with use_distributed_optimizer: {saved}; keep that value, or set no_load_optim or finetune.")
+    state = dist_checkpointing.load(_sharded_state(engine, with_optimizer=with_optimizer, is_loading=True), str(path))
+    for index, model in enumerate(engine.model.models):
+        model.load_state_dict(state[f"model{index}"], strict=True)
+    if with_optimizer:
+        engine.optimizer.load_state_dict(state["optimizer"])
+        engine.scheduler.load_state_dict(record["scheduler"])
+    elif engine.optimizer is not None:
+        engine.optimizer.reload_model_params()
+    random_restored = False
+    if not (config.finetune or config.no_load_rng) and record["world_size"] == dist.get_world_size() and record["layout"] == _layout(engine):
+        states = path / "random" / f"rank_{dist.get_rank():05d}.safetensors"
+        if states.is_file():
+            random_state.restore(load_file(states))
+            random_restored = True
+    return {"iteration": record["iteration"], "run_state": record["run_state"], "random_restored": random_restored}
