@@ -355,7 +355,7 @@ def main() -> int:
 
     transformers.utils.logging.disable_progress_bar()
     lines = [
-        f"TRL {trl.__version__}, torch {torch.__version__}, {ROWS} fixed responses. d: largest difference, {TOLERANCE:g} allowed",
+        f"TRL {trl.__version__}, torch {torch.__version__}, {ROWS} responses. d: largest difference, {TOLERANCE:g} is allowed",
         "",
         "| case | loss, TRL | loss, ours | d loss | d advantages | d gradients | |",
         "|---|---|---|---|---|---|---|",
