@@ -7,7 +7,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | patch of ours | symbol | why |
 |---|---|---|
 | argv | sys.argv while the adaptor is imported | it parses the command line at import and takes every `--flag` for its own |
-| scan | patch_utils.sys | each patch looks into every imported module; in transformers' lazy ones that imports half the package, and fails where torchvision is missing |
+| scan | patch_utils.sys | every patch searches all modules; transformers' lazy ones then import half the package or fail |
 
 Traps this module closes, each of them silent (measured on the simulated NPU):
 - `repatch` stores a misspelled key and goes on: keys are checked against MindSpeed's own defaults first.
@@ -106,7 +106,9 @@ def apply() -> None:
             raise RuntimeError(f"{cure} is not installed; envs/npu_a2/install.sh and envs/npu_a3/install.sh do it.")
     early = sorted(name for name in sys.modules if name.startswith("megatron.core."))
     if early:
-        raise RuntimeError(f"megatron.core was imported before MindSpeed's adaptor ({early[0]} and {len(early) - 1} more modules).")
+        raise RuntimeError(
+            f"megatron.core was imported before MindSpeed's adaptor ({early[0]} and {len(early) - 1} more modules)."
+        )
     import mindspeed.patch_utils
 
     mindspeed.patch_utils.sys = types.SimpleNamespace(modules=_SearchableModules())

@@ -41,7 +41,9 @@ def _pad_value(query: Tensor, value: Tensor) -> Tensor:
     return torch.nn.functional.pad(value, (0, missing)) if missing else value
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float, dropout: float = 0.0) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float, dropout: float = 0.0
+) -> Tensor:
     """Causal attention inside each of the packed sequences.
 
     Args:
@@ -159,7 +161,9 @@ class _RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, group: dist.ProcessGroup
+    ) -> Tensor:
         import torch_npu
 
         size, me = group.size(), group.rank()
@@ -246,7 +250,9 @@ class _RingAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key_value[0].to(key.dtype), grad_key_value[1].to(value.dtype), None, None, None
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float, group: dist.ProcessGroup) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float, group: dist.ProcessGroup
+) -> Tensor:
     """Exact causal attention over sequences of which each rank of the group holds two zigzag chunks.
 
     Args:

@@ -1,6 +1,6 @@
 """Builds the simulated CANN runtime next to an installed torch_npu wheel: one shared library under ten names.
 
-    python build.py OUTPUT_FOLDER
+python build.py OUTPUT_FOLDER
 """
 
 from __future__ import annotations

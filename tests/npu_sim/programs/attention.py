@@ -21,7 +21,8 @@ heads, groups, dim, value_dim, scale = 4, 2, 16, 12, 0.25
 generator = torch.Generator().manual_seed(7)
 total = sum(lengths)
 query, key, value, upstream = (
-    torch.randn(total, n, d, generator=generator) for n, d in ((heads, dim), (groups, dim), (groups, value_dim), (heads, value_dim))
+    torch.randn(total, n, d, generator=generator)
+    for n, d in ((heads, dim), (groups, dim), (groups, value_dim), (heads, value_dim))
 )
 
 

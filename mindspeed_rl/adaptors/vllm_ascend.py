@@ -1,0 +1,167 @@
+"""vllm-ascend 0.18 and 0.23 as an in-process rollout engine whose weights are replaced after every update.
+
+| rule | where | why |
+|---|---|---|
+| no NZ weights | environment and `additional_config` | weights in FRACTAL_NZ cannot be overwritten in place; 0.18 reads the environment only, 0.23 both, and wake_up refuses to run with it |
+| no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
+| sleep level 1 | `release` | level 2 also drops tensors of the weight pool that no checkpoint holds and no buffer registers |
+| expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
+
+Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
+loaders fill, and the kernels' (last two dimensions swapped). vllm-ascend guesses the present one from shapes, which is
+ambiguous for some sizes, and up to 0.23 leaves the checkpoint's layout in place after wake_up. The hooks remember which
+one it is: what sleeps is always in the kernels' layout, what wake_up leaves is always in the checkpoint's.
+
+Not verified on NPU hardware.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+
+#: first vllm-ascend release -> `additional_config` of a rollout engine from that release on. Later releases have more keys;
+#: one that a release does not know is ignored in silence there, so nothing may be emitted too early.
+ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, Any]] = {
+    (0, 18): {"refresh": True},
+    (0, 23): {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True},
+}
+#: the releases that were read name by name
+KNOWN_RELEASES = ((0, 18), (0, 23))
+
+#: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
+WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
+
+_EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+
+
+def parse_release(version: str) -> tuple[int, int]:
+    """(major, minor) of a version string.
+
+    Raises:
+        ValueError: it is not a version.
+    """
+    parts = version.split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (IndexError, ValueError):
+        raise ValueError(f"'{version}' is not a vllm-ascend version like 0.23.0.") from None
+
+
+def row_for(table: dict[tuple[int, int], Any], release: tuple[int, int]) -> Any:
+    """The newest row that is not newer than a release.
+
+    Raises:
+        ValueError: the release is older than every row.
+    """
+    rows = [first for first in table if first <= release]
+    if not rows:
+        oldest = ".".join(map(str, min(table)))
+        raise ValueError(f"vllm-ascend {release[0]}.{release[1]} is older than {oldest}, the first one that is supported.")
+    return table[max(rows)]
+
+
+def installed_release() -> tuple[int, int]:
+    """Release of the installed vllm-ascend."""
+    release = parse_release(importlib.metadata.version("vllm_ascend"))
+    if release not in KNOWN_RELEASES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in KNOWN_RELEASES)
+        warnings.warn(
+            f"vllm-ascend {release[0]}.{release[1]} was not looked at ({known} were); its keys are guessed.", stacklevel=2
+        )
+    return release
+
+
+def check_environment(environment: dict[str, str]) -> None:
+    """Raises ValueError where a variable of this process makes sleep mode or weight updates fail later."""
+    nz = environment.get("VLLM_ASCEND_ENABLE_NZ", "1")
+    if nz != "0":
+        raise ValueError(
+            f"VLLM_ASCEND_ENABLE_NZ: {nz} (1 when unset) keeps weights in a layout that cannot be updated; set it to 0."
+        )
+    allocator = environment.get("PYTORCH_NPU_ALLOC_CONF", "")
+    if "expandable_segments:True" in allocator.replace(" ", ""):
+        raise ValueError(
+            f"PYTORCH_NPU_ALLOC_CONF: '{allocator}' cannot be combined with the rollout engine's sleep mode; "
+            "leave expandable_segments out for processes that hold a rollout engine."
+        )
+    if environment.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0":
+        raise ValueError("VLLM_ASCEND_ENABLE_FUSED_MC2: forces expert weights into the NZ layout; set it to 0.")
+
+
+def apply() -> None:
+    """Sets what vllm-ascend reads from the environment before it is imported, and checks the rest. Idempotent.
+
+    Raises:
+        ValueError: a variable contradicts sleep mode or weight updates.
+    """
+    os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_environment(dict(os.environ))
+
+
+def _expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if all(weight in module._parameters for weight in _EXPERT_WEIGHTS):
+            yield name, module
+
+
+class VllmAscendHooks(EngineHooks):
+    """Sleep mode for memory, expert weights in the layout that each step needs."""
+
+    sleeps = True
+
+    def __init__(self) -> None:
+        self._in_checkpoint_layout = False
+
+    def engine_arguments(self) -> dict[str, Any]:
+        return {"additional_config": dict(row_for(ADDITIONAL_CONFIG, installed_release()))}
+
+    def before_load(self, model: nn.Module) -> None:
+        """Expert parameters in the checkpoint's layout, each with the loader that vLLM looks for."""
+        for _, module in _expert_modules(model):
+            for weight in _EXPERT_WEIGHTS:
+                parameter = module._parameters[weight]
+                if not self._in_checkpoint_layout:
+                    parameter = nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
+                    module.register_parameter(weight, parameter)
+                parameter.weight_loader = module.weight_loader
+        self._in_checkpoint_layout = True
+
+    def after_load(self, model: nn.Module) -> None:
+        """Expert parameters in the kernels' layout; no byte moves, because the loaded tensors were views of it."""
+        for name, module in _expert_modules(model):
+            for weight in _EXPERT_WEIGHTS:
+                data = module._parameters[weight].data.transpose(1, 2)
+                if not data.is_contiguous():
+                    raise RuntimeError(
+                        f"weight push: {name}.{weight} was not a view of the kernels' layout; this vllm-ascend release lays "
+                        "expert weights out differently from 0.18 and 0.23."
+                    )
+                module.register_parameter(weight, nn.Parameter(data, requires_grad=False))
+        self._in_checkpoint_layout = False
+
+    def release(self, llm: Any) -> None:
+        if self._in_checkpoint_layout and self._has_experts(llm):
+            raise RuntimeError("the rollout engine was woken up and sent back to sleep without a weight push between.")
+        llm.sleep(level=1)
+
+    def restore_weights(self, llm: Any) -> None:
+        """Wakes the weights up. Experts are then in the checkpoint's layout: a weight push must follow."""
+        llm.wake_up(tags=["weights"])
+        self._in_checkpoint_layout = True
+
+    def restore_cache(self, llm: Any) -> None:
+        if self._in_checkpoint_layout and self._has_experts(llm):
+            raise RuntimeError("the rollout engine has experts that were not loaded again after wake_up; push weights first.")
+        llm.wake_up(tags=["kv_cache"])
+
+    def _has_experts(self, llm: Any) -> bool:
+        return any(llm.apply_model(lambda model: next(_expert_modules(model), None) is not None))

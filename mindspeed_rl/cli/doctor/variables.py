@@ -1,0 +1,155 @@
+"""The environment variables of the Ascend stack: what they do, what they should be, what breaks otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable.
+
+    Attributes:
+        name: of the variable.
+        meaning: what it does.
+        typical: usual value in this suite; "" when there is none.
+        breaks: what goes wrong with a wrong or missing value.
+    """
+
+    name: str
+    meaning: str
+    typical: str = ""
+    breaks: str = ""
+
+
+VARIABLES = (
+    Variable("ASCEND_HOME_PATH", "folder of the CANN toolkit; set_env.sh sets it", "", "CANN libraries are not found"),
+    Variable(
+        "ASCEND_OPP_PATH", "operator package; set_env.sh sets it", "", "`import torch` fails when only ASCEND_HOME_PATH is set"
+    ),
+    Variable("ATB_HOME_PATH", "ATB library of NNAL; nnal/atb/set_env.sh sets it", "", "vLLM finds no device (libatb.so)"),
+    Variable("ASCEND_RT_VISIBLE_DEVICES", "dies this process may use", "", "no device, or error 107001"),
+    Variable(
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+        "Ray leaves ASCEND_RT_VISIBLE_DEVICES alone; any value switches it on, 0 too",
+        "1",
+        "all ranks on die 0, or visibility narrowed twice",
+    ),
+    Variable(
+        "TORCH_DEVICE_BACKEND_AUTOLOAD", "0: `import torch` does not load torch_npu", "", "`import torch` fails on driver nodes"
+    ),
+    Variable(
+        "PYTORCH_NPU_ALLOC_CONF",
+        "caching allocator; expandable_segments:True only in processes without a rollout engine",
+        "",
+        "sleep mode asserts; not together with max_split_size_mb or PYTORCH_ALLOC_CONF",
+    ),
+    Variable(
+        "TASK_QUEUE_ENABLE",
+        "operator queue: 2 trains fastest, 1 with graph capture, 0 to debug",
+        "2",
+        "2 fails in graph capture",
+    ),
+    Variable("ASCEND_LAUNCH_BLOCKING", "1: wait after every operator, to find the failing one", "", "slow; not with graphs"),
+    Variable("CPU_AFFINITY_CONF", "1 or 2: bind threads to cores near the device", "1", "slow; harmful in small cpusets"),
+    Variable("MULTI_STREAM_MEMORY_REUSE", "0 to 3: how memory is reused between streams", "", "value check at import"),
+    Variable("STREAMS_PER_DEVICE", "8 or 32", "", "value check at import"),
+    Variable("COMBINED_ENABLE", "1: join small non-contiguous operators", ""),
+    Variable("NPU_ASD_ENABLE", "0: no silent-error detection", ""),
+    Variable("INF_NAN_MODE_ENABLE", "1: infinities and NaN stay visible", "", "0 hides NaN"),
+    Variable(
+        "HCCL_CONNECT_TIMEOUT", "seconds until peers must have connected (120 when unset)", "1800", "EI0006 while models load"
+    ),
+    Variable("HCCL_EXEC_TIMEOUT", "seconds a collective may wait (1836 when unset); not below the one above", "3600", "EI0002"),
+    Variable(
+        "HCCL_BUFFSIZE", "MiB of each of the two buffers of a communicator (200 when unset)", "256", "GiB of device memory"
+    ),
+    Variable("HCCL_IF_BASE_PORT", "first of 16 ports", "12345", "port clash between jobs"),
+    Variable(
+        "HCCL_HOST_SOCKET_PORT_RANGE",
+        "port range of processes that share a device; auto",
+        "",
+        "bind failures; not with MC2 on A2",
+    ),
+    Variable("HCCL_NPU_SOCKET_PORT_RANGE", "the same on the device side; auto", "", "bind failures"),
+    Variable("HCCL_SOCKET_IFNAME", "network interface of the node", "", "rendezvous hangs"),
+    Variable("GLOO_SOCKET_IFNAME", "the same for gloo", "", "rendezvous hangs"),
+    Variable("TP_SOCKET_IFNAME", "the same for torch RPC", "", "rendezvous hangs"),
+    Variable("HCCL_OP_EXPANSION_MODE", "AIV: collectives on the vector cores", "", "AIV caps HCCL_EXEC_TIMEOUT at 1091 s"),
+    Variable("HCCL_DETERMINISTIC", "true or strict: reproducible reductions", "", "runs differ in the last bits"),
+    Variable("HCCL_WHITELIST_DISABLE", "1: no whitelist of peers", "", "connections refused"),
+    Variable("HCCL_ASYNC_ERROR_HANDLING", "1: errors end the process", ""),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "Megatron asserts 1 with tensor parallelism, on NPUs too", "1", "assertion at start"
+    ),
+    Variable("VLLM_USE_V1", "1: the V1 engine (older vLLM only)", "1"),
+    Variable("VLLM_VERSION", "release of a vLLM installed from source", "", "InvalidVersion"),
+    Variable("VLLM_ASCEND_ENABLE_NZ", "0: weights stay in the plain layout", "0", "wake_up and weight updates refuse to run"),
+    Variable("VLLM_ASCEND_ENABLE_FUSED_MC2", "must stay 0: it forces expert weights into NZ", "", "weight updates"),
+    Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1: fused sampling cut-offs (older releases)", "1"),
+    Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "", "fork after device start"),
+    Variable("VLLM_BATCH_INVARIANT", "1: results independent of the batch (beta)", "", "slower; forces NZ off"),
+    Variable("VLLM_DP_SIZE", "data-parallel size of the rollout; the suite derives it", "1"),
+    Variable("ASCEND_GLOBAL_LOG_LEVEL", "0 debug to 3 error", "3", "full disk"),
+    Variable("ASCEND_PROCESS_LOG_PATH", "folder of plogs", ""),
+    Variable("HYDRA_FULL_ERROR", "1: whole stack of configuration errors", "1"),
+    Variable("OMP_NUM_THREADS", "threads of one process", "1"),
+    Variable("TOKENIZERS_PARALLELISM", "threads of tokenizers; warns after fork when true", "true"),
+)
+
+NAMES = frozenset(variable.name for variable in VARIABLES)
+
+
+def problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """What is wrong with an environment: (variable, what, cure). Looks at the file system for the toolkit's folders only."""
+    found: list[tuple[str, str, str]] = []
+    home, opp = environment.get("ASCEND_HOME_PATH"), environment.get("ASCEND_OPP_PATH")
+    source = "source the toolkit's set_env.sh"
+    if home:
+        if not opp:
+            found.append(("ASCEND_OPP_PATH", "is not set while ASCEND_HOME_PATH is: `import torch` will fail", source))
+        for folder in (home, opp, f"{home}/runtime", f"{home}/compiler"):
+            if folder and not Path(folder).is_dir():
+                found.append(("ASCEND_HOME_PATH", f"the folder {folder} does not exist", source))
+        if not environment.get("ATB_HOME_PATH"):
+            found.append(("ATB_HOME_PATH", "is not set: vLLM will find no device", "source nnal/atb/set_env.sh"))
+    allocator = environment.get("PYTORCH_NPU_ALLOC_CONF", "")
+    if "expandable_segments:True" in allocator.replace(" ", ""):
+        found.append(
+            (
+                "PYTORCH_NPU_ALLOC_CONF",
+                f"'{allocator}' is exported to every process; the rollout engine's sleep mode asserts on it",
+                "unset it; the suite sets it for the processes that may have it",
+            )
+        )
+        if "max_split_size_mb" in allocator or "garbage_collection_threshold" in allocator:
+            found.append(("PYTORCH_NPU_ALLOC_CONF", "expandable_segments excludes the other two settings", "keep one of them"))
+    if allocator and environment.get("PYTORCH_ALLOC_CONF"):
+        found.append(("PYTORCH_ALLOC_CONF", "is set beside PYTORCH_NPU_ALLOC_CONF; torch_npu refuses both", "keep one of them"))
+    if environment.get("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES") == "0":
+        found.append(
+            (
+                "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+                "0 means yes to Ray: any text switches it on",
+                "unset it or set 1",
+            )
+        )
+    for name in ("VLLM_ASCEND_ENABLE_NZ", "VLLM_ASCEND_ENABLE_FUSED_MC2"):
+        if environment.get(name, "0") != "0":
+            found.append((name, f"{environment[name]}: weights could not be updated", "set it to 0"))
+    connect, execute = environment.get("HCCL_CONNECT_TIMEOUT"), environment.get("HCCL_EXEC_TIMEOUT")
+    if connect and execute and connect.isdigit() and execute.isdigit() and int(execute) < int(connect):
+        found.append(("HCCL_EXEC_TIMEOUT", f"{execute} is below HCCL_CONNECT_TIMEOUT ({connect})", "raise it"))
+    if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and execute and execute.isdigit() and int(execute) > 1091:
+        found.append(("HCCL_EXEC_TIMEOUT", f"{execute}: AIV mode caps it at 1091 s", "expect 1091, or leave AIV mode"))
+    if environment.get("INF_NAN_MODE_ENABLE") == "0":
+        found.append(("INF_NAN_MODE_ENABLE", "0 hides NaN and infinity", "unset it"))
+    if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
+        found.append(("ASCEND_LAUNCH_BLOCKING", "1 waits after every operator", "unset it when you are done debugging"))
+    if environment.get("TASK_QUEUE_ENABLE", "2") not in ("0", "1", "2"):
+        found.append(
+            ("TASK_QUEUE_ENABLE", f"{environment['TASK_QUEUE_ENABLE']} is not 0, 1 or 2", "use 2, or 1 with graph capture")
+        )
+    return found

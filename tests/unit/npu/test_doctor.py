@@ -1,0 +1,136 @@
+"""`mindspeed-rl doctor`: recorded logs, version lines, environments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.cli import doctor
+from mindspeed_rl.cli.doctor import checks, logs, matrix, messages, variables
+
+LOGS = Path(__file__).parents[2] / "data" / "npu" / "logs"
+
+
+def recorded(key: str) -> Path:
+    return LOGS / f"{key}.txt"
+
+
+@pytest.mark.parametrize("key", [message.key for message in messages.MESSAGES])
+def test_every_known_failure_is_recognised_in_a_recorded_log(key: str) -> None:
+    found = {finding.key for finding in logs.read_log(recorded(key))}
+    assert found == {key}
+
+
+def test_a_healthy_log_has_no_findings() -> None:
+    assert logs.read_log(recorded("healthy")) == []
+
+
+def test_the_rank_that_failed_first_is_reported_first() -> None:
+    paths = [LOGS / f"job_rank{rank}.txt" for rank in range(3)]
+    first, *others = logs.read_logs(paths)
+    assert (first.key, Path(first.file).name) == ("out-of-memory", "job_rank2.txt")
+    assert [Path(other.file).name for other in others] == ["job_rank1.txt", "job_rank0.txt"]
+    assert others[1].count == 3
+
+
+def test_an_error_code_of_torch_npu_is_spelled_out() -> None:
+    assert messages.explain_error_code("x ERR01004 OPS") == "ERR01004: operators, invalid pointer"
+    assert messages.explain_error_code("ERR02200 DIST") == "ERR02200: distributed, call to HCCL failed"
+    assert messages.explain_error_code("ERR99999 UNKNOWN") is None
+
+
+def test_log_mode_prints_cause_and_cure_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--log", str(recorded("nz-enabled"))]) == 1
+    text = capsys.readouterr().out
+    assert "cause: Weights are kept in the NZ layout" in text and "cure:  Set VLLM_ASCEND_ENABLE_NZ=0" in text
+
+
+def test_json_output_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--json", "--log", str(recorded("connect-timeout")), str(recorded("healthy"))]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert report["failures"][0]["key"] == "connect-timeout"
+    assert report["failures"][0]["line_number"] == 2
+
+
+def test_a_missing_log_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        doctor.main(["--log", "/nowhere/run.txt"])
+    assert error.value.code == 2
+    assert "/nowhere/run.txt cannot be read" in capsys.readouterr().err
+
+
+def test_versions_are_compared_number_by_number() -> None:
+    assert matrix.at_least("9.1.0", "9.1.0") and matrix.at_least("9.10.0", "9.2") and matrix.at_least("26.0.rc1", "26.0")
+    assert not matrix.at_least("8.5.1", "9.0.0") and not matrix.at_least("25.3", "25.5")
+
+
+def test_the_line_is_the_one_most_packages_belong_to() -> None:
+    fallback = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0.post2", "vllm": "0.18.0", "vllm-ascend": "0.18.0"}
+    assert matrix.line_for(fallback).name == "fallback"
+    assert matrix.line_for({}).name == "main"
+
+
+def test_a_package_of_another_version_fails_and_names_the_right_one() -> None:
+    findings = checks.check_versions(matrix.LINES[0], {"torch": "2.13.0+cpu", "torch-npu": "2.10.0.post4"})
+    by_name = {finding.name: finding for finding in findings}
+    assert by_name["torch"].status == "fail" and "2.10.0" in by_name["torch"].cure
+    assert by_name["torch-npu"].status == "ok"
+    assert by_name["vllm-ascend"].status == "absent"
+
+
+def environment_problems(**environment: str) -> dict[str, str]:
+    return {name: text for name, text, _ in variables.problems(environment)}
+
+
+def test_half_a_cann_environment_is_reported(tmp_path: Path) -> None:
+    for folder in ("runtime", "compiler"):
+        (tmp_path / folder).mkdir()
+    found = environment_problems(ASCEND_HOME_PATH=str(tmp_path))
+    assert set(found) == {"ASCEND_OPP_PATH", "ATB_HOME_PATH"}
+    whole = {"ASCEND_HOME_PATH": str(tmp_path), "ASCEND_OPP_PATH": str(tmp_path), "ATB_HOME_PATH": str(tmp_path)}
+    assert environment_problems(**whole) == {}
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_NPU_ALLOC_CONF"),
+        ({"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "x"}, "PYTORCH_ALLOC_CONF"),
+        ({"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "0"}, "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"),
+        ({"VLLM_ASCEND_ENABLE_NZ": "1"}, "VLLM_ASCEND_ENABLE_NZ"),
+        ({"HCCL_CONNECT_TIMEOUT": "1800", "HCCL_EXEC_TIMEOUT": "600"}, "HCCL_EXEC_TIMEOUT"),
+        ({"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_EXEC_TIMEOUT": "3600"}, "HCCL_EXEC_TIMEOUT"),
+        ({"TASK_QUEUE_ENABLE": "3"}, "TASK_QUEUE_ENABLE"),
+        ({"INF_NAN_MODE_ENABLE": "0"}, "INF_NAN_MODE_ENABLE"),
+    ],
+)
+def test_a_harmful_variable_is_named(environment: dict[str, str], named: str) -> None:
+    assert set(environment_problems(**environment)) == {named}
+
+
+def test_a_cpu_machine_is_fine_and_hears_what_an_npu_machine_needs() -> None:
+    report = doctor.examine("cpu", "main", {}, probe_torch=False)
+    assert report.ok
+    text = doctor.as_text(report)
+    assert "CANN: not installed" in text and "CPU runs work without any of this" in text
+
+
+def test_the_same_machine_judged_as_an_npu_machine_is_not() -> None:
+    report = doctor.examine("npu", "main", {}, probe_torch=False)
+    assert not report.ok
+    assert {"torch-npu", "CANN", "/dev/davinci*"} <= {finding.name for finding in report.findings if finding.status == "fail"}
+
+
+def test_the_doctor_does_not_import_torch_itself() -> None:
+    code = "import sys, mindspeed_rl.cli.doctor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_cann_version_is_read_from_the_toolkit(tmp_path: Path) -> None:
+    (tmp_path / "version.cfg").write_text("# version: 1.0\nruntime_running_version=[9.1.0:9.1.0.B020]\n")
+    assert checks.cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"

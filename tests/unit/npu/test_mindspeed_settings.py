@@ -1,0 +1,52 @@
+"""The keys that MindSpeed gets, without MindSpeed: it is tested on the simulated NPU (tests/npu_sim)."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rl.adaptors import mindspeed
+from mindspeed_rl.config import MegatronConfig
+
+
+def test_fused_kernels_are_always_on_and_complete() -> None:
+    keys = mindspeed.settings(MegatronConfig())
+    assert all(keys[f"use_{name}"] for name in ("flash_attn", "fused_rmsnorm", "fused_swiglu", "fused_rotary_pos_emb"))
+    assert keys["position_embedding_type"] == "rope"  # without it the fused rotary embedding fails at the first forward
+    assert keys["transformer_impl"] == "local" and keys["use_legacy_models"] is False
+
+
+def test_mindspeeds_own_context_parallelism_stays_off() -> None:
+    assert mindspeed.settings(MegatronConfig(context_parallel_size=4))["context_parallel_size"] == 1
+
+
+def test_memory_features_of_the_run_file_are_passed_on() -> None:
+    config = MegatronConfig(swap_optimizer=True, swap_attention=True, use_distributed_optimizer=True)
+    keys = mindspeed.settings(config)
+    assert keys["swap_optimizer"] and keys["swap_attention"] and keys["use_distributed_optimizer"]
+    assert "reuse_fp32_param" not in keys
+
+
+def test_a_misspelled_key_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(ValueError, match="no argument 'use_fused_rmsnrom'; did you mean 'use_fused_rmsnorm'"):
+        mindspeed.check_keys({"use_fused_rmsnrom": True}, {"use_fused_rmsnorm": False})
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            MegatronConfig(swap_optimizer=True, reuse_fp32_param=True, use_distributed_optimizer=True),
+            "swap_optimizer and reuse",
+        ),
+        (MegatronConfig(swap_optimizer=True), "use_distributed_optimizer"),
+        (MegatronConfig(reuse_fp32_param=True, bf16=False), "needs bf16"),
+        (MegatronConfig(num_attention_heads=6, context_parallel_size=4), "6 attention heads cannot be split"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_refused(config: MegatronConfig, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        mindspeed.check(config)
+
+
+def test_ring_attention_does_not_need_divisible_heads() -> None:
+    mindspeed.check(MegatronConfig(num_attention_heads=6, context_parallel_size=4, context_parallel_algo="megatron_cp_algo"))

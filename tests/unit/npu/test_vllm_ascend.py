@@ -1,0 +1,137 @@
+"""What the suite does around vllm-ascend: keys per release, environment rules, layouts of expert weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_rl.adaptors import vllm_ascend
+
+EXPERTS, INNER, HIDDEN = 3, 4, 8
+
+
+class AscendExperts(nn.Module):
+    """A layer of experts as vllm-ascend leaves it after loading: last two dimensions swapped, no loader on the tensors."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, 2 * inner), requires_grad=False)
+        self.w2_weight = nn.Parameter(torch.zeros(EXPERTS, inner, HIDDEN), requires_grad=False)
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: torch.Tensor, expert: int) -> None:
+        parameter.data[expert].copy_(loaded)
+
+
+class Engine:
+    """The calls of LLM that the hooks use; wake_up swaps expert dimensions by shape, as the workers of 0.18 and 0.23 do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.slept, self.awake = model, [], []
+
+    def apply_model(self, function: Callable[[nn.Module], object]) -> list[object]:
+        return [function(self.model)]
+
+    def sleep(self, level: int) -> None:
+        self.slept.append(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.awake += tags
+        if "weights" not in tags:
+            return
+        for module in self.model.modules():
+            for name, dimension in (("w13_weight", 1), ("w2_weight", 2)):
+                parameter = getattr(module, name, None)
+                if parameter is not None and parameter.shape[dimension] == HIDDEN:
+                    setattr(module, name, nn.Parameter(parameter.transpose(1, 2), requires_grad=False))
+
+
+def push(
+    hooks: vllm_ascend.VllmAscendHooks, layer: AscendExperts, inner: int, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loads numbered checkpoint tensors through each parameter's own loader, as vLLM models do."""
+    w13 = torch.arange(EXPERTS * 2 * inner * HIDDEN, dtype=torch.float32).view(EXPERTS, 2 * inner, HIDDEN) + offset
+    w2 = torch.arange(EXPERTS * HIDDEN * inner, dtype=torch.float32).view(EXPERTS, HIDDEN, inner) - offset
+    hooks.before_load(layer)
+    for expert in range(EXPERTS):
+        layer.w13_weight.weight_loader(layer.w13_weight, w13[expert], expert)
+        layer.w2_weight.weight_loader(layer.w2_weight, w2[expert], expert)
+    hooks.after_load(layer)
+    return w13, w2
+
+
+def assert_kernels_see(layer: AscendExperts, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    assert layer.w13_weight.is_contiguous() and layer.w2_weight.is_contiguous()
+    assert torch.equal(layer.w13_weight, w13.transpose(1, 2)) and torch.equal(layer.w2_weight, w2.transpose(1, 2))
+
+
+# the second size is where shapes alone cannot tell the layouts apart: hidden == 2 * inner
+@pytest.mark.parametrize("inner", [3, HIDDEN // 2, HIDDEN])
+def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) -> None:
+    layer = AscendExperts(inner)
+    hooks, engine = vllm_ascend.VllmAscendHooks(), Engine(layer)
+    storage = layer.w13_weight.untyped_storage().data_ptr()
+    assert_kernels_see(layer, *push(hooks, layer, inner, 0.5))
+    for iteration in range(3):
+        hooks.release(engine)
+        hooks.restore_weights(engine)
+        assert_kernels_see(layer, *push(hooks, layer, inner, float(iteration)))
+        hooks.restore_cache(engine)
+    assert layer.w13_weight.untyped_storage().data_ptr() == storage, "the memory pool's own tensors must be written"
+    assert engine.slept == [1, 1, 1] and engine.awake == ["weights", "kv_cache"] * 3
+
+
+def test_a_push_without_sleep_works_too() -> None:
+    layer, hooks = AscendExperts(3), vllm_ascend.VllmAscendHooks()
+    for offset in (1.0, 2.0):
+        assert_kernels_see(layer, *push(hooks, layer, 3, offset))
+
+
+def test_experts_that_were_woken_but_not_pushed_stop_the_run() -> None:
+    layer, hooks = AscendExperts(3), vllm_ascend.VllmAscendHooks()
+    engine = Engine(layer)
+    hooks.release(engine)
+    hooks.restore_weights(engine)
+    with pytest.raises(RuntimeError, match="push weights first"):
+        hooks.restore_cache(engine)
+    with pytest.raises(RuntimeError, match="without a weight push"):
+        hooks.release(engine)
+
+
+def test_a_dense_model_may_wake_up_without_a_push() -> None:
+    hooks, engine = vllm_ascend.VllmAscendHooks(), Engine(nn.Linear(2, 2))
+    hooks.release(engine)
+    hooks.restore_weights(engine)
+    hooks.restore_cache(engine)
+    hooks.release(engine)
+    assert engine.slept == [1, 1]
+
+
+def test_additional_config_has_only_keys_of_the_release() -> None:
+    table = vllm_ascend.ADDITIONAL_CONFIG
+    assert "weight_nz_mode" not in vllm_ascend.row_for(table, (0, 18))
+    assert vllm_ascend.row_for(table, (0, 22)) == vllm_ascend.row_for(table, (0, 18))
+    assert vllm_ascend.row_for(table, (0, 23))["weight_nz_mode"] == 0
+    with pytest.raises(ValueError, match="0.11 is older than 0.18"):
+        vllm_ascend.row_for(table, (0, 11))
+
+
+def test_a_release_is_read_from_a_version() -> None:
+    assert vllm_ascend.parse_release("0.23.0rc1") == (0, 23)
+    with pytest.raises(ValueError, match="'main' is not a vllm-ascend version"):
+        vllm_ascend.parse_release("main")
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({}, "VLLM_ASCEND_ENABLE_NZ: 1"),
+        ({"VLLM_ASCEND_ENABLE_NZ": "0", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments: True"}, "PYTORCH_NPU_ALLOC_CONF"),
+        ({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"}, "VLLM_ASCEND_ENABLE_FUSED_MC2"),
+    ],
+)
+def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        vllm_ascend.check_environment(environment)
