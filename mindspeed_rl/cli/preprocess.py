@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--prompt-type", help="chat template; hf is the tokenizer's own")
     text.add_argument("--prompt-type-path", help="template file of your own")
     text.add_argument("--enable-thinking", choices=["true", "false", "none"])
+    text.add_argument("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
+    text.add_argument("--drop-thinking", type=_true_or_false, help="leave thoughts out of all answers but the last")
     text.add_argument("--append-eod", action="store_true", default=None, help="end token after each pretraining document")
     text.add_argument("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
     text.add_argument("--pad-to-multiple-of", type=int)

@@ -80,7 +80,7 @@ class Conversation:
 
     @property
     def num_hf_messages(self) -> int:
-        """Messages in the form of `apply_chat_template`, where each tool result is its own message; without the system prompt."""
+        """Messages in the form of `apply_chat_template`, where each tool result is one; without the system prompt."""
         return sum(len(message.contents) if message.role == "observation" else 1 for message in self.messages)
 
     def check_order(self) -> None:

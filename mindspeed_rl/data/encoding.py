@@ -15,7 +15,7 @@ TurnIds = tuple[list[int], list[int]]
 
 
 class TextEncoder:
-    """Encodes texts, without special tokens unless asked for; a fast tokenizer is driven directly, without the Python layer around it."""
+    """Encodes texts, without special tokens unless asked for; a fast tokenizer is driven without the Python layer around it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool = False) -> None:
         self.tokenizer = tokenizer
@@ -85,8 +85,8 @@ class TextEncoder:
 def fit_lengths(source: int, target: int, budget: int, *, keeps_fitting_half: bool) -> tuple[int, int]:
     """Return how many tokens of source and target to keep within `budget`.
 
-    Plain rule: both shrink in proportion, the target to no less than one token. With `keeps_fitting_half`: a half that is shorter
-    than half the budget stays whole and the other one is cut; only if both are longer do they shrink in proportion.
+    Plain rule: both shrink in proportion, the target to no less than one token. With `keeps_fitting_half`: a half that is
+    shorter than half the budget stays whole and the other one is cut; only if both are longer do they shrink in proportion.
     """
     if source + target <= budget:
         return source, target

@@ -59,7 +59,7 @@ def pack_row(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ([seq_length] input_ids, attention_mask, labels), int32.
 
-    The attention mask of a neat pack holds 1 on the first sample, 2 on the second ... and 0 on padding; otherwise it is 1 everywhere.
+    The attention mask of a neat pack holds 1 on the first sample, 2 on the second ... and 0 on padding; otherwise 1 everywhere.
     """
     input_ids = np.full(seq_length, pad_id, dtype=np.int32)
     labels = np.full(seq_length, IGNORE_INDEX, dtype=np.int32)

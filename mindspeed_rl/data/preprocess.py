@@ -1,8 +1,9 @@
 """The preprocessing run: plan chunks, encode them in workers, write columns in input order, pack, publish, report.
 
-The files do not depend on the number of workers or parts: chunks come back in input order, and packing looks at all samples at once.
-Everything is written in a hidden folder beside the target and renamed at the end, indexes last, so an interrupted run leaves
-nothing that can be opened. With `--n-subs N` the work is cut into N consecutive parts; a repeated command keeps the finished ones.
+The files do not depend on the number of workers or parts: chunks come back in input order, and packing looks at all samples at
+once. Everything is written in a hidden folder beside the target and renamed at the end, indexes last, so an interrupted run
+leaves nothing that can be opened. With `--n-subs N` the work is cut into N consecutive parts; a repeated command keeps the
+finished ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
 from mindspeed_rl.data.indexed import SUFFIXES, IndexedWriter, open_indexed, packed_prefix, pretrain_prefix
 from mindspeed_rl.data.packing import greedy_packs, pack_row
-from mindspeed_rl.data.sources import Chunk, Source, limited, open_source, read_chunk
+from mindspeed_rl.data.sources import Chunk, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED, MAX_BAD_ROWS_LISTED, Counts, render_columns, summary_text
-from mindspeed_rl.data.templates import load_template
+from mindspeed_rl.data.templates import HfTemplate, Template, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
 
 
@@ -53,6 +54,8 @@ class PreprocessConfig:
     prompt_type: str | None = None
     prompt_type_path: str | None = None
     enable_thinking: str = "none"
+    reasoning_effort: str | None = None
+    drop_thinking: bool | None = None
     append_eod: bool = False
     seq_length: int | None = None
     pad_to_multiple_of: int = 1
@@ -140,10 +143,27 @@ def build_handler(config: PreprocessConfig) -> Handler:
         template = load_template(config.prompt_type or forced or "empty", tokenizer, path=config.prompt_type_path)
         if template.eos_token is not None:
             set_eos_token(tokenizer, template.eos_token)
-        if config.enable_thinking != "none" and not template.can_think:
-            raise ValueError(f"enable_thinking={config.enable_thinking} has no meaning for prompt_type={template.name!r}")
+        _check_reasoning(config, template)
     settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in ("tokenizer", "template")}
     return kind(HandlerSettings(tokenizer=tokenizer, template=template, **settings))
+
+
+def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) -> None:
+    """Refuse settings that the template cannot honour; apply drop_thinking."""
+    if config.enable_thinking != "none" and not template.can_think:
+        raise ValueError(f"enable_thinking={config.enable_thinking} has no meaning for prompt_type={template.name!r}")
+    if config.reasoning_effort is not None:
+        if config.reasoning_effort not in template.efforts:
+            allowed = ", ".join(template.efforts) or "none for this template"
+            raise ValueError(
+                f"reasoning_effort={config.reasoning_effort!r} with prompt_type={template.name!r}; allowed: {allowed}"
+            )
+        if config.enable_thinking != "true":
+            raise ValueError("reasoning_effort needs enable_thinking=true")
+    if config.drop_thinking is not None:
+        if not isinstance(template, Template) or not template.can_think:
+            raise ValueError(f"drop_thinking has no meaning for prompt_type={template.name!r}")
+        template.drop_thinking = config.drop_thinking
 
 
 def encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> ChunkResult:
@@ -206,7 +226,7 @@ def encode_chunks(handler: Handler, chunks: Iterator[Chunk], *, workers: int, on
 
 
 class Progress:
-    """A bar with rows/s, tokens/s and time left; on a stream that is no terminal, a line every `log_interval` rows, 5 s apart at least."""
+    """A bar with rows/s, tokens/s and time left; without a terminal, a line every `log_interval` rows, but 5 s apart."""
 
     def __init__(self, total_weight: int | None, log_interval: int) -> None:
         self._total = total_weight
@@ -292,7 +312,7 @@ def run(config: PreprocessConfig) -> Report:
     """Write the dataset and return the report.
 
     Raises:
-        ValueError: wrong settings; a malformed row while on_bad_row is "error" (file and row number in the message); nothing was kept.
+        ValueError: wrong settings; a malformed row while on_bad_row is "error" (with file and row); nothing was kept.
     """
     started = time.monotonic()
     parent = Path(config.output_prefix).expanduser().parent
@@ -331,24 +351,30 @@ def run(config: PreprocessConfig) -> Report:
     return Report(counts, files, text, lengths)
 
 
-def open_input(config: PreprocessConfig, handler: Handler) -> Source:
+def open_input(config: PreprocessConfig, handler: Handler) -> RowSource:
     """The rows to read: the handler's own choice (dataset names, for example), or what lies at `input`."""
     own = handler.open_source(config)
     if own is not None:
         return own
-    return open_source(
+    source = open_source(
         config.input, cache_dir=config.cache_dir, streaming=config.streaming, dataset_options=config.hf_datasets_params
     )
+    return replace(source, max_rows=config.max_samples)
 
 
-def _fingerprint(config: PreprocessConfig, source: Source) -> str:
+def _fingerprint(config: PreprocessConfig, source: RowSource) -> str:
     settings = {key: value for key, value in asdict(config).items() if key not in ("workers", "log_interval")}
     text = json.dumps([settings, source.fingerprint()], sort_keys=True, default=list, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write_parts(
-    config: PreprocessConfig, handler: Handler, source: Source, total_weight: int | None, work: Path, names: Mapping[str, str]
+    config: PreprocessConfig,
+    handler: Handler,
+    source: RowSource,
+    total_weight: int | None,
+    work: Path,
+    names: Mapping[str, str],
 ) -> tuple[Counts, list[str]]:
     """Write every part that is not there yet; return the counts and the parts' path prefixes in order."""
     total = Counts()
@@ -358,7 +384,7 @@ def _write_parts(
     numbers: deque[int] = deque()
 
     def to_do() -> Iterator[Chunk]:
-        for part, chunk in numbered_parts(limited(source.chunks(), config.max_samples), total_weight, config.n_subs):
+        for part, chunk in numbered_parts(source.chunks(), total_weight, config.n_subs):
             if part not in finished:
                 numbers.append(part)
                 yield chunk
@@ -471,7 +497,7 @@ def show(config: PreprocessConfig, count: int) -> str:
     lines = []
     shown = 0
     dropped: Counter[str] = Counter()
-    for chunk in limited(open_input(config, handler).chunks(), config.max_samples):
+    for chunk in open_input(config, handler).chunks():
         for number, row in read_chunk(chunk):
             batch = handler.encode([(number, row)])
             if batch.bad and config.on_bad_row == "error":

@@ -84,8 +84,8 @@ def build_pretrain_datasets(
 ) -> tuple[GPTDataset | Any | None, ...]:
     """Return the (train, valid, test) datasets; a split without documents or samples is None.
 
-    An item holds tokens, labels (shifted by one), loss_mask and position_ids, each [seq_length]. With torch.distributed running,
-    every rank must call this: rank 0 builds the index files first.
+    An item holds tokens, labels (shifted by one), loss_mask and position_ids, each [seq_length]. With torch.distributed
+    running, every rank must call this: rank 0 builds the index files first.
 
     Args:
         num_samples: samples wanted of train, valid and test; epochs repeat as often as needed.

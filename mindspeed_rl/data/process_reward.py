@@ -13,8 +13,8 @@ from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns
 class ProcessRewardSample(TypedDict):
     """One solution.
 
-    input_ids, labels: [tokens] int64; the label at each placeholder is its reward token, IGNORE_INDEX elsewhere. The model's output
-    at the placeholder itself is compared with it: unlike in language modelling, nothing is shifted.
+    input_ids, labels: [tokens] int64; the label at each placeholder is its reward token, IGNORE_INDEX elsewhere. The model's
+    output at the placeholder itself is compared with it: unlike in language modelling, nothing is shifted.
     step_positions: [steps] int64, where the placeholders are.
     """
 

@@ -65,7 +65,8 @@ class PromptDataset:
         self.num_read = len(lengths) + sum(dropped.values())
         if len(self._kept) == 0:
             raise ValueError(
-                f"no prompt is left: {self.num_too_long} of {self.num_read} have max_prompt_length={max_prompt_length} tokens or more"
+                f"no prompt is left: {self.num_too_long} of {self.num_read} rows have max_prompt_length={max_prompt_length}"
+                " tokens or more"
             )
 
     def __len__(self) -> int:

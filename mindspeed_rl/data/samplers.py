@@ -20,8 +20,8 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> np
 class BatchSampler:
     """Endless batches of dataset indices, the same on every rank; each rank takes its slice.
 
-    Epochs follow each other, each in its own order. At an epoch's end, `tail="wrap"` fills the last batch from the next epoch, so
-    that every sample is seen once per epoch; `tail="drop"` leaves out the samples that do not fill a batch.
+    Epochs follow each other, each in its own order. At an epoch's end, `tail="wrap"` fills the last batch from the next epoch,
+    so that every sample is seen once per epoch; `tail="drop"` leaves out the samples that do not fill a batch.
 
     Raises:
         ValueError: the dataset is empty, or smaller than a batch while tail is "drop".

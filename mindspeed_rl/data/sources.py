@@ -1,7 +1,7 @@
 """Raw data as a stream of chunks: parquet, arrow, json, jsonl, csv, txt, folders of them, Hugging Face datasets.
 
 The process that plans the work cuts the input into chunks and holds a few of them at a time; workers turn a chunk into rows.
-Line files travel as byte ranges, tables as Arrow batches, so planning costs next to nothing and memory does not grow with the input.
+Line files travel as byte ranges, tables as Arrow batches, so planning is cheap and memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_rl.data.conversation import BadRow
 
@@ -32,8 +32,20 @@ NumberedRow = tuple[int, Mapping[str, Any] | BadRow]
 
 
 @dataclass(frozen=True)
+class TaggedRow:
+    """A row of a mixture: its dataset's number, and where it is from when its chunk does not tell."""
+
+    tag: int
+    row: Any
+    origin: str | None = None
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """A run of `num_rows` rows of one file; `first_row` counts from 1, `weight` is its share of `Source.total_weight`."""
+    """A run of `num_rows` rows of one file.
+
+    `first_row` counts from 1, `weight` is the chunk's share of `total_weight`; with a `tag` the rows are read as TaggedRow.
+    """
 
     path: str
     kind: str
@@ -43,16 +55,39 @@ class Chunk:
     start: int = 0
     stop: int = 0
     payload: Any = None
+    tag: int | None = None
+
+
+class RowSource(Protocol):
+    """Where rows come from."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Files that were found and not read."""
+        ...
+
+    def total_weight(self) -> int | None:
+        """Sum of the chunks' weights; None where it cannot be known before reading."""
+        ...
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield every row once, in order."""
+        ...
+
+    def fingerprint(self) -> list[Any]:
+        """Something that changes when the input does."""
+        ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one format (or a Hugging Face dataset), in the order in which they are read."""
+    """Files of one format (or a Hugging Face dataset), in the order in which they are read, up to `max_rows` rows."""
 
     format: str
     paths: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     dataset: Any = None
+    max_rows: int | None = None
 
     def total_weight(self) -> int | None:
         """Sum of the chunks' weights (bytes or rows); None where it cannot be known before reading."""
@@ -70,6 +105,9 @@ class Source:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield every row once, in file order."""
+        return limited(self._all_chunks(), self.max_rows)
+
+    def _all_chunks(self) -> Iterator[Chunk]:
         if self.format == "dataset":
             yield from _dataset_chunks(self.dataset, self.paths[0])
             return
@@ -88,7 +126,7 @@ class Source:
 def open_source(
     location: str, *, cache_dir: str | None = None, streaming: bool = False, dataset_options: Mapping[str, Any] | None = None
 ) -> Source:
-    """Find out what lies at `location`: a file, a folder of files, a dataset written by `save_to_disk`, or a dataset name on the hub.
+    """Find out what lies at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
 
     In a folder the most frequent data format wins; the other files are listed in `ignored`.
 
@@ -310,8 +348,13 @@ _CHUNKERS = {
 }
 
 
-def read_chunk(chunk: Chunk) -> list[NumberedRow]:
-    """Rows of a chunk with their numbers in the file; a line that is not JSON becomes a BadRow, an empty line of a JSONL is skipped."""
+def read_chunk(chunk: Chunk) -> list[tuple[int, Any]]:
+    """Rows of a chunk with their numbers in the file; a line that is not JSON becomes a BadRow, an empty one is skipped."""
+    rows = _chunk_rows(chunk)
+    return rows if chunk.tag is None else [(number, TaggedRow(chunk.tag, row)) for number, row in rows]
+
+
+def _chunk_rows(chunk: Chunk) -> list[NumberedRow]:
     if chunk.kind == "rows":
         return list(enumerate(chunk.payload[: chunk.num_rows], start=chunk.first_row))
     if chunk.kind == "table":

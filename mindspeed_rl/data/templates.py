@@ -14,10 +14,19 @@ The data file is a JSON list of objects, in the form MindSpeed users know, so th
     efficient_eos         no end token after each answer: the label of the next turn's first token is the end token instead
     force_system          write the system turn even when it is empty
     observation_join      text between the results of parallel calls
-    thought_words         what opens and closes a thought (for ReasoningTemplate)
+    tools_before_system   write the tools as a system turn of their own, before the system prompt's
     template_class        Llama2Template: the system text goes into the first user turn
-                          ReasoningTemplate: empty thoughts are written where an answer has none
+                          ReasoningTemplate, DeepSeek4Template: thoughts are told apart from answers, see below
                           LFDefaultTemplate: as the plain one, but over-long turns keep whichever half fits
+
+For templates that know thoughts:
+
+    thought_words         what opens and closes a thought
+    thought_empty         what the model reads where an answer has no thought (default: an empty thought)
+    thought_in_source     the opening belongs to what the model reads
+    drop_thinking         leave thoughts out of all answers but the last (not in conversations with tools)
+    thinking_off_suffix   added to the user's text when thinking is switched off
+    reasoning_effort      effort -> text before everything else
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mindspeed_rl.data.conversation import BadRow, Conversation, Message
 from mindspeed_rl.data.tools import tool_style
@@ -43,10 +52,12 @@ Thinking = Literal["true", "false", "none"]
 
 _FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
 _KNOWN_KEYS = frozenset(
-    "name format_user format_assistant format_system format_function format_observation format_separator format_prefix format_tools "
-    "default_system stop_words efficient_eos replace_eos force_system observation_join thought_words template_class".split()
+    "name format_user format_assistant format_system format_function format_observation format_separator format_prefix "
+    "format_tools default_system stop_words efficient_eos replace_eos force_system observation_join tools_before_system "
+    "template_class thought_words thought_empty thought_in_source drop_thinking thinking_off_suffix reasoning_effort".split()
 )
-_TEMPLATE_CLASSES = (None, "Llama2Template", "ReasoningTemplate", "LFDefaultTemplate")
+_REASONING_CLASSES = ("ReasoningTemplate", "DeepSeek4Template")
+_TEMPLATE_CLASSES = (None, "Llama2Template", "LFDefaultTemplate", *_REASONING_CLASSES)
 
 
 @dataclass(frozen=True)
@@ -137,18 +148,23 @@ class Template:
         self.default_system: str = entry.get("default_system", "")
         self.stop_words: tuple[str, ...] = tuple(entry.get("stop_words", ()))
         self.eos_token: str | None = self.stop_words[0] if entry.get("replace_eos", False) else None
-        self.reasoning = template_class == "ReasoningTemplate"
+        self.can_think = template_class in _REASONING_CLASSES
         self.system_in_user = template_class == "Llama2Template"
-        self.can_think = self.reasoning
-        self.keeps_fitting_half = template_class in ("LFDefaultTemplate", "ReasoningTemplate")
-        opening, closing = entry.get("thought_words", ("<think>\n", "\n</think>\n\n"))
-        if (opening, closing) == ("<think>", "</think>"):
-            opening, closing = "<think>\n", "\n</think>\n\n"
-        self.thought_words = (opening, closing)
-        self._thought = re.compile(
-            r"^\s*" + re.escape(opening.strip()) + r"(?P<thought>.*?)" + re.escape(closing.strip()) + r"\s*", re.DOTALL
-        )
+        self.keeps_fitting_half = template_class in ("LFDefaultTemplate", *_REASONING_CLASSES)
+        self.tools_before_system = bool(entry.get("tools_before_system", False))
         self.observation_join: str = entry.get("observation_join", "\n")
+        opening, closing = entry.get("thought_words", ("<think>\n", "\n</think>\n\n"))
+        self.thought_words: tuple[str, str] = (opening, closing)
+        self.thought_empty: str = entry.get("thought_empty", opening + closing)
+        self.thought_in_source = bool(entry.get("thought_in_source", False))
+        self.drop_thinking = bool(entry.get("drop_thinking", False))
+        self.thinking_off_suffix: str = entry.get("thinking_off_suffix", "")
+        self.efforts: dict[str, str] = entry.get("reasoning_effort", {})
+        marks = {(opening.strip(), closing.strip()), ("<think>", "</think>")}
+        self._thoughts = [
+            re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\s*", re.DOTALL)
+            for first, last in marks
+        ]
 
         end = [] if self.efficient_eos else [["eos_token"]]
 
@@ -165,7 +181,7 @@ class Template:
         tools = entry.get("format_tools", {}).get("tool_format")
         self.tools = tool_style(tools) if tools else None
 
-    def render(self, conversation: Conversation, thinking: Thinking = "none") -> Rendering:
+    def render(self, conversation: Conversation, thinking: Thinking = "none", *, effort: str | None = None) -> Rendering:
         """Write the conversation out; a conversation that ends with a source gives a last turn with an empty target.
 
         Raises:
@@ -174,70 +190,64 @@ class Template:
         conversation.check_order()
         turns = []
         messages = conversation.messages
+        last = len(messages) - 1
         for index in range(0, len(messages), 2):
-            source: list[Piece] = []
             lead = ""
-            if index == 0:
-                source += self.prefix.apply()
-                system = self._system_text(conversation)
-                if system or self.force_system:
-                    written = self.system.apply(content=system)
-                    if self.system_in_user:
-                        lead = "".join(part for part in written if isinstance(part, str))
-                    else:
-                        source += written
+            if index:
+                source = self.separator.apply()
             else:
-                source += self.separator.apply()
-            source += self._source(messages[index], lead, index // 2)
+                source, lead = self._beginning(conversation, effort)
+            suffix = self.thinking_off_suffix if thinking == "false" else ""
+            source += self._source(messages[index], lead, suffix, index // 2)
             target: list[Piece] = []
-            if index + 1 < len(messages):
-                opening, target = self._target(messages[index + 1], thinking)
+            if index < last:
+                drops = self.drop_thinking and index + 1 < last and not conversation.tools
+                opening, target = self._target(messages[index + 1], "false" if drops else thinking)
                 source.append(opening)
-            elif self.reasoning and thinking == "false":
-                source.append("".join(self.thought_words))
+            elif self.can_think and thinking == "false":
+                source.append(self.thought_empty)
+            elif self.thought_in_source:
+                source.append(self.thought_words[0] if thinking == "true" else self.thought_empty)
             turns.append(Turn(joined(source), joined(target)))
         return Rendering(tuple(turns), self.efficient_eos)
 
-    def _system_text(self, conversation: Conversation) -> str:
+    def _beginning(self, conversation: Conversation, effort: str | None) -> tuple[list[Piece], str]:
+        """What stands before the first turn, and what goes into it."""
+        source = self.prefix.apply()
+        if effort is not None:
+            source.append(self.efforts[effort])
         system = conversation.system or self.default_system
         if conversation.tools:
             if self.tools is None:
                 raise BadRow(f"template {self.name!r} cannot write tools; templates that can have format_tools")
             text = self.tools.schemas(conversation.tools)
-            system = system + text if system else text.lstrip("\n")
-        return system
+            if self.tools_before_system:
+                source += self.system.apply(content=text)
+            else:
+                system = system + text if system else text.lstrip("\n")
+        if not system and not self.force_system:
+            return source, ""
+        written = self.system.apply(content=system)
+        if self.system_in_user:
+            return source, "".join(part for part in written if isinstance(part, str))
+        return source + written, ""
 
-    def _source(self, message: Message, lead: str, number: int) -> list[Piece]:
+    def _source(self, message: Message, lead: str, suffix: str, number: int) -> list[Piece]:
         if message.role == "observation":
             if self.tools is None:
                 raise BadRow(f"template {self.name!r} cannot write tool results; templates that can have format_tools")
             return self.observation.apply(content=self.observation_join.join(message.contents), idx=str(number))
-        return self.user.apply(content=lead + message.content, idx=str(number))
+        return self.user.apply(content=lead + message.content + suffix, idx=str(number))
 
     def _target(self, message: Message, thinking: Thinking) -> tuple[str, list[Piece]]:
-        """Return what the answer's turn adds to the source, and the target."""
-        content = message.content
-        thought = ""
-        opening = ""
-        if self.reasoning:
-            match = self._thought.match(content)
-            if match:
-                thought, content = match["thought"].strip("\n"), content[match.end() :]
-            thought = message.reasoning or thought
-            if thinking == "false":
-                thought = ""
-            if thought or thinking == "true":
-                content = thought.join(self.thought_words) + content
-            else:
-                opening = "".join(self.thought_words)
-        elif message.reasoning:
-            raise BadRow(f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can")
+        """Return what the answer adds to the source, and the target."""
+        opening, thought, content = self._split_thought(message, thinking)
         if message.role != "function":
-            return opening, self.assistant.apply(content=content)
+            return opening, [thought, *self.assistant.apply(content=content)]
         if self.tools is None:
             raise BadRow(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
         if self.function.fields & {"name", "arguments"}:
-            written: list[Piece] = [content]
+            written: list[Piece] = [thought, content]
             for call in message.calls:
                 arguments = json.dumps(call.arguments, ensure_ascii=False)
                 written += self.function.apply(content=content, name=call.name, arguments=arguments)
@@ -246,15 +256,36 @@ class Template:
             calls = self.tools.calls(message.calls)
         except ValueError as error:
             raise BadRow(str(error)) from error
-        text = f"{content}\n{calls}" if content and not content.endswith("\n") else content + calls
-        return opening, self.function.apply(content=text)
+        separator = "\n" if content and not content.endswith("\n") and not calls.startswith("\n") else ""
+        return opening, [thought, *self.function.apply(content=content + separator + calls)]
+
+    def _split_thought(self, message: Message, thinking: Thinking) -> tuple[str, str, str]:
+        """Return (what the source ends with, the thought as written in the target, the answer without it)."""
+        content = message.content
+        if not self.can_think:
+            if message.reasoning:
+                raise BadRow(f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can")
+            return "", "", content
+        thought = message.reasoning
+        for pattern in self._thoughts:
+            match = pattern.match(content)
+            if match:
+                thought = thought or match["thought"].strip("\n")
+                content = content[match.end() :]
+                break
+        if thinking == "false" or (not thought and thinking != "true"):
+            return self.thought_empty, "", content
+        opening, closing = self.thought_words
+        if self.thought_in_source:
+            return opening, thought + closing, content
+        return "", opening + thought + closing, content
 
 
 class HfTemplate:
     """The tokenizer's own chat template, cut into turns.
 
-    Each answer begins where the template's generation prompt ends and closes with the text the template puts after the last answer,
-    up to and including the tokenizer's end token.
+    Each answer begins where the template's generation prompt ends and closes with the text the template puts after the last
+    answer, up to and including the tokenizer's end token.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -262,6 +293,7 @@ class HfTemplate:
 
     name = HF_TEMPLATE
     eos_token: str | None = None
+    efforts: ClassVar[dict[str, str]] = {}
     keeps_fitting_half = True
     can_think = True
 
@@ -295,11 +327,11 @@ class HfTemplate:
             raise ValueError("the tokenizer's chat template writes nothing after an answer, so a model could not learn to stop")
         return terminator
 
-    def render(self, conversation: Conversation, thinking: Thinking = "none") -> Rendering:
+    def render(self, conversation: Conversation, thinking: Thinking = "none", *, effort: str | None = None) -> Rendering:
         """Write the conversation out; the turns' concatenation is the chat template's own text.
 
         Raises:
-            BadRow: the roles do not alternate, the template refuses or drops a part, or rewrites earlier turns beyond recognition.
+            BadRow: the roles do not alternate, or the template refuses or drops a part, or rewrites earlier turns.
         """
         conversation.check_order()
         messages = hf_messages(conversation)

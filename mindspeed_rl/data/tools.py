@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_rl.data.conversation import ToolCall
 
@@ -18,20 +18,35 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return tool.get("function", tool)
 
 
+class ToolStyle(Protocol):
+    """What a template needs of a tool format."""
+
+    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+        """Text that follows the system prompt."""
+        ...
+
+    def calls(self, calls: Sequence[ToolCall]) -> str:
+        """Text of the assistant's calls.
+
+        Raises:
+            ValueError: more calls in one turn than the format holds.
+        """
+        ...
+
+
 class DefaultTools:
     """Plain text for models without a tool format of their own: `Action:` and `Action Input:` lines."""
 
     def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
-        """Text that follows the system prompt."""
         listing = "\n".join(_json(_function(tool)) for tool in tools)
         names = ", ".join(_function(tool)["name"] for tool in tools)
         return (
             f"\n\nThese tools can be called, one JSON schema a line:\n{listing}\n\n"
-            f"To call a tool, reply with these two lines and stop:\nAction: <one of: {names}>\nAction Input: <its arguments as JSON>\n"
+            "To call a tool, reply with these two lines and stop:\n"
+            f"Action: <one of: {names}>\nAction Input: <its arguments as JSON>\n"
         )
 
     def calls(self, calls: Sequence[ToolCall]) -> str:
-        """Text of the assistant's calls."""
         return "\n".join(f"Action: {call.name}\nAction Input: {_json(call.arguments)}" for call in calls)
 
 
@@ -88,16 +103,6 @@ class Llama3Tools:
         return _json({"name": calls[0].name, "parameters": calls[0].arguments})
 
 
-class MistralTools:
-    """Mistral v3 and later: schemas in [AVAILABLE_TOOLS] before the user's turn, calls in [TOOL_CALLS]."""
-
-    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
-        return f"[AVAILABLE_TOOLS] {_json(list(tools))}[/AVAILABLE_TOOLS]"
-
-    def calls(self, calls: Sequence[ToolCall]) -> str:
-        return "[TOOL_CALLS] " + _json([{"name": call.name, "arguments": call.arguments} for call in calls])
-
-
 class Glm4MoeTools:
     """GLM-4.5: schemas in <tools>, arguments as <arg_key>/<arg_value> pairs."""
 
@@ -123,18 +128,50 @@ class Glm4MoeTools:
         return "\n".join(texts)
 
 
-TOOL_STYLES = {
+class DeepSeek4Tools:
+    """DeepSeek-V4: schemas after the system text, calls in DSML markup."""
+
+    def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
+        listing = "\n".join(_json(_function(tool)) for tool in tools)
+        return (
+            "\n\n## Tools\n\nYou have access to a set of tools to help answer the user's question. "
+            'You can invoke tools by writing a "<｜DSML｜tool_calls>" block like the following:\n\n'
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="$TOOL_NAME">\n'
+            '<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>\n...\n'
+            '</｜DSML｜invoke>\n<｜DSML｜invoke name="$TOOL_NAME2">\n...\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>\n\n'
+            'String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, '
+            'arrays, objects), pass the value in JSON format and set `string="false"`.\n\n'
+            "If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside <think>...</think>"
+            " BEFORE any tool calls or final response.\n\n"
+            "Otherwise, output directly after </think> with tool calls or final response.\n\n"
+            f"### Available Tool Schemas\n\n{listing}\n\n"
+            "You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+        )
+
+    def calls(self, calls: Sequence[ToolCall]) -> str:
+        blocks = []
+        for call in calls:
+            parameters = "\n".join(
+                f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
+                f"{value if isinstance(value, str) else _json(value)}</｜DSML｜parameter>"
+                for key, value in call.arguments.items()
+            )
+            blocks.append(f'<｜DSML｜invoke name="{call.name}">\n{parameters}\n</｜DSML｜invoke>')
+        return "\n\n<｜DSML｜tool_calls>\n" + "\n".join(blocks) + "\n</｜DSML｜tool_calls>"
+
+
+TOOL_STYLES: dict[str, ToolStyle] = {
     "default": DefaultTools(),
     "qwen": QwenTools(),
     "qwen3": QwenTools(),
     "glm4": Glm4Tools(),
     "glm4_moe": Glm4MoeTools(),
     "llama3": Llama3Tools(),
-    "mistral": MistralTools(),
+    "deepseek4": DeepSeek4Tools(),
 }
 
 
-def tool_style(name: str) -> DefaultTools | QwenTools | Glm4Tools | Glm4MoeTools | Llama3Tools | MistralTools:
+def tool_style(name: str) -> ToolStyle:
     """Look up a tool format.
 
     Raises:

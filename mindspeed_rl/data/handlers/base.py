@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow, DroppedRow
+from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.indexed import IGNORE_INDEX
-from mindspeed_rl.data.sources import Source
+from mindspeed_rl.data.sources import RowSource, TaggedRow
 from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinking
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class HandlerSettings:
     dataset_additional_keys: Sequence[str] = ()
     seq_length: int | None = None
     enable_thinking: Thinking = "none"
+    reasoning_effort: str | None = None
     append_eod: bool = False
     pad_to_multiple_of: int = 1
     neat_pack: bool = False
@@ -109,7 +110,7 @@ class Handler(ABC):
         if self.needs_template and settings.template is None:
             raise ValueError(f"{type(self).__name__} needs a prompt_type")
 
-    def open_source(self, config: Any) -> Source | None:
+    def open_source(self, config: Any) -> RowSource | None:
         """The rows to read when the handler itself looks them up; None means what lies at `config.input`."""
         return None
 
@@ -161,6 +162,10 @@ class Handler(ABC):
             raise BadRow(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
         return value
 
+    def written(self, conversation: Conversation) -> Rendering:
+        """The conversation in the template and with the thinking settings of this run."""
+        return self.template.render(conversation, self.settings.enable_thinking, effort=self.settings.reasoning_effort)
+
     @abstractmethod
     def render(self, row: Mapping[str, Any]) -> Draft:
         """Return the texts of a row.
@@ -174,7 +179,7 @@ class Handler(ABC):
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         """Return the arrays of a row from its encoded renderings; may raise DroppedRow."""
 
-    def encode(self, rows: Sequence[tuple[int, Mapping[str, Any] | BadRow]]) -> EncodedBatch:
+    def encode(self, rows: Sequence[tuple[int, Any]]) -> EncodedBatch:
         """Encode numbered rows with one call of the tokenizer. A BadRow in place of a row is passed on."""
         batch = EncodedBatch()
         drafts: list[tuple[int, Draft]] = []
@@ -182,7 +187,7 @@ class Handler(ABC):
             try:
                 if isinstance(row, BadRow):
                     raise row
-                if not isinstance(row, Mapping):
+                if not isinstance(row, (Mapping, TaggedRow)):
                     raise BadRow(f"must be an object with named columns, not {type(row).__name__}")
                 drafts.append((number, self.render(row)))
             except BadRow as error:

@@ -43,7 +43,7 @@ class InstructionHandler(Handler):
                 raise DroppedRow(EMPTY_ANSWER)
         if not any(message.content.strip() for message in conversation.messages[::2]):
             raise DroppedRow(EMPTY_PROMPT)
-        return Draft((self.template.render(conversation, self.settings.enable_thinking),))
+        return Draft((self.written(conversation),))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         (turns,) = encoded
@@ -190,7 +190,7 @@ class SharegptStyleInstructionHandler(InstructionHandler):
 
 
 def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
-    """(system, messages) of an OpenAI list. Results of parallel calls become one observation, user messages in a row one message.
+    """(system, messages) of an OpenAI list; the results of parallel calls become one observation, user messages in a row one.
 
     Raises:
         BadRow: not a list of messages, or an unknown role.

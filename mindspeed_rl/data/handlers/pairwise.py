@@ -23,8 +23,8 @@ from mindspeed_rl.data.indexed import IGNORE_INDEX
 class PairwiseHandler(Handler):
     """Base of the pairwise handlers.
 
-    Both samples hold the whole prompt and one answer; only the last answer has labels. A pair of which one sample has seq_length
-    tokens or more is dropped and counted.
+    Both samples hold the whole prompt and one answer; only the last answer has labels. A pair of which one sample has
+    seq_length tokens or more is dropped and counted.
     """
 
     columns = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
@@ -50,7 +50,7 @@ class PairwiseHandler(Handler):
         if chosen == rejected:
             raise DroppedRow("chosen equals rejected")
         whole = (Conversation([*prompt.messages, answer], prompt.system, prompt.tools) for answer in (chosen, rejected))
-        return Draft(tuple(self.template.render(conversation, self.settings.enable_thinking) for conversation in whole))
+        return Draft(tuple(self.written(conversation) for conversation in whole))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         limit = self.settings.seq_length or DEFAULT_CUTOFF_TOKENS

@@ -18,8 +18,8 @@ EMPTY_TEXT = "empty text"
 class PretrainHandler(Handler):
     """Base of the pretraining handlers: a subclass names its columns and gives the text of each.
 
-    The tokenizer's own special tokens are added (a Llama tokenizer begins each document with BOS, Qwen adds none). With append_eod
-    the end token closes each document; with pad_to_multiple_of N, padding fills it up to a multiple of N.
+    The tokenizer's own special tokens are added (a Llama tokenizer begins each document with BOS, Qwen adds none). With
+    append_eod the end token closes each document; with pad_to_multiple_of N, padding fills it up to a multiple of N.
     """
 
     packed = False

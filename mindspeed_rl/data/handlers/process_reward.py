@@ -23,7 +23,7 @@ from mindspeed_rl.data.templates import Rendering, Turn
 
 
 class AlpacaStyleProcessRewardHandler(Handler):
-    """`input`: text with placeholders; `value`: one reward token per placeholder. Labels are the reward tokens at the placeholders.
+    """`input`: text with placeholders; `value`: a reward token for each. Labels are the reward tokens at the placeholders.
 
     Raises:
         ValueError: the placeholder or a reward token is more than one token in this tokenizer.

@@ -76,7 +76,7 @@ class PromptHandler(Handler):
             raise DroppedRow(EMPTY_PROMPT)
         values = self.extra_values(row)
         extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
-        return Draft((self.template.render(conversation, self.settings.enable_thinking), *extra), note=values)
+        return Draft((self.written(conversation), *extra), note=values)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         input_ids = [token for source, target in encoded[0] for token in (*source, *target)]

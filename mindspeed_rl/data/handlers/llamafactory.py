@@ -1,0 +1,210 @@
+"""Datasets described in a LlamaFactory `dataset_info.json`, one or several mixed into one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.encoding import TurnIds
+from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings
+from mindspeed_rl.data.handlers.instruction import (
+    AlpacaStyleInstructionHandler,
+    InstructionHandler,
+    OpenAIInstructionHandler,
+    SharegptStyleInstructionHandler,
+)
+from mindspeed_rl.data.sources import BATCH_ROWS, Chunk, Source, TaggedRow, open_source, read_rows
+
+INFO_FILE = "dataset_info.json"
+MIX_STRATEGIES = ("concat", "interleave_under", "interleave_over")
+# dataset_info.json writes OpenAI data as sharegpt with these tags.
+_OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One entry of dataset_info.json that is in use."""
+
+    name: str
+    handler: type[InstructionHandler]
+    map_keys: dict[str, Any]
+    source: Source
+
+
+def dataset_entries(
+    names: str, dataset_dir: str | None, *, cache_dir: str | None = None, max_rows: int | None = None
+) -> list[DatasetEntry]:
+    """Look the comma-separated names up in `<dataset_dir>/dataset_info.json`; `max_rows` limits each of them.
+
+    Raises:
+        ValueError: the file or a name is missing, or an entry has a form that is not supported.
+    """
+    if not dataset_dir:
+        raise ValueError("LlamaFactoryInstructionHandler needs dataset_dir, the folder of dataset_info.json")
+    path = Path(dataset_dir).expanduser() / INFO_FILE
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"dataset_dir={dataset_dir!r}: {path} cannot be read: {error}") from error
+    entries = []
+    for name in (part.strip() for part in names.split(",")):
+        if name not in info:
+            near = get_close_matches(name, info, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"input={name!r} is not in {path} (there: {', '.join(info)}){hint}")
+        value = info[name]
+        limits = [limit for limit in (max_rows, value.get("num_samples")) if limit is not None]
+        entry = _entry(name, value, path.parent, cache_dir)
+        entries.append(replace(entry, source=replace(entry.source, max_rows=min(limits, default=None))))
+    return entries
+
+
+def _entry(name: str, value: Mapping[str, Any], folder: Path, cache_dir: str | None) -> DatasetEntry:
+    if value.get("ranking"):
+        raise ValueError(f"dataset {name!r} is a ranking dataset; use a pairwise handler on its file")
+    if "file_name" in value:
+        source = open_source(str(folder / value["file_name"]))
+    elif "hf_hub_url" in value:
+        options = {"name": value["subset"]} if value.get("subset") else {}
+        if "split" in value:
+            options["split"] = value["split"]
+        source = open_source(value["hf_hub_url"], cache_dir=cache_dir, dataset_options=options)
+    else:
+        raise ValueError(f"dataset {name!r} needs file_name or hf_hub_url in {INFO_FILE}")
+    formatting = value.get("formatting", "alpaca")
+    columns = {key: column for key, column in value.get("columns", {}).items() if column}
+    tags = value.get("tags")
+    kind: type[InstructionHandler]
+    if formatting == "alpaca":
+        kind, map_keys = AlpacaStyleInstructionHandler, columns
+    elif formatting == "openai" or (formatting == "sharegpt" and _is_openai(tags)):
+        kind, map_keys = OpenAIInstructionHandler, columns
+    elif formatting == "sharegpt":
+        kind, map_keys = SharegptStyleInstructionHandler, {**columns, **({"tags": tags} if tags else {})}
+    else:
+        raise ValueError(f"dataset {name!r}: formatting={formatting!r} is unknown; allowed: alpaca, sharegpt, openai")
+    return DatasetEntry(name, kind, map_keys, source)
+
+
+def _is_openai(tags: Mapping[str, str] | None) -> bool:
+    return tags is not None and all(tags.get(key) == tag for key, tag in _OPENAI_TAGS.items())
+
+
+class MixedSource:
+    """Several datasets as one stream of rows that know their dataset.
+
+    concat: one after the other. interleave_under: rows are drawn in turn until a dataset is used up. interleave_over: until each
+    has been used up once, short ones starting over. With probabilities, the dataset of each row is drawn at random.
+    """
+
+    ignored: tuple[str, ...] = ()
+
+    def __init__(
+        self, sources: Sequence[Source], *, strategy: str, probabilities: Sequence[float] = (), seed: int = 1234
+    ) -> None:
+        if strategy not in MIX_STRATEGIES:
+            raise ValueError(f"mix_strategy={strategy!r} is unknown; allowed: {', '.join(MIX_STRATEGIES)}")
+        if probabilities and strategy == "concat":
+            raise ValueError("interleave_probs have no meaning for mix_strategy='concat'")
+        if probabilities and (len(probabilities) != len(sources) or min(probabilities) <= 0):
+            raise ValueError(f"interleave_probs must hold a positive share for each of the {len(sources)} datasets")
+        self._sources = list(sources)
+        self._strategy = strategy
+        self._probabilities = list(probabilities)
+        self._seed = seed
+
+    def total_weight(self) -> int | None:
+        """Sum over the datasets where they follow each other; unknown for interleaving."""
+        weights = [source.total_weight() for source in self._sources]
+        if self._strategy != "concat" or any(weight is None for weight in weights):
+            return None
+        return sum(weight for weight in weights if weight is not None)
+
+    def fingerprint(self) -> list[Any]:
+        """As Source.fingerprint, of all datasets."""
+        return [source.fingerprint() for source in self._sources]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the rows as TaggedRow."""
+        if self._strategy == "concat":
+            for tag, source in enumerate(self._sources):
+                yield from (replace(chunk, tag=tag) for chunk in source.chunks())
+            return
+        rows: list[TaggedRow] = []
+        first = 1
+        for row in self._interleaved():
+            rows.append(row)
+            if len(rows) == BATCH_ROWS:
+                yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
+                first, rows = first + len(rows), []
+        yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
+
+    def _interleaved(self) -> Iterator[TaggedRow]:
+        streams = [read_rows(source) for source in self._sources]
+        waiting = [next(stream, None) for stream in streams]
+        if any(row is None for row in waiting):
+            raise ValueError(f"mix_strategy={self._strategy!r} needs rows in every dataset, but one is empty")
+        used_up = [False] * len(streams)
+        random = np.random.RandomState(self._seed)
+        shares = np.array(self._probabilities) / sum(self._probabilities) if self._probabilities else None
+        turn = 0
+        while True:
+            tag = turn % len(streams) if shares is None else int(random.choice(len(streams), p=shares))
+            turn += 1
+            path, number, row = waiting[tag]
+            yield TaggedRow(tag, row, f"{path}, row {number}")
+            waiting[tag] = next(streams[tag], None)
+            if waiting[tag] is None:
+                used_up[tag] = True
+                streams[tag] = read_rows(self._sources[tag])
+                waiting[tag] = next(streams[tag])
+            if all(used_up) if self._strategy == "interleave_over" else any(used_up):
+                return
+
+
+class LlamaFactoryInstructionHandler(Handler):
+    """`--input` names entries of dataset_info.json (comma between them); each is read as its entry says."""
+
+    can_pack = True
+    default_map: ClassVar = {}
+
+    def __init__(self, settings: HandlerSettings) -> None:
+        super().__init__(settings)
+        self._handlers: list[InstructionHandler] = []
+
+    def open_source(self, config: Any) -> MixedSource:
+        """Open the datasets and return their mixture.
+
+        Raises:
+            ValueError: an unknown dataset name, a file that is missing, or wrong shares.
+        """
+        entries = dataset_entries(config.input, config.dataset_dir, cache_dir=config.cache_dir, max_rows=config.max_samples)
+        self._handlers = []
+        for entry in entries:
+            try:
+                self._handlers.append(entry.handler(replace(self.settings, map_keys=entry.map_keys)))
+            except ValueError as error:
+                raise ValueError(f"dataset {entry.name!r}: {error}") from error
+        sources = [entry.source for entry in entries]
+        return MixedSource(sources, strategy=config.mix_strategy, probabilities=config.interleave_probs, seed=config.seed)
+
+    def render(self, row: Any) -> Draft:
+        assert isinstance(row, TaggedRow)
+        try:
+            if isinstance(row.row, BadRow):
+                raise row.row
+            if not isinstance(row.row, Mapping):
+                raise BadRow(f"must be an object with named columns, not {type(row.row).__name__}")
+            return self._handlers[row.tag].render(row.row)
+        except BadRow as error:
+            raise BadRow(f"{row.origin}: {error}" if row.origin else str(error)) from error
+
+    def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        return self._handlers[0].assemble(draft, encoded)
