@@ -120,8 +120,8 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
             yield Violation(
                 f"{group}.expert_devices",
                 {_key(cfg, group, factor): getattr(role, factor) for factor in factors} | {"devices": world},
-                f"{world} devices must be divisible by expert ranks x expert tensor parallel size x pipeline_model_parallel_size "
-                f"({ranks} x {inner} x {pp})",
+                f"{world} devices must be divisible by expert ranks x expert tensor parallel size x "
+                f"pipeline_model_parallel_size ({ranks} x {inner} x {pp})",
             )
     elif ep > 1:
         key = _key(cfg, group, "expert_model_parallel_size")

@@ -32,6 +32,11 @@ class Violation:
         return f"{self.message}; nearest values that satisfy every rule: {options}"
 
 
+def broken(rule: str, keys: Mapping[str, Any], message: str, *nearest: Mapping[str, Any]) -> Violation:
+    """Return the violation of a rule; `nearest` are the alternatives that mend it."""
+    return Violation(rule, keys, message, nearest)
+
+
 def _written(value: Any) -> str:
     if value is None:
         return "null"

@@ -1,0 +1,268 @@
+"""Rules between keys of a run file that concern rewards, losses and keys that say the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.rl import GROUP_ESTIMATORS
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.violation import Violation, broken
+
+
+def _rewards(cfg: RunConfig) -> Iterator[Violation]:
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    functions, weights = (
+        ("reward_funcs", "reward_weights") if rl.reward_funcs is not None else ("verifier_function", "verifier_weight")
+    )
+    if rl.rule_reward and len(rl.verifier_function) != len(rl.verifier_weight):
+        count = len(rl.verifier_function)
+        yield broken(
+            "one_weight_each",
+            {f"rl_config.{functions}": rl.verifier_function, f"rl_config.{weights}": rl.verifier_weight},
+            f"rl_config.{functions} ({count} entries: {', '.join(rl.verifier_function)}) and rl_config.{weights} "
+            f"({len(rl.verifier_weight)} entries) must have the same length",
+            {f"rl_config.{weights}": (rl.verifier_weight + [1.0] * count)[:count]},
+        )
+    scored_by_rules = rl.rule_reward and rl.verifier_function
+    if not (scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
+        yield broken(
+            "some_reward",
+            {"rl_config.rule_reward": rl.rule_reward, "rl_config.reward_model": None, "reward_config": None},
+            "nothing scores the responses: rl_config.rule_reward is false and there is no reward_config, "
+            "reward_model or judge_url",
+            {"rl_config.rule_reward": True},
+        )
+    if rl.overlong_buffer_enable and cfg.generate_config is not None:
+        limit = cfg.generate_config.sampling_config.max_tokens
+        if rl.rollout_max_tokens != limit:
+            yield broken(
+                "overlong_limit",
+                {"rl_config.rollout_max_tokens": rl.rollout_max_tokens, "generate_config.sampling_config.max_tokens": limit},
+                f"rl_config.rollout_max_tokens ({rl.rollout_max_tokens}) must equal "
+                f"generate_config.sampling_config.max_tokens ({limit}) "
+                f"while overlong_buffer_enable is true",
+                {"rl_config.rollout_max_tokens": limit},
+            )
+        if not 0 < rl.overlong_buffer < limit:
+            yield broken(
+                "overlong_buffer",
+                {"rl_config.overlong_buffer": rl.overlong_buffer, "generate_config.sampling_config.max_tokens": limit},
+                f"rl_config.overlong_buffer ({rl.overlong_buffer}) must be between 1 and "
+                "generate_config.sampling_config.max_tokens - 1 "
+                f"({limit - 1})",
+                {"rl_config.overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
+            )
+    if rl.filter_groups_enable and rl.filter_groups_metric not in rl.verifier_function:
+        yield broken(
+            "filter_metric",
+            {"rl_config.filter_groups_metric": rl.filter_groups_metric, "rl_config.verifier_function": rl.verifier_function},
+            f"rl_config.filter_groups_metric ({rl.filter_groups_metric}) must be one of rl_config.{functions} "
+            f"({', '.join(rl.verifier_function)})",
+            *({"rl_config.filter_groups_metric": name} for name in rl.verifier_function[:1]),
+        )
+    if rl.filter_groups_enable and rl.dynamic_sample:
+        yield broken(
+            "one_filter",
+            {"rl_config.filter_groups_enable": True, "rl_config.dynamic_sample": True},
+            "rl_config.filter_groups_enable and rl_config.dynamic_sample replace groups in two ways; set only one of them",
+            {"rl_config.dynamic_sample": False},
+            {"rl_config.filter_groups_enable": False},
+        )
+    if "soft_overlong" in rl.verifier_function and rl.soft_cache_length is None:
+        yield broken(
+            "soft_cache_length",
+            {"rl_config.verifier_function": rl.verifier_function, "rl_config.soft_cache_length": None},
+            "rl_config.soft_cache_length is not set, but the reward function soft_overlong needs it",
+        )
+
+
+def _losses(cfg: RunConfig) -> Iterator[Violation]:
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    objective = resolve_objective(cfg)
+    if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high:
+        yield broken(
+            "clip_order",
+            {"rl_config.clip_ratio_low": rl.clip_ratio_low, "rl_config.clip_ratio_high": rl.clip_ratio_high},
+            f"rl_config.clip_ratio_low ({rl.clip_ratio_low:g}) must be at most rl_config.clip_ratio_high "
+            f"({rl.clip_ratio_high:g})",
+            {"rl_config.clip_ratio_low": rl.clip_ratio_high},
+            {"rl_config.clip_ratio_high": rl.clip_ratio_low},
+        )
+    if objective.ratio == "cispo_cap" and (not rl.clip_higher_enable or rl.clip_ratio_high < 1):
+        yield broken(
+            "absolute_cap",
+            {
+                "rl_config.loss_type": "cispo_cap",
+                "rl_config.clip_higher_enable": rl.clip_higher_enable,
+                "rl_config.clip_ratio_high": rl.clip_ratio_high,
+            },
+            f"rl_config.loss_type cispo_cap needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) "
+            "and takes clip_ratio_high "
+            f"({rl.clip_ratio_high:g}) as an absolute cap, which must be at least 1; loss_type cispo takes it relative to 1",
+            {"rl_config.clip_higher_enable": True, "rl_config.clip_ratio_high": max(5.0, rl.clip_ratio_high)},
+            {"rl_config.loss_type": "cispo"},
+        )
+    if rl.clip_ratio_c is not None and rl.delta is not None:
+        yield broken(
+            "one_negative_bound",
+            {"rl_config.clip_ratio_c": rl.clip_ratio_c, "rl_config.delta": rl.delta},
+            f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) and rl_config.delta ({rl.delta:g}) bound the same "
+            "branch; set only one",
+            {"rl_config.clip_ratio_c": None},
+            {"rl_config.delta": None},
+        )
+    if rl.clip_ratio_c is not None and rl.clip_ratio_c <= 1:
+        yield broken(
+            "dual_clip",
+            {"rl_config.clip_ratio_c": rl.clip_ratio_c},
+            f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) must be greater than 1",
+            {"rl_config.clip_ratio_c": 3.0},
+        )
+    upper = 1 + objective.clip_high
+    if rl.delta is not None and objective.ratio == "clip" and rl.delta < upper:
+        yield broken(
+            "two_sided_clip",
+            {"rl_config.delta": rl.delta},
+            f"rl_config.delta ({rl.delta:g}) must be at least 1 + the upper clip ratio ({upper:g})",
+            {"rl_config.delta": round(upper, 6)},
+        )
+    for name in ("clip_ratio_c", "delta"):
+        if getattr(rl, name) is not None and objective.ratio != "clip":
+            yield broken(
+                "bound_without_clip",
+                {f"rl_config.{name}": getattr(rl, name), "rl_config.loss_type": rl.loss_type},
+                f"rl_config.{name} ({getattr(rl, name):g}) has no place in loss_type {rl.loss_type}, which does "
+                "not clip this way",
+                {f"rl_config.{name}": None},
+            )
+    if rl.loss_type == "gspo" and rl.importance_sampling_level == "token":
+        yield broken(
+            "gspo_level",
+            {"rl_config.loss_type": "gspo", "rl_config.importance_sampling_level": "token"},
+            "rl_config.importance_sampling_level token contradicts loss_type gspo, whose ratio is that of the sequence",
+            {"rl_config.importance_sampling_level": "sequence"},
+            {"rl_config.loss_type": "grpo"},
+        )
+    n, counted = rl.n_samples_per_prompt, "n_samples_per_prompt" if rl.num_generations is None else "num_generations"
+    undefined = (
+        rl.adv_estimator in GROUP_ESTIMATORS and rl.adv_estimator != "group_norm" or rl.scale_rewards in ("group", "gdpo")
+    )
+    if rl.num_generations is None and n == 1 and rl.adv_estimator in GROUP_ESTIMATORS and undefined:
+        yield broken(
+            "group_of_two",
+            {f"rl_config.{counted}": n, "rl_config.adv_estimator": rl.adv_estimator},
+            f"rl_config.{counted} ({n}) must be at least 2 for adv_estimator {rl.adv_estimator}: it compares the "
+            "responses of a prompt",
+            {f"rl_config.{counted}": 2},
+        )
+    if rl.use_kl_in_reward and (rl.adv_estimator == "gdpo" or rl.scale_rewards == "gdpo"):
+        yield broken(
+            "gdpo_kl",
+            {"rl_config.use_kl_in_reward": True, "rl_config.adv_estimator": rl.adv_estimator},
+            "rl_config.use_kl_in_reward has no place with gdpo, which normalizes each reward function by itself",
+            {"rl_config.use_kl_in_reward": False},
+        )
+    low, high = rl.rollout_importance_sampling_threshold_min, rl.rollout_importance_sampling_threshold
+    if low is not None and low > high:
+        yield broken(
+            "correction_bounds",
+            {
+                "rl_config.rollout_importance_sampling_threshold_min": low,
+                "rl_config.rollout_importance_sampling_threshold": high,
+            },
+            f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) must be at most "
+            "rollout_importance_sampling_threshold "
+            f"({high:g})",
+            {"rl_config.rollout_importance_sampling_threshold_min": high},
+        )
+    mode = rl.rollout_importance_sampling_mode
+    if low is not None and mode is not None and not mode.endswith("mask"):
+        yield broken(
+            "correction_lower_bound",
+            {"rl_config.rollout_importance_sampling_threshold_min": low, "rl_config.rollout_importance_sampling_mode": mode},
+            f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) bounds the masking modes only, not {mode}",
+            {"rl_config.rollout_importance_sampling_threshold_min": None},
+        )
+
+
+def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
+    """Two keys that say the same thing must say the same value."""
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    set_rl = cfg.set_keys.get("rl_config", frozenset())
+    original = cfg.spelled
+
+    def differ(first: str, second: str, a: Any, b: Any) -> Violation:
+        return broken(
+            "same_meaning",
+            {first: a, second: b},
+            f"{first} ({a}) and {second} ({b}) say the same thing and must have the same value",
+            {second: a},
+            {first: b},
+        )
+
+    pairs = [
+        ("rl_config.num_generations", "rl_config.n_samples_per_prompt"),
+        ("rl_config.num_iterations", "rl_config.epochs"),
+        ("rl_config.max_completion_length", "generate_config.sampling_config.max_tokens"),
+        ("rl_config.reward_funcs", "rl_config.verifier_function"),
+        ("rl_config.reward_weights", "rl_config.verifier_weight"),
+    ]
+    if rl.num_generations is not None:
+        pairs.append(("rl_config.beta", "rl_config.init_kl_coef"))
+    for first, second in pairs:
+        if first in original and second in original and original[first] != original[second]:
+            yield differ(first, second, original[first], original[second])
+    if rl.num_generations is None:
+        for name in ("steps_per_generation", "generation_batch_size"):
+            if name in set_rl and getattr(rl, name) is not None:
+                yield broken(
+                    "completion_counting",
+                    {f"rl_config.{name}": getattr(rl, name), "rl_config.num_generations": None},
+                    f"rl_config.{name} ({getattr(rl, name)}) belongs to completion-level counting, which needs "
+                    "rl_config.num_generations; "
+                    f"with n_samples_per_prompt the keys are global_batch_size and mini_batch_size, both in prompts",
+                    {"rl_config.num_generations": rl.n_samples_per_prompt},
+                    {f"rl_config.{name}": None},
+                )
+    elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None:
+        step = cfg.actor_config.global_batch_size
+        if rl.mini_batch_size * rl.n_samples_per_prompt != step:
+            yield broken(
+                "same_meaning",
+                {"rl_config.mini_batch_size": rl.mini_batch_size, "megatron_training.global_batch_size": step},
+                f"rl_config.mini_batch_size ({rl.mini_batch_size} prompts x num_generations {rl.n_samples_per_prompt}) and "
+                f"megatron_training.global_batch_size ({step} completions) both say the size of an optimizer step "
+                "and must agree",
+                *(
+                    {"rl_config.mini_batch_size": size}
+                    for size in [step // rl.n_samples_per_prompt]
+                    if step % rl.n_samples_per_prompt == 0
+                ),
+            )
+    if rl.reward_weights is not None and rl.reward_funcs is None:
+        yield broken(
+            "weights_without_functions",
+            {"rl_config.reward_weights": rl.reward_weights, "rl_config.reward_funcs": None},
+            "rl_config.reward_weights is set without rl_config.reward_funcs; beside verifier_function the key is "
+            "verifier_weight",
+        )
+    if cfg.actor_config.lr_warmup_fraction and cfg.actor_config.lr_warmup_iters:
+        fraction, iters = cfg.actor_config.lr_warmup_fraction, cfg.actor_config.lr_warmup_iters
+        yield broken(
+            "one_warmup",
+            {"actor_config.lr_warmup_fraction": fraction, "actor_config.lr_warmup_iters": iters},
+            f"actor_config.lr_warmup_fraction ({fraction:g}) and actor_config.lr_warmup_iters ({iters}) exclude each other",
+            {"actor_config.lr_warmup_iters": 0},
+            {"actor_config.lr_warmup_fraction": None},
+        )
+
+
+OBJECTIVE_RULES = (_rewards, _losses, _second_spellings)

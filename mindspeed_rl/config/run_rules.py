@@ -1,0 +1,290 @@
+"""Rules between keys of a run file that concern roles, lengths, number formats and the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.violation import Violation, broken
+
+
+def _stage(cfg: RunConfig) -> Iterator[Violation]:
+    if cfg.stage is None:
+        yield broken("is_set", {"megatron_training.stage": None}, "megatron_training.stage is not set")
+    elif not cfg.is_supervised:
+        for group in ("rl_config", "generate_config"):
+            if getattr(cfg, group) is None:
+                yield broken(
+                    "group_needed", {"megatron_training.stage": cfg.stage}, f"stage {cfg.stage} needs the group {group}"
+                )
+
+
+def _number_format(cfg: RunConfig) -> Iterator[Violation]:
+    if cfg.generate_config is None:
+        return
+    dtype, bf16 = cfg.generate_config.dtype, cfg.actor_config.bf16
+    if bf16 != (dtype == "bfloat16"):
+        yield broken(
+            "same_number_format",
+            {"megatron_training.bf16": bf16, "generate_config.dtype": dtype},
+            f"megatron_training.bf16 ({str(bf16).lower()}) and generate_config.dtype ({dtype}) must agree: "
+            "trainer and rollout engine "
+            f"compute in the same format",
+            {"generate_config.dtype": "bfloat16" if bf16 else "float32"},
+            {"megatron_training.bf16": not bf16},
+        )
+
+
+def _lengths(cfg: RunConfig) -> Iterator[Violation]:
+    rl, generate, seq = cfg.rl_config, cfg.generate_config, cfg.actor_config.seq_length
+    if rl is None or generate is None or cfg.is_supervised:
+        return
+    longest, response = generate.max_model_len, generate.sampling_config.max_tokens
+    if seq is not None and longest < seq:
+        yield broken(
+            "seq_length_fits_engine",
+            {"generate_config.max_model_len": longest, "megatron_training.seq_length": seq},
+            f"generate_config.max_model_len ({longest}) must be at least megatron_training.seq_length ({seq})",
+            {"generate_config.max_model_len": max(seq, rl.max_prompt_length + response)},
+            {"megatron_training.seq_length": longest},
+        )
+    if rl.max_prompt_length + response > longest:
+        fixes = [{"generate_config.max_model_len": max(rl.max_prompt_length + response, seq or 0)}]
+        if longest > response:
+            fixes.append({"rl_config.max_prompt_length": longest - response})
+        if longest > rl.max_prompt_length:
+            fixes.append({"generate_config.sampling_config.max_tokens": longest - rl.max_prompt_length})
+        yield broken(
+            "prompt_and_response_fit",
+            {
+                "rl_config.max_prompt_length": rl.max_prompt_length,
+                "generate_config.sampling_config.max_tokens": response,
+                "generate_config.max_model_len": longest,
+            },
+            f"rl_config.max_prompt_length + generate_config.sampling_config.max_tokens ({rl.max_prompt_length} + {response} = "
+            f"{rl.max_prompt_length + response}) must be at most generate_config.max_model_len ({longest})",
+            *fixes,
+        )
+
+
+def _packing(cfg: RunConfig) -> Iterator[Violation]:
+    actor, rl = cfg.actor_config, cfg.rl_config
+    if actor.neat_pack and not (actor.pack and actor.reset_attention_mask):
+        yield broken(
+            "neat_pack",
+            {
+                "megatron_training.neat_pack": True,
+                "megatron_training.pack": actor.pack,
+                "megatron_training.reset_attention_mask": actor.reset_attention_mask,
+            },
+            "megatron_training.neat_pack needs pack and reset_attention_mask",
+            {"megatron_training.pack": True, "megatron_training.reset_attention_mask": True},
+        )
+    if rl is None or not rl.use_remove_padding:
+        return
+    if not actor.reset_attention_mask:
+        yield broken(
+            "remove_padding_masks",
+            {"rl_config.use_remove_padding": True, "megatron_training.reset_attention_mask": False},
+            "rl_config.use_remove_padding (true) needs megatron_training.reset_attention_mask (false) to be "
+            "true: samples of a pack must "
+            "not see each other",
+            {"megatron_training.reset_attention_mask": True},
+            {"rl_config.use_remove_padding": False},
+        )
+    if actor.pipeline_model_parallel_size > 1 and not actor.no_pad_to_seq_lengths:
+        yield broken(
+            "remove_padding_pipeline",
+            {
+                "rl_config.use_remove_padding": True,
+                "actor_config.pipeline_model_parallel_size": actor.pipeline_model_parallel_size,
+                "megatron_training.no_pad_to_seq_lengths": False,
+            },
+            f"rl_config.use_remove_padding (true) with pipeline_model_parallel_size {actor.pipeline_model_parallel_size} needs "
+            f"megatron_training.no_pad_to_seq_lengths (false) to be true",
+            {"megatron_training.no_pad_to_seq_lengths": True},
+            {"rl_config.use_remove_padding": False},
+        )
+    if rl.is_multimodal:
+        yield broken(
+            "remove_padding_text_only",
+            {"rl_config.use_remove_padding": True, "rl_config.is_multimodal": True},
+            "rl_config.use_remove_padding and rl_config.is_multimodal exclude each other",
+            {"rl_config.use_remove_padding": False},
+        )
+
+
+def _roles(cfg: RunConfig) -> Iterator[Violation]:
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    if rl.use_integrated_worker:
+        if rl.reference_resource is not None:
+            yield broken(
+                "integrated_reference",
+                {"rl_config.use_integrated_worker": True, "rl_config.reference_resource": rl.reference_resource.num_npus},
+                "rl_config.reference_resource must be left out while use_integrated_worker is true: the "
+                "reference shares the actor's "
+                "devices",
+                {"rl_config.reference_resource": None},
+            )
+        if "ref_config" in cfg.set_keys:
+            yield broken(
+                "integrated_reference",
+                {"rl_config.use_integrated_worker": True, "ref_config": "present"},
+                "the group ref_config must be left out while rl_config.use_integrated_worker is true: the "
+                "reference uses the actor's "
+                "settings (its weights: rl_config.integrated_mode_config.ref_model_load_path)",
+                {"ref_config": None},
+            )
+        if rl.reward_resource is not None and cfg.reward_config is None:
+            yield broken(
+                "reward_group",
+                {"rl_config.reward_resource": rl.reward_resource.num_npus, "reward_config": None},
+                "rl_config.reward_resource is set but there is no group reward_config for the reward model",
+                {"rl_config.reward_resource": None},
+            )
+    else:
+        if rl.integrated_mode_config is not None:
+            yield broken(
+                "integrated_mode",
+                {"rl_config.use_integrated_worker": False, "rl_config.integrated_mode_config": "present"},
+                "rl_config.integrated_mode_config must be left out while use_integrated_worker is false",
+                {"rl_config.integrated_mode_config": None},
+            )
+        for group, needed in (("ref_config", True), ("reward_config", not rl.rule_reward)):
+            if needed and group not in cfg.set_keys:
+                yield broken(
+                    "own_role_group",
+                    {"rl_config.use_integrated_worker": False, group: None},
+                    f"the group {group} is needed while rl_config.use_integrated_worker is false",
+                )
+    if rl.share_backbone and not cfg.actor_config.lora_target_modules:
+        yield broken(
+            "share_backbone_lora",
+            {"rl_config.share_backbone": True, "megatron_training.lora_target_modules": cfg.actor_config.lora_target_modules},
+            "rl_config.share_backbone needs megatron_training.lora_target_modules: the reference is the actor "
+            "with its adapters off",
+            {"rl_config.share_backbone": False},
+        )
+    if rl.share_backbone and cfg.stage == "ray_dapo":
+        yield broken(
+            "share_backbone_stage",
+            {"rl_config.share_backbone": True, "megatron_training.stage": "ray_dapo"},
+            "rl_config.share_backbone has no place in stage ray_dapo, which has no reference model",
+            {"rl_config.share_backbone": False},
+        )
+    if rl.adv_estimator == "gae" and cfg.critic_config is None:
+        yield broken(
+            "critic_group",
+            {"rl_config.adv_estimator": "gae", "critic_config": None},
+            "rl_config.adv_estimator gae needs the group critic_config: it learns the values",
+        )
+
+
+def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
+    rl, generate = cfg.rl_config, cfg.generate_config
+    if rl is None or generate is None or cfg.is_supervised:
+        return
+    if rl.partial_rollout_max_split > 1 and rl.guarantee_order:
+        yield broken(
+            "partial_rollout_order",
+            {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "rl_config.guarantee_order": True},
+            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) above 1 and "
+            "rl_config.guarantee_order exclude each other",
+            {"rl_config.partial_rollout_max_split": 1},
+            {"rl_config.guarantee_order": False},
+        )
+    if rl.partial_rollout_max_split > 1 and cfg.actor_config.num_layers_per_virtual_pipeline_stage:
+        yield broken(
+            "partial_rollout_vpp",
+            {
+                "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split,
+                "actor_config.num_layers_per_virtual_pipeline_stage": cfg.actor_config.num_layers_per_virtual_pipeline_stage,
+            },
+            "rl_config.partial_rollout_max_split above 1 and num_layers_per_virtual_pipeline_stage exclude each other",
+            {"rl_config.partial_rollout_max_split": 1},
+        )
+    if not rl.multi_turn_enable:
+        return
+    limit = generate.sampling_config.max_tokens
+    if rl.max_total_response_length < limit:
+        yield broken(
+            "tool_response_length",
+            {
+                "rl_config.max_total_response_length": rl.max_total_response_length,
+                "generate_config.sampling_config.max_tokens": limit,
+            },
+            f"rl_config.max_total_response_length ({rl.max_total_response_length}) must be at least "
+            f"generate_config.sampling_config.max_tokens ({limit})",
+            {"rl_config.max_total_response_length": limit},
+        )
+    if not rl.async_engine:
+        yield broken(
+            "tools_need_async",
+            {"rl_config.multi_turn_enable": True, "rl_config.async_engine": False},
+            "rl_config.multi_turn_enable needs rl_config.async_engine",
+            {"rl_config.async_engine": True},
+        )
+
+
+# key: (smallest value, largest value, whether the smallest is excluded); None is open.
+_RANGES: dict[str, tuple[float | None, float | None, bool]] = {
+    "rl_config.epochs": (1, None, False),
+    "rl_config.clip_ratio": (0, None, False),
+    "rl_config.clip_ratio_low": (0, 1, False),
+    "rl_config.clip_ratio_high": (0, None, False),
+    "rl_config.init_kl_coef": (0, None, False),
+    "rl_config.gamma": (0, 1, False),
+    "rl_config.lam": (0, 1, False),
+    "rl_config.adv_epsilon": (0, None, False),
+    "rl_config.top_entropy_quantile": (0, 1, True),
+    "rl_config.tau_pos": (0, None, True),
+    "rl_config.tau_neg": (0, None, True),
+    "rl_config.rollout_importance_sampling_threshold": (0, None, True),
+    "rl_config.reward_failure_limit": (0, 1, False),
+    "rl_config.reward_timeout_s": (0, None, True),
+    "rl_config.reward_memory_gib": (0, None, True),
+    "rl_config.ref_model_sync_steps": (1, None, False),
+    "rl_config.ref_model_mixup_alpha": (0, 1, False),
+    "rl_config.wait_timeout_s": (0, None, True),
+    "rl_config.max_prompt_length": (1, None, False),
+    "rl_config.kl_horizon": (1, None, False),
+    "generate_config.gpu_memory_utilization": (0, 1, True),
+    "generate_config.kv_cache_memory_gib": (0, None, True),
+    "generate_config.max_num_seqs": (1, None, False),
+    "generate_config.sampling_config.max_tokens": (1, None, False),
+    "generate_config.sampling_config.temperature": (0, None, False),
+    "generate_config.sampling_config.top_p": (0, 1, True),
+    "generate_config.sampling_config.min_p": (0, 1, False),
+    "actor_config.lr": (0, None, False),
+    "actor_config.min_lr": (0, None, False),
+    "actor_config.clip_grad": (0, None, False),
+    "actor_config.train_iters": (0, None, False),
+    "actor_config.lr_warmup_fraction": (0, 1, False),
+    "actor_config.loss_chunk_size": (1, None, False),
+    "actor_config.lora_r": (1, None, False),
+    "actor_config.dpo_label_smoothing": (0, 0.5, False),
+    "actor_config.dpo_beta": (0, None, True),
+}
+
+
+def _ranges(cfg: RunConfig) -> Iterator[Violation]:
+    for key, (low, high, open_below) in _RANGES.items():
+        holder: Any = cfg
+        *groups, name = key.split(".")
+        for group in groups:
+            holder = None if holder is None else getattr(holder, group)
+        value = None if holder is None else getattr(holder, name)
+        if value is None:
+            continue
+        below = low is not None and (value <= low if open_below else value < low)
+        if below or (high is not None and value > high):
+            bounds = [f"{'greater than' if open_below else 'at least'} {low:g}"] if low is not None else []
+            bounds += [f"at most {high:g}"] if high is not None else []
+            mended = () if below and open_below else ({key: low if below else high},)
+            yield broken("range", {key: value}, f"{key} ({value:g}) must be {' and '.join(bounds)}", *mended)
+
+
+RUN_RULES = (_stage, _number_format, _lengths, _packing, _roles, _rollout_modes, _ranges)
