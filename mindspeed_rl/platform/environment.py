@@ -1,0 +1,109 @@
+"""The environment of worker processes: the run's file, fitted to what a process does and to its platform."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from mindspeed_rl.platform.base import Platform
+
+#: what a process holds: a training engine, a rollout engine, both in one (integrated), or neither
+ProcessKind = Literal["integrated", "trainer", "rollout", "cpu"]
+
+_ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
+_INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def load_runtime_env(path: str | Path) -> dict[str, str]:
+    """The variables of a runtime_env file.
+
+    Raises:
+        ValueError: the file is missing, has another form, or a value is neither text nor a number.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"rl_config.runtime_env_path: {path} does not exist.")
+    content = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(content, dict) or set(content) != {"env_vars"} or not isinstance(content["env_vars"] or {}, dict):
+        raise ValueError(f"{path}: expected one group 'env_vars' with a variable on each line.")
+    variables: dict[str, str] = {}
+    for name, value in (content["env_vars"] or {}).items():
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ValueError(f"{path}: {name}: {value!r} is not text; put the value in quotes.")
+        variables[str(name)] = str(value)
+    return variables
+
+
+def worker_environment(
+    variables: Mapping[str, str],
+    kind: ProcessKind,
+    platform: Platform,
+    *,
+    shares_device: bool = False,
+    hccl_buffer_mib: int | None = None,
+    expert_parallel_rollout: int | None = None,
+    deterministic: bool = False,
+    socket_ifname: str | None = None,
+) -> dict[str, str]:
+    """The environment one worker process starts with.
+
+    Args:
+        variables: from `load_runtime_env`.
+        kind: what the process holds.
+        platform: its device kind; what that must have wins over the file.
+        shares_device: another process of the run works on the same device.
+        hccl_buffer_mib: `rl_config.hccl_buffersize`.
+        expert_parallel_rollout: `infer_expert_parallel_size` when `enable_expert_parallel` is on.
+        deterministic: `npu_deterministic`.
+        socket_ifname: network interface for all communication between nodes.
+
+    Raises:
+        ValueError: the file contradicts the installed vLLM.
+    """
+    environment = {**variables, **platform.worker_env()}
+    if kind in ("integrated", "rollout"):
+        _fit_rollout(environment)
+        if expert_parallel_rollout is not None:
+            environment["VLLM_DP_SIZE"] = str(expert_parallel_rollout)
+    if platform.name == "npu":
+        _check_vllm_version(environment)
+        if hccl_buffer_mib is not None:
+            environment["HCCL_BUFFSIZE"] = str(hccl_buffer_mib)
+        if shares_device:
+            for name in ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
+                environment.setdefault(name, "auto")
+        if deterministic:
+            environment.setdefault("HCCL_DETERMINISTIC", "true")
+        if kind == "cpu":
+            environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    if socket_ifname:
+        environment |= dict.fromkeys(_INTERFACES, socket_ifname)
+    return environment
+
+
+def _fit_rollout(environment: dict[str, str]) -> None:
+    """Takes expandable segments out: the memory pool of the engine's sleep mode asserts that they are off."""
+    settings = [part for part in environment.get(_ALLOCATOR, "").split(",") if part and "expandable_segments" not in part]
+    if settings:
+        environment[_ALLOCATOR] = ",".join(settings)
+    else:
+        environment.pop(_ALLOCATOR, None)
+
+
+def _check_vllm_version(environment: Mapping[str, str]) -> None:
+    """VLLM_VERSION decides which code vllm-ascend runs, so another one than the installed breaks it in odd places."""
+    said = environment.get("VLLM_VERSION")
+    if said is None:
+        return
+    try:
+        installed = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if installed[:1].isdigit() and installed.split("+")[0].split(".")[:2] != said.split(".")[:2]:
+        raise ValueError(
+            f"VLLM_VERSION: '{said}' in the runtime environment, but vllm {installed} is installed; remove the line."
+        )

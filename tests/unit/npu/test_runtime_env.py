@@ -1,0 +1,123 @@
+"""The shipped runtime environment and what each kind of process makes of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.cli.doctor import variables as doctor_variables
+from mindspeed_rl.platform.cpu import CpuPlatform
+from mindspeed_rl.platform.environment import load_runtime_env, worker_environment
+from mindspeed_rl.platform.npu import NpuPlatform
+
+FILE = Path(__file__).parents[3] / "configs" / "envs" / "runtime_env.yaml"
+
+#: variables that users of earlier runtime_env files know
+KNOWN_TO_USERS = """
+RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES TOKENIZERS_PARALLELISM NCCL_DEBUG PYTORCH_NPU_ALLOC_CONF HCCL_CONNECT_TIMEOUT
+HCCL_EXEC_TIMEOUT HCCL_IF_BASE_PORT CUDA_DEVICE_MAX_CONNECTIONS HYDRA_FULL_ERROR VLLM_DP_SIZE HCCL_BUFFSIZE VLLM_USE_V1
+VLLM_VERSION VLLM_ENABLE_GRAPH_MODE VLLM_ENABLE_MC2 VLLM_ENABLE_TOPK_OPTIMZE VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE
+VLLM_ASCEND_ACL_OP_INIT_MODE VLLM_ASCEND_ENABLE_NZ TASK_QUEUE_ENABLE CPU_AFFINITY_CONF LCAL_COMM_ID USING_LCCL_COM
+GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME HCCL_SOCKET_IFNAME HCCL_HOST_SOCKET_PORT_RANGE HCCL_NPU_SOCKET_PORT_RANGE
+""".split()
+
+
+@pytest.mark.parametrize("name", KNOWN_TO_USERS)
+def test_every_known_variable_is_in_the_file(name: str) -> None:
+    assert re.search(rf"\b{name}\b", FILE.read_text())
+
+
+def test_every_set_variable_has_a_comment_in_both_languages() -> None:
+    comment = ""
+    for line in FILE.read_text().splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            comment += stripped
+        elif ":" in stripped and not stripped.startswith("env_vars"):
+            assert re.search("[a-z]{3}", comment) and re.search("[\u4e00-\u9fff]", comment), stripped
+        else:
+            comment = ""
+
+
+def test_the_shipped_file_has_no_problem_once_it_is_fitted() -> None:
+    environment = worker_environment(load_runtime_env(FILE), "integrated", NpuPlatform())
+    assert doctor_variables.problems(environment) == []
+
+
+def test_expandable_segments_reach_trainers_only() -> None:
+    variables = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,page_size:1g"}
+    npu = NpuPlatform()
+    assert worker_environment(variables, "trainer", npu)["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True,page_size:1g"
+    for kind in ("integrated", "rollout"):
+        assert worker_environment(variables, kind, npu)["PYTORCH_NPU_ALLOC_CONF"] == "page_size:1g"
+    only = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    assert "PYTORCH_NPU_ALLOC_CONF" not in worker_environment(only, "rollout", npu)
+
+
+def test_processes_that_share_a_device_get_port_ranges_unless_the_file_has_them() -> None:
+    npu = NpuPlatform()
+    assert worker_environment({}, "trainer", npu, shares_device=True)["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto"
+    assert "HCCL_HOST_SOCKET_PORT_RANGE" not in worker_environment({}, "trainer", npu)
+    mine = {"HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}
+    assert worker_environment(mine, "trainer", npu, shares_device=True)["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"
+
+
+def test_run_keys_win_over_the_file_and_the_platform_over_both() -> None:
+    variables = {"HCCL_BUFFSIZE": "200", "VLLM_DP_SIZE": "1", "VLLM_ASCEND_ENABLE_NZ": "1"}
+    environment = worker_environment(
+        variables, "integrated", NpuPlatform(), hccl_buffer_mib=400, expert_parallel_rollout=8, deterministic=True
+    )
+    assert (environment["HCCL_BUFFSIZE"], environment["VLLM_DP_SIZE"]) == ("400", "8")
+    assert environment["VLLM_ASCEND_ENABLE_NZ"] == "0" and environment["HCCL_DETERMINISTIC"] == "true"
+
+
+def test_processes_without_a_device_do_not_load_torch_npu() -> None:
+    assert worker_environment({}, "cpu", NpuPlatform())["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+
+
+def test_the_cpu_platform_takes_the_same_file() -> None:
+    environment = worker_environment(load_runtime_env(FILE), "integrated", CpuPlatform(), socket_ifname="lo")
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo" and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in environment
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("env_vars:\n  TASK_QUEUE_ENABLE: true\n", "TASK_QUEUE_ENABLE: True is not text"),
+        ("variables:\n  A: '1'\n", "expected one group 'env_vars'"),
+        ("- A\n", "expected one group 'env_vars'"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "runtime_env.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        load_runtime_env(path)
+
+
+def test_a_missing_file_names_the_key() -> None:
+    with pytest.raises(ValueError, match="rl_config.runtime_env_path: /nowhere.yaml does not exist"):
+        load_runtime_env("/nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("noset", "visible", "assigned", "index"),
+    [("1", "", ["5"], 5), ("1", "4,5,6,7", ["6"], 2), ("", "6", ["6"], 0)],
+)
+def test_the_npu_that_ray_assigned_becomes_an_index_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, noset: str, visible: str, assigned: list[str], index: int
+) -> None:
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", noset)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    assert NpuPlatform().device_id_for_ray(assigned) == index
+
+
+def test_an_npu_outside_the_visible_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match="Ray assigned NPU 3"):
+        NpuPlatform().device_id_for_ray(["3"])
+    with pytest.raises(ValueError, match="assigned no NPU"):
+        NpuPlatform().device_id_for_ray([])
