@@ -114,12 +114,18 @@ def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-# Keys that dataset files carry although nothing depends on them here, with the values that are fine.
-_SETTLED_KEYS = {
+# Keys that dataset files carry although nothing depends on them here, with the values that are fine (None: any).
+_SETTLED_KEYS: dict[str, tuple[Any, ...] | None] = {
     "dataset_impl": ("mmap",),
-    "overwrite_cache": (True, False),
+    "overwrite_cache": None,
     "make_vocab_size_divisible_by": None,
     "pad_vocab_size_to": None,
+    "split_sentences": (False,),
+    "keep_newlines": None,
+    "vocab_file": (None,),
+    "merge_file": (None,),
+    "tokenizer_model": (None,),
+    "script_data_dir": (None,),
 }
 
 

@@ -150,8 +150,8 @@ def build_handler(config: PreprocessConfig) -> Handler:
 
 def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) -> None:
     """Refuse settings that the template cannot honour; apply drop_thinking."""
-    if config.enable_thinking != "none" and not template.can_think:
-        raise ValueError(f"enable_thinking={config.enable_thinking} has no meaning for prompt_type={template.name!r}")
+    if config.enable_thinking == "true" and not template.can_think:
+        raise ValueError(f"enable_thinking=true has no meaning for prompt_type={template.name!r}")
     if config.reasoning_effort is not None:
         if config.reasoning_effort not in template.efforts:
             allowed = ", ".join(template.efforts) or "none for this template"

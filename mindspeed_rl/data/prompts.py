@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -13,7 +13,7 @@ from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import BadRow, DroppedRow
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
-from mindspeed_rl.data.indexed import IndexedColumns, packed_columns
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
 from mindspeed_rl.data.sources import open_source, read_chunk
 from mindspeed_rl.data.templates import Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
@@ -44,7 +44,6 @@ class PromptSettings:
     handler_name: str | None = None
     enable_thinking: Thinking = "none"
     on_bad_row: str = "error"
-    json_keys: Sequence[str] = field(default=("text",))
 
 
 class PromptDataset:
@@ -88,9 +87,9 @@ class _IndexedPrompts:
         self.rows = IndexedColumns(prefix, ["input_ids", *additional_keys])
         self._tokenizer = tokenizer
         self._extra = [key for key in additional_keys if key != LABELS]
-        # An SFT dataset has labels too, but as a mask over input_ids; a reference answer has a length of its own.
+        # An SFT dataset has labels too, but as a mask over input_ids.
         has_labels = LABELS in self.rows.columns
-        self._has_label = has_labels and not np.array_equal(self.rows.lengths(LABELS), self.rows.lengths("input_ids"))
+        self._has_label = has_labels and IGNORE_INDEX not in self.rows.row(0, LABELS)
         if LABELS in additional_keys and not self._has_label:
             raise ValueError(f"{prefix}_packed_labels_document holds the labels of supervised tuning, not reference answers")
 

@@ -25,8 +25,8 @@ class InstructionSample(TypedDict):
 class InstructionDataset:
     """Rows of `<prefix>_packed_{input_ids,attention_mask,labels}_document`.
 
-    Where samples of a pack end is read from the attention mask of a neat pack (1,1,2,2,...,0); with `split_at_eos`, a plain pack
-    is split after each end token that closes an answer. A row that is no pack is one sample either way.
+    Where samples of a pack end is read from the attention mask of a neat pack (1,1,2,2,...,0); with `split_at_eos`, a plain
+    pack is split after each end token that closes an answer. A row that is no pack is one sample either way.
 
     Args:
         prefix: the --output-prefix of preprocessing.

@@ -141,8 +141,8 @@ class DeepSeek4Tools:
             '</｜DSML｜invoke>\n<｜DSML｜invoke name="$TOOL_NAME2">\n...\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>\n\n'
             'String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, '
             'arrays, objects), pass the value in JSON format and set `string="false"`.\n\n'
-            "If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside <think>...</think>"
-            " BEFORE any tool calls or final response.\n\n"
+            "If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning "
+            "inside <think>...</think> BEFORE any tool calls or final response.\n\n"
             "Otherwise, output directly after </think> with tool calls or final response.\n\n"
             f"### Available Tool Schemas\n\n{listing}\n\n"
             "You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"

@@ -100,8 +100,8 @@ def _is_openai(tags: Mapping[str, str] | None) -> bool:
 class MixedSource:
     """Several datasets as one stream of rows that know their dataset.
 
-    concat: one after the other. interleave_under: rows are drawn in turn until a dataset is used up. interleave_over: until each
-    has been used up once, short ones starting over. With probabilities, the dataset of each row is drawn at random.
+    concat: one after the other. interleave_under: rows are drawn in turn until a dataset is used up. interleave_over: until
+    each has been used up once, short ones starting over. With probabilities, the dataset of each row is drawn at random.
     """
 
     ignored: tuple[str, ...] = ()
