@@ -1,0 +1,392 @@
+"""The part of torch_npu, vllm-ascend, MindSpeed and Megatron that our code uses, and the pinned record of what they offer.
+
+`uses()` reads our own sources. `tests/data/npu/contract.json` holds what each release has under those names; this file
+makes it again from wheels and source trees, which need not be installed:
+
+    python tests/unit/npu/contract.py --torch-npu 2.9.0=WHEEL 2.10.0.post4=WHEEL 2.13.0=WHEEL \
+        --vllm-ascend 0.18.0=WHEEL 0.23.0=WHEEL --mindspeed core_r0.16.0=FOLDER --megatron 0.16.1=SITE_PACKAGES
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PINNED = ROOT / "tests" / "data" / "npu" / "contract.json"
+#: first part of a dotted name -> package whose contract it belongs to
+PACKAGES = {"torch_npu": "torch_npu", "mindspeed": "mindspeed", "vllm_ascend": "vllm_ascend", "megatron": "megatron"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """A name of another package in our code.
+
+    Attributes:
+        name: full dotted name; `torch.npu.x` is written `torch_npu.npu.x`.
+        where: file and line.
+        keywords, positional: of a call, None when it is not called there or passes * or **.
+    """
+
+    name: str
+    where: str
+    keywords: tuple[str, ...] | None = None
+    positional: int | None = None
+
+
+# ---------------------------------------------------------------- what our code uses
+
+
+def uses(package: Path) -> list[Use]:
+    """Every use of a foreign name in a package of ours."""
+    found: list[Use] = []
+    for path in sorted(package.rglob("*.py")):
+        found += _uses_of_file(path, package.parent)
+    return found
+
+
+def _uses_of_file(path: Path, root: Path) -> Iterator[Use]:
+    tree = ast.parse(path.read_text())
+    aliases: dict[str, str] = {"torch_npu": "torch_npu"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0 and node.module.split(".")[0] in PACKAGES:
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield Use(f"{node.module}.{alias.name}", _place(path, root, node))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in PACKAGES:
+                    aliases[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                    if "." in alias.name:
+                        yield Use(alias.name, _place(path, root, node))
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner and isinstance(node.ctx, ast.Load):
+            name = _full_name(node, aliases)
+            if name is None or "." not in name:
+                continue
+            call = calls.get(id(node))
+            if call is None or any(isinstance(argument, ast.Starred) for argument in call.args):
+                yield Use(name, _place(path, root, node))
+            else:
+                keywords = tuple(keyword.arg for keyword in call.keywords if keyword.arg)
+                yield Use(name, _place(path, root, node), keywords, len(call.args))
+
+
+def _place(path: Path, root: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(root)}:{node.lineno}"
+
+
+def _full_name(node: ast.expr, aliases: dict[str, str]) -> str | None:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    parts.append(node.id)
+    parts.reverse()
+    if parts[:2] == ["torch", "npu"]:
+        return ".".join(["torch_npu", "npu", *parts[2:]])
+    if parts[0] not in aliases:
+        return None
+    return ".".join([aliases[parts[0]], *parts[1:]])
+
+
+# ---------------------------------------------------------------- what a source tree offers
+
+
+class SourceTree:
+    """Names and signatures of a package by reading its sources, without importing it."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the one that holds the top-level package."""
+        self.folder = folder
+
+    def module(self, name: str) -> Path | None:
+        """File of a module, or folder of a namespace package."""
+        base = self.folder.joinpath(*name.split("."))
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
+        return base if base.is_dir() else None
+
+    def signature(self, name: str) -> str | None:
+        """Arguments of a function or class in parentheses, "" for anything else that exists, None for what does not."""
+        parts = name.split(".")
+        for cut in range(len(parts), 0, -1):
+            path = self.module(".".join(parts[:cut]))
+            if path is not None:
+                return "" if cut == len(parts) else self._inside(path, ".".join(parts[:cut]), parts[cut:])
+        return None
+
+    def _inside(self, path: Path, module: str, parts: list[str]) -> str | None:
+        if path.is_dir():
+            return None
+        node = _top_level(ast.parse(path.read_text(errors="replace"))).get(parts[0])
+        if node is None:
+            return self._from_star(path, module, parts)
+        if isinstance(node, ast.ImportFrom):
+            alias = next(alias for alias in node.names if (alias.asname or alias.name) == parts[0])
+            source = _absolute(node, module, is_package=path.name == "__init__.py")
+            found = self.signature(".".join([source, alias.name, *parts[1:]]))
+            return "" if found is None and self.module(source) is None else found  # compiled, or another package
+        if len(parts) > 1:
+            return self._member(node, parts[1:])
+        return _arguments(node)
+
+    def _from_star(self, path: Path, module: str, parts: list[str]) -> str | None:
+        for node in ast.walk(ast.parse(path.read_text(errors="replace"))):
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                found = self.signature(".".join([_absolute(node, module, is_package=path.name == "__init__.py"), *parts]))
+                if found is not None:
+                    return found
+        return None
+
+    def _member(self, node: ast.AST, parts: list[str]) -> str | None:
+        if not isinstance(node, ast.ClassDef):
+            return ""  # an attribute of an object: out of reach without running it
+        member = _top_level(node).get(parts[0])
+        if member is None:
+            return "" if node.bases else None
+        return _arguments(member)
+
+
+def _absolute(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = module.split(".")
+    kept = parts[: len(parts) - node.level + (1 if is_package else 0)]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def _top_level(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
+    names: dict[str, ast.AST] = {}
+
+    def visit(body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names[node.name] = node
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    names[(alias.asname or alias.name).split(".")[0]] = node
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    for part in ast.walk(target):
+                        if isinstance(part, ast.Name):
+                            names[part.id] = node
+            elif isinstance(node, (ast.If, ast.Try, ast.With)):
+                visit(node.body)
+                visit(getattr(node, "orelse", []))
+                for handler in getattr(node, "handlers", []):
+                    visit(handler.body)
+
+    visit(tree.body)
+    return names
+
+
+def _arguments(node: ast.AST) -> str:
+    if isinstance(node, ast.ClassDef):
+        init = _top_level(node).get("__init__")
+        if init is not None:
+            return _arguments(init)
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+        if not node.bases and any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+            return "(" + ", ".join(ast.unparse(field.target) + ("=..." if field.value else "") for field in fields) + ")"
+        return ""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if any(
+            "contextmanager" not in ast.unparse(decorator) and "wraps" in ast.unparse(decorator)
+            for decorator in node.decorator_list
+        ):
+            return ""
+        arguments = node.args
+        for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
+            if argument is not None:
+                argument.annotation = None
+        text = ast.unparse(arguments)
+        return "(" + re.sub(r"^(self|cls)(, |$)", "", text) + ")"
+    return ""
+
+
+def accepts(signature: str, keywords: tuple[str, ...], positional: int) -> str | None:
+    """What is wrong with a call, or None. The signature is Python's or a torch schema's, with its parentheses."""
+    required: list[str] = []
+    names: list[str] = []
+    count = 0
+    keyword_only = False
+    for part in _split(signature[1:-1]):
+        if part.startswith("**"):
+            return None
+        if part.startswith("*"):
+            keyword_only = True
+            if len(part) > 1:
+                return None
+            continue
+        if part == "/":
+            continue
+        name = part.split("=")[0].split(":")[0].split()[-1]
+        names.append(name)
+        count += not keyword_only
+        if "=" not in part:
+            required.append(name)
+    unknown = [keyword for keyword in keywords if keyword not in names]
+    if unknown:
+        return f"has no argument {', '.join(unknown)}"
+    if positional > count:
+        return f"takes {count} positional arguments, {positional} are given"
+    missing = [name for name in required if name not in keywords and name not in names[:positional]]
+    return f"needs {', '.join(missing)}" if missing else None
+
+
+def _split(signature: str) -> list[str]:
+    parts, depth, start = [], 0, 0
+    for index, character in enumerate(signature):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(signature[start:index].strip())
+            start = index + 1
+    return [part for part in [*parts, signature[start:].strip()] if part]
+
+
+# ---------------------------------------------------------------- making the record
+
+
+def operator_schemas(library: Path) -> dict[str, str]:
+    """Argument lists of the `npu_*` operators whose schemas are stored as text in the compiled library."""
+    text = library.read_bytes()
+    schemas: dict[str, str] = {}
+    for found in re.finditer(rb"(?<![\w.])(npu_\w+)\(([^\x00]{0,4000}?)\) -> ", text):
+        schemas.setdefault(found[1].decode(), f"({found[2].decode()})")
+    return schemas
+
+
+def _unpacked(source: str, into: Path) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    with zipfile.ZipFile(path) as wheel:
+        members = [name for name in wheel.namelist() if name.endswith((".py", "libtorch_npu.so")) or "/_C." in name]
+        wheel.extractall(into, members)
+    return into
+
+
+def record_torch_npu(folder: Path, names: set[str]) -> dict[str, str]:
+    """Signatures of the used names in one torch_npu."""
+    tree = SourceTree(folder)
+    schemas = operator_schemas(folder / "torch_npu" / "lib" / "libtorch_npu.so")
+    binary = b"".join(path.read_bytes() for path in (folder / "torch_npu").glob("_C*.so"))
+    record: dict[str, str] = {}
+    for name in sorted(names):
+        last = name.split(".")[-1]
+        if name.startswith("torch_npu.npu_") and last in schemas:
+            record[name] = schemas[last]
+        elif name.startswith("torch_npu._C."):
+            if last.encode() in binary:
+                record[name] = ""
+        elif (signature := tree.signature(name)) is not None:
+            record[name] = signature
+        elif tree.signature(name.rpartition(".")[0]) is not None and last.encode() in binary:
+            record[name] = ""  # a member of a class that is compiled
+    return record
+
+
+def record_vllm_ascend(folder: Path) -> dict[str, list[str]]:
+    """Keys of additional_config and environment variables of one vllm-ascend."""
+    sources = [path.read_text(errors="replace") for path in (folder / "vllm_ascend").rglob("*.py")]
+    text = "\n".join(sources)
+    keys = set(re.findall(r"additional_config\.get\(\s*[\"'](\w+)", text)) | set(
+        re.findall(r"additional_config\[[\"'](\w+)", text)
+    )
+    keys |= set(re.findall(r"_get_config_value\(\s*additional_config,\s*[\"'](\w+)", text))
+    variables = set(re.findall(r"[\"'](VLLM_ASCEND_\w+|VLLM_BATCH_INVARIANT|VLLM_VERSION)[\"']", text))
+    worker = ast.parse((folder / "vllm_ascend" / "worker" / "worker.py").read_text())
+    methods = next(node for node in worker.body if isinstance(node, ast.ClassDef) and node.name == "NPUWorker")
+    calls = {
+        node.name: _arguments(node)
+        for node in methods.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    kept = ("sleep", "wake_up", "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+    return {
+        "additional_config": sorted(keys),
+        "environment": sorted(variables),
+        "worker": {name: calls[name] for name in kept if name in calls},
+    }
+
+
+def record_mindspeed(folder: Path, names: set[str]) -> dict[str, object]:
+    """Arguments that features register, arguments they read, and signatures of the used names."""
+    registered: set[str] = set()
+    read: set[str] = set()
+    for path in (folder / "mindspeed").rglob("*.py"):
+        text = path.read_text(errors="replace")
+        registered |= {option.replace("-", "_") for option in re.findall(r"add_argument\(\s*[\"']--([\w-]+)", text)}
+        read |= set(re.findall(r"(?:args|config)\.(\w+)", text)) | set(
+            re.findall(r"getattr\(\s*(?:\w+\.)?(?:args|config|self\.config),\s*[\"'](\w+)", text)
+        )
+        read |= {feature.replace("-", "_") for feature in re.findall(r"super\(\S*\)\.__init__\(\s*[\"']([\w-]+)", text)}
+    tree = SourceTree(folder)
+    found = {name: tree.signature(name) for name in sorted(names)}
+    return {
+        "arguments": sorted(registered),
+        "read_arguments": sorted(read - registered),
+        "names": {name: signature for name, signature in found.items() if signature is not None},
+    }
+
+
+def record_megatron(folder: Path, names: set[str]) -> dict[str, str]:
+    """Signatures of the used names."""
+    tree = SourceTree(folder)
+    found = {name: tree.signature(name) for name in sorted(names)}
+    return {name: signature for name, signature in found.items() if signature is not None}
+
+
+def names_of(package: str) -> set[str]:
+    """Names of one foreign package that our code uses."""
+    return {use.name for use in uses(ROOT / "mindspeed_rl") if use.name.split(".")[0] == package}
+
+
+def _pairs(values: list[str]) -> dict[str, str]:
+    return dict(value.split("=", 1) for value in values)
+
+
+def main() -> None:
+    """Writes contract.json; packages that are not named keep their record."""
+    parser = argparse.ArgumentParser(description="Regenerate tests/data/npu/contract.json.")
+    for option in ("--torch-npu", "--vllm-ascend", "--mindspeed", "--megatron"):
+        parser.add_argument(option, nargs="+", default=[], metavar="VERSION=WHEEL_OR_FOLDER")
+    arguments = parser.parse_args()
+    record = json.loads(PINNED.read_text()) if PINNED.exists() else {}
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def folders(values: list[str]) -> Iterator[tuple[str, Path]]:
+            for version, source in _pairs(values).items():
+                yield version, _unpacked(source, Path(scratch, version))
+
+        makers = {
+            "torch_npu": lambda values: {v: record_torch_npu(f, names_of("torch_npu")) for v, f in folders(values)},
+            "vllm_ascend": lambda values: {v: record_vllm_ascend(f) for v, f in folders(values)},
+            "mindspeed": lambda values: {v: record_mindspeed(f, names_of("mindspeed")) for v, f in folders(values)},
+            "megatron": lambda values: {v: record_megatron(f, names_of("megatron")) for v, f in folders(values)},
+        }
+        for package, make in makers.items():
+            if values := getattr(arguments, package):
+                record[package] = make(values)
+    PINNED.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
