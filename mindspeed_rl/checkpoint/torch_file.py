@@ -14,7 +14,7 @@ import os
 import pickle
 import types
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +199,19 @@ def create_with_holes(
             place[keys[-1]] = torch.empty(shape, dtype=dtype)
     with skip_data(materialize_fake_tensors=True):
         torch.save(content, path)
-    laid_out = load_with_records(path)
-    return {keys: _get(laid_out, keys) for keys in shapes}
+    return records_at(path, shapes)
 
 
-def _get(content: Any, keys: tuple[Any, ...]) -> TensorRecord:
-    for key in keys:
-        content = content[key]
-    return content
+def records_at(path: str | Path, places: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], TensorRecord]:
+    """The records of some tensors of a torch zip file, by their path of keys."""
+    content = load_with_records(path)
+    found = {}
+    for keys in places:
+        entry = content
+        for key in keys:
+            entry = entry[key]
+        found[keys] = entry
+    return found
 
 
 def walk_records(content: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TensorRecord | Tensor]]:

@@ -63,7 +63,7 @@ def names_to_try(network: Network, op: WeightOp, name: str) -> list[str]:
 
 
 def with_mindspeed_mla(network: Network, ops: Iterable[WeightOp]) -> list[WeightOp]:
-    """The table for checkpoints of MindSpeed's own latent attention: one replicated ``linear_qkv`` = [query (down); kv down]."""
+    """The table for MindSpeed's own latent attention: one replicated ``linear_qkv`` = [query (down); kv down]."""
     first = "linear_q_proj" if network.q_lora_rank is None else "linear_q_down_proj"
     result: list[WeightOp] = []
     for op in ops:

@@ -1,0 +1,532 @@
+"""Converts a checkpoint between HF, Megatron per-rank (mcore and legacy) and torch_dist, streaming, and proves the result.
+
+Everything is written into a folder named ``*.partial`` beside the destination, job by job, straight to its place in the
+files; the folder is renamed when all is written (and verified). A run that was interrupted continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.dist import DistPlan, plan_dist
+from mindspeed_rl.checkpoint.hf import (
+    copy_companions,
+    dtype_keys,
+    make_safetensors_header,
+    plan_shards,
+    write_config,
+    write_index,
+)
+from mindspeed_rl.checkpoint.jobs import Group, HfTarget, Job, Target, Transform, connect, same_bits
+from mindspeed_rl.checkpoint.lora import PeftMerge
+from mindspeed_rl.checkpoint.mcore import LATEST_NAME, RankPlan, plan_ranks
+from mindspeed_rl.checkpoint.megatron_args import write_args
+from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.source import HF_FILES, ModelOptions, Source, open_hf, open_megatron
+from mindspeed_rl.models.architecture import ExpertPacking
+from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.names import with_mindspeed_mla
+from mindspeed_rl.models.weights import WeightOp
+
+_TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
+_STATE_NAME = "conversion.json"
+_DONE_NAME = "conversion.done"
+_ITERATION = "iter_0000001"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What is to be made.
+
+    Args:
+        kind: the form.
+        path: the checkpoint folder (HF: the model folder).
+        layout: how a per-rank checkpoint is cut.
+        grouped_gemm: experts of a rank in one parameter.
+        transformer_engine: parameter names of Megatron's TransformerEngine implementation.
+        mindspeed_mla: latent attention packed as MindSpeed's own implementation has it.
+        make_vocab_size_divisible_by: vocabulary padding (times TP).
+        dtype: dtype of the weights; None keeps it.
+        max_shard_bytes: size limit of an HF weight file.
+        overwrite: replace a checkpoint that is there already.
+    """
+
+    kind: Literal["hf", "mcore", "legacy", "torch_dist"]
+    path: Path
+    layout: Layout | None = None
+    grouped_gemm: bool = False
+    transformer_engine: bool = False
+    mindspeed_mla: bool = False
+    make_vocab_size_divisible_by: int = 1
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = 5 * 10**9
+    overwrite: bool = False
+
+    @property
+    def final(self) -> Path:
+        """The folder that appears when everything is done."""
+        return self.path if self.kind == "hf" else self.path / _ITERATION
+
+    @property
+    def staging(self) -> Path:
+        """Where it is built."""
+        return self.final.with_name(self.final.name + ".partial")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A transform that casts floating-point weights; buffers keep their dtype."""
+
+    dtype: torch.dtype
+    keep: frozenset[str]
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if name in self.keep or not tensor.is_floating_point() else tensor.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Transforms one after the other."""
+
+    steps: tuple[Transform, ...]
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        for step in self.steps:
+            tensor = step(name, tensor)
+        return tensor
+
+
+# ---------------------------------------------------------------------- planning
+
+
+@dataclass(frozen=True)
+class HfPlan:
+    """Which weight files an HF folder gets and what is in them."""
+
+    folder: Path
+    files: Sequence[tuple[str, list[str]]]
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    owners: Mapping[str, str]
+
+    def create(self) -> list[HfTarget]:
+        """Make the files with holes, write the index, and return what fills the holes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        targets = []
+        weight_map: dict[str, str] = {}
+        total = 0
+        for file_name, names in self.files:
+            path = self.folder / file_name
+            header, offsets = make_safetensors_header([(name, *self.entries[name]) for name in names])
+            records = {
+                name: TensorRecord(str(path), offsets[name], self.entries[name][1], self.entries[name][0]) for name in names
+            }
+            size = max((record.offset + record.num_bytes for record in records.values()), default=len(header))
+            if not path.is_file():
+                with path.open("wb") as stream:
+                    stream.write(header)
+                    stream.truncate(size)
+            targets += [HfTarget(name, record, self.owners.get(name, name)) for name, record in records.items()]
+            weight_map |= dict.fromkeys(names, file_name)
+            total += size - len(header)
+        write_index(self.folder, weight_map, total)
+        return targets
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that has been checked and can be run.
+
+    Args:
+        files: (path below the destination, bytes) of every weight file.
+        create: makes the files in the staging folder and returns the targets.
+        transform: what happens to tensors on the way.
+        memory_bytes: upper bound of the tensors in memory at once, per worker.
+        num_bytes: bytes to be written.
+    """
+
+    source: Source
+    destination: Destination
+    files: Sequence[tuple[Path, int, Sequence[tuple[str, tuple[int, ...], torch.dtype]]]]
+    create: Callable[[], Sequence[Target]]
+    transform: Transform | None
+    memory_bytes: int
+    num_bytes: int
+
+
+def make_plan(source: Source, destination: Destination, peft: PeftMerge | None = None) -> Plan:
+    """Check a conversion and plan its files; nothing is written.
+
+    Raises:
+        ValueError: the layout does not fit the model, the destination exists, or the form cannot hold the model.
+    """
+    architecture, network = source.architecture, source.network
+    if destination.kind == "legacy" and not architecture.legacy:
+        raise ValueError(f"Megatron's legacy layout cannot hold {architecture.name}; use the mcore layout")
+    if destination.kind == "legacy" and network.head == "reward":
+        raise ValueError("Megatron's legacy layout has no reward head; use the mcore layout")
+    dtypes = {name: group.dtype for group in source.groups for name in group.hf}
+    layout = destination.layout or Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
+    network = network.padded(destination.make_vocab_size_divisible_by, layout.tp)
+    grouped = destination.grouped_gemm and bool(network.num_moe_experts) and destination.kind == "mcore"
+    packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
+    ops = architecture.weight_ops(network, packing)
+    if destination.mindspeed_mla and network.multi_latent_attention:
+        ops = with_mindspeed_mla(network, ops)
+    buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
+    steps: list[Transform] = [] if peft is None else [peft]
+    if destination.dtype is not None:
+        steps.append(Cast(destination.dtype, buffers))
+        dtypes = {name: dtype if name in buffers else destination.dtype for name, dtype in dtypes.items()}
+    transform = None if not steps else steps[0] if len(steps) == 1 else Chain(tuple(steps))
+
+    def dtype_of(op: WeightOp) -> torch.dtype:
+        if op.hf[0] not in dtypes:
+            raise ValueError(f"{source.path} lacks {op.hf[0]!r}")
+        return dtypes[op.hf[0]]
+
+    staging = destination.staging
+    if destination.kind == "hf":
+        hf_plan = _plan_hf(source, ops, dtype_of, staging, destination.max_shard_bytes)
+        listed = [
+            (destination.final / file_name, [(name, hf_plan.entries[name][1], hf_plan.entries[name][0]) for name in names])
+            for file_name, names in hf_plan.files
+        ]
+        create: Callable[[], Sequence[Target]] = hf_plan.create
+    else:
+        config = dict(source.hf_config)
+        if destination.dtype is not None:
+            config |= dtype_keys(config, destination.dtype)
+        args = write_args(
+            network,
+            layout,
+            config,
+            destination.dtype or source.dtype,
+            make_vocab_size_divisible_by=destination.make_vocab_size_divisible_by,
+            grouped_gemm=destination.grouped_gemm,
+            transformer_impl="transformer_engine" if destination.transformer_engine else "local",
+            legacy=destination.kind == "legacy",
+        )
+        plan: RankPlan | DistPlan
+        if destination.kind == "torch_dist":
+            if layout.noop_layers:
+                raise ValueError(
+                    "torch_dist checkpoints load under any layout and hold no empty layers; leave out --noop-layers"
+                )
+            plan = plan_dist(staging, ops, network, dtype_of)
+            listed = [
+                (destination.final / file.path.name, [(op.mcore, shape, dtype) for op, dtype, shape in file.items])
+                for file in plan.files
+            ]
+        else:
+            plan = plan_ranks(
+                staging,
+                ops,
+                network,
+                layout,
+                dtype_of,
+                legacy=destination.kind == "legacy",
+                transformer_engine=destination.transformer_engine,
+            )
+            listed = [
+                (
+                    destination.final / file.path.relative_to(staging),
+                    [("/".join(keys), shape, dtype) for keys, (dtype, shape) in file.tensors.items()],
+                )
+                for file in plan.files
+            ]
+        create = lambda: plan.create(args)  # noqa: E731
+    files = [
+        (path, sum(TensorRecord("", 0, shape, dtype).num_bytes for _, shape, dtype in items), items) for path, items in listed
+    ]
+    return Plan(
+        source, destination, files, create, transform, _memory_bound(source, ops, dtypes), sum(size for _, size, _ in files)
+    )
+
+
+def _plan_hf(
+    source: Source, ops: Sequence[WeightOp], dtype_of: Callable[[WeightOp], torch.dtype], folder: Path, max_shard_bytes: int
+) -> HfPlan:
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for op in ops:
+        if not op.copy_of_tied:
+            entries |= {name: (dtype_of(op), shape) for name, shape in zip(op.hf, op.shapes)}
+    copies = source.architecture.hf_copies(source.network)
+    entries |= {copy: entries[owner] for copy, owner in copies.items()}
+    sizes = {name: TensorRecord("", 0, shape, dtype).num_bytes for name, (dtype, shape) in entries.items()}
+    return HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies)
+
+
+def _memory_bound(source: Source, ops: Sequence[WeightOp], dtypes: Mapping[str, torch.dtype]) -> int:
+    # a job holds what it read and one packed shard; a cast or merge adds one more copy of a tensor
+    sizes: dict[str, int] = {}
+    for op in ops:
+        for name, shape in zip(op.hf, op.shapes):
+            sizes[name] = TensorRecord("", 0, shape, dtypes.get(name, torch.float32)).num_bytes
+    by_target = (sum(sizes[name] for name in op.hf) for op in ops)
+    by_group = (sum(sizes.get(name, 0) for name in group.hf) for group in source.groups)
+    return 2 * max(max(by_target, default=0), max(by_group, default=0))
+
+
+# ---------------------------------------------------------------------- running
+
+
+class Progress(Protocol):
+    """Told how far the work is."""
+
+    def start(self, what: str, total_bytes: int, done_bytes: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Silent:
+    """A Progress that shows nothing."""
+
+    def start(self, what: str, total_bytes: int, done_bytes: int) -> None:
+        pass
+
+    def advance(self, num_bytes: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def check_destination(destination: Destination) -> None:
+    """Raise ValueError if something is at the destination that would be lost."""
+    final = destination.final
+    if destination.overwrite or not final.exists():
+        return
+    if not final.is_dir() or any(final.iterdir()):
+        raise ValueError(f"{final} exists already; choose another --save-dir, or pass --overwrite to replace it")
+
+
+def run_plan(plan: Plan, *, workers: int = 1, verify: bool = False, progress: Progress | None = None) -> Path:
+    """Write the checkpoint and give it its name; the folder that was made.
+
+    After an error nothing is left; after an interruption (Ctrl-C, kill) the next run with the same settings continues.
+
+    Raises:
+        ValueError: the disk is full, a source file is damaged, or (with ``verify``) the result differs from the source.
+    """
+    progress = progress or Silent()
+    check_destination(plan.destination)
+    staging = plan.destination.staging
+    try:
+        with _clear_errors(plan):
+            _write(plan, workers, progress)
+            if verify:
+                _verify(plan, workers, progress)
+    except Exception:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return _publish(plan)
+
+
+@contextmanager
+def _clear_errors(plan: Plan) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"the disk of {plan.destination.path} is full; the result needs {plan.num_bytes / 1e9:.2f} GB"
+        ) from error
+
+
+def _write(plan: Plan, workers: int, progress: Progress) -> None:
+    staging = plan.destination.staging
+    fingerprint = _fingerprint(plan)
+    state = staging / _STATE_NAME
+    if staging.exists() and not (state.is_file() and json.loads(state.read_text()).get("fingerprint") == fingerprint):
+        shutil.rmtree(staging)
+    fresh = not staging.exists()
+    if fresh:
+        _check_space(plan)
+        staging.mkdir(parents=True)
+    targets = plan.create()
+    if fresh:
+        # only now: a run that was stopped while making files starts afresh
+        state.write_text(json.dumps({"fingerprint": fingerprint}), encoding="utf-8")
+    tasks = _tasks(_jobs(plan.source, targets))
+    done_file = staging / _DONE_NAME
+    done = set(map(int, done_file.read_text().split())) if done_file.is_file() else set()
+    open_tasks = [(number, jobs) for number, jobs in enumerate(tasks) if number not in done]
+    total = sum(job.num_bytes for jobs in tasks for job in jobs)
+    progress.start("writing", total, total - sum(job.num_bytes for _, jobs in open_tasks for job in jobs))
+    with done_file.open("a", encoding="utf-8") as log:
+        for number, num_bytes in _execute(_run_jobs, open_tasks, (plan.transform,), workers):
+            log.write(f"{number}\n")
+            log.flush()
+            progress.advance(num_bytes)
+    progress.finish()
+
+
+def _jobs(source: Source, targets: Sequence[Target]) -> list[Job]:
+    def missing(name: str, target: Target) -> str:
+        return f"{source.path} lacks {name!r}, which {target.name} is made of"
+
+    jobs, _ = connect(source.groups, targets, source.equal, missing)
+    return jobs
+
+
+def _tasks(jobs: Sequence[Job]) -> list[list[Job]]:
+    tasks: list[list[Job]] = []
+    filled = 0
+    for job in jobs:
+        if not tasks or filled + job.num_bytes > _TASK_BYTES:
+            tasks.append([])
+            filled = 0
+        tasks[-1].append(job)
+        filled += job.num_bytes
+    return tasks
+
+
+def _run_jobs(jobs: Sequence[Job], transform: Transform | None) -> int:
+    torch.set_num_threads(1)
+    return sum(job.run(transform) for job in jobs)
+
+
+def _execute(
+    function: Callable[..., int], tasks: Sequence[tuple[int, Any]], extra: tuple[Any, ...], workers: int
+) -> Iterator[tuple[int, int]]:
+    """(task number, result) as tasks finish, in this process or in ``workers`` others."""
+    if workers <= 1 or len(tasks) <= 1:
+        for number, task in tasks:
+            yield number, function(task, *extra)
+        return
+    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(function, task, *extra): number for number, task in tasks}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _check_space(plan: Plan) -> None:
+    place = plan.destination.staging
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if plan.num_bytes > free:
+        raise ValueError(f"{plan.destination.path} needs {plan.num_bytes / 1e9:.2f} GB; the disk has {free / 1e9:.2f} GB left")
+
+
+def _fingerprint(plan: Plan) -> str:
+    """Changes with the source files, the options and the plan: what an interrupted run must share with its successor."""
+    digest = hashlib.sha256()
+    weight_files = sorted(
+        p for p in plan.source.path.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".pt", ".distcp")
+    )
+    for path in weight_files:
+        stat = path.stat()
+        digest.update(f"{path}|{stat.st_size}|{stat.st_mtime_ns}\n".encode())
+    digest.update(repr(replace(plan.destination, overwrite=False)).encode())
+    digest.update(repr((plan.files, plan.transform, [getattr(group, "lora", None) for group in plan.source.groups])).encode())
+    return digest.hexdigest()
+
+
+def _publish(plan: Plan) -> Path:
+    destination = plan.destination
+    staging, final = destination.staging, destination.final
+    for name in (_STATE_NAME, _DONE_NAME):
+        (staging / name).unlink(missing_ok=True)
+    _write_companions(plan, staging if destination.kind == "hf" else destination.path / HF_FILES)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(staging, final)
+    if destination.kind != "hf":
+        latest = destination.path / LATEST_NAME
+        temporary = latest.with_name(LATEST_NAME + ".partial")
+        temporary.write_text("1", encoding="utf-8")
+        os.replace(temporary, latest)
+    return final
+
+
+def _write_companions(plan: Plan, folder: Path) -> None:
+    config = dict(plan.source.hf_config)
+    if plan.destination.dtype is not None:
+        config |= dtype_keys(config, plan.destination.dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    if plan.source.companions is not None and plan.source.companions.resolve() != folder.resolve():
+        copy_companions(plan.source.companions, folder)
+    write_config(folder, config)
+
+
+# ---------------------------------------------------------------------- proof
+
+
+def _verify(plan: Plan, workers: int, progress: Progress) -> None:
+    """Open the staged result as any reader would and compare every HF tensor with the source, bit for bit."""
+    result = _open_result(plan)
+    in_source = {name for group in plan.source.groups for name in group.hf}
+    in_result = {name: group for group in result.groups for name in group.hf}
+    lost = sorted(in_source - in_result.keys() - plan.source.equal.keys())
+    if lost:
+        raise ValueError(f"verification: {lost[0]} of the source is not in the result")
+    for copy, owner in result.equal.items():
+        if not same_bits(in_result[copy].load()[copy], in_result[owner].load()[owner]):
+            raise ValueError(f"verification: {copy} differs from {owner} in the result")
+    compared = [_Expected(group) for group in result.groups if group.hf[0] in in_source or group.hf[0] not in result.equal]
+    jobs = _jobs(plan.source, compared)
+    tasks = list(enumerate(_tasks(jobs)))
+    progress.start("verifying", sum(job.num_bytes for job in jobs), 0)
+    for _, num_bytes in _execute(_check_jobs, tasks, (plan.transform,), workers):
+        progress.advance(num_bytes)
+    progress.finish()
+
+
+def _open_result(plan: Plan) -> Source:
+    staging, source = plan.destination.staging, plan.source
+    options = ModelOptions(reward_head=source.network.head == "reward", mtp_num_layers=source.network.mtp_num_layers)
+    if plan.destination.kind != "hf":
+        return open_megatron(staging, replace(options, mtp_num_layers=None))
+    write_config(staging, source.hf_config)
+    return open_hf(staging, options)
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A group of the result, seen as a target so that it is joined with the groups of the source it must equal."""
+
+    group: Group
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.group.hf)
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return self.group.hf
+
+    @property
+    def num_bytes(self) -> int:
+        return self.group.num_bytes
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        raise AssertionError("a result is only read")
+
+
+def _check_jobs(jobs: Sequence[Job], transform: Transform | None) -> int:
+    torch.set_num_threads(1)
+    for job in jobs:
+        job.check([target.group for target in job.targets], transform)
+    return sum(job.num_bytes for job in jobs)

@@ -1,0 +1,320 @@
+"""Megatron's ``torch_dist`` checkpoints: whole tensors that load under any layout, in torch.distributed.checkpoint's files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from mindspeed_rl.checkpoint.jobs import MegatronTarget
+from mindspeed_rl.checkpoint.mcore import OpenCheckpoint, iteration_folder
+from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
+from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.torch_file import SafeUnpickler, load_bytes, load_with_records, tensor_envelope
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.names import distributed_name, names_to_try
+from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.weights import WeightOp
+
+_METADATA_CLASSES = {
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+}
+
+
+class _MetadataUnpickler(SafeUnpickler):
+    """Reads ``.metadata`` files: besides plain data only the record classes of torch.distributed.checkpoint."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" and name in _METADATA_CLASSES:
+            return getattr(dcp, name)
+        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            return _StorageInfo
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout
+        return super().find_class(module, name)
+
+
+def read_metadata(path: Path) -> dcp.Metadata:
+    """The index of a ``torch_dist`` checkpoint; ValueError if it is missing or damaged."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        with path.open("rb") as file:
+            return _MetadataUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored piece of a tensor: its place in the tensor and in a file."""
+
+    path: str
+    start: int
+    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The piece.
+
+        Raises:
+            ValueError: the file is truncated.
+        """
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            data = file.read(self.length)
+        if len(data) < self.length:
+            raise ValueError(f"{self.path} is truncated: {self.length} bytes expected at {self.start}, {len(data)} found")
+        try:
+            tensor = load_bytes(data)
+        except RuntimeError as error:
+            raise ValueError(f"{self.path} is damaged at byte {self.start}: {error}") from error
+        return tensor.reshape(self.sizes)
+
+
+@dataclass(frozen=True)
+class DistGroup:
+    """One Megatron parameter inside a ``torch_dist`` tensor that may also hold other layers or experts.
+
+    Args:
+        op: its row of the weight table.
+        chunks: the stored pieces that overlap it.
+        index: its place along the leading (layer, expert) axes.
+        shape: its own shape.
+    """
+
+    op: WeightOp
+    chunks: tuple[Chunk, ...]
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    stored_dtype: torch.dtype
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return self.op.hf
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.stored_dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored_dtype
+
+    def load(self, strict: bool = False) -> dict[str, Tensor]:
+        lead = len(self.index)
+        whole = torch.empty(self.shape, dtype=self.stored_dtype)
+        for chunk in self.chunks:
+            piece = chunk.read()
+            own = tuple(i - offset for i, offset in zip(self.index, chunk.offsets[:lead]))
+            spans = tuple(slice(start, start + size) for start, size in zip(chunk.offsets[lead:], chunk.sizes[lead:]))
+            whole[spans] = piece[own]
+        return self.op.to_hf(whole)
+
+
+class DistFolder:
+    """A ``torch_dist`` checkpoint opened for reading.
+
+    Args:
+        path: the checkpoint folder, or its ``iter_*`` folder.
+        iteration: which iteration; None for the latest.
+    """
+
+    legacy = False
+
+    def __init__(self, path: str | Path, iteration: int | None = None) -> None:
+        self.path = Path(path)
+        self.folder = iteration_folder(path, iteration)
+        self.metadata = read_metadata(self.folder / ".metadata")
+        common = self.folder / "common.pt"
+        content = load_with_records(common) if common.is_file() else {}
+        self.args: CheckpointArgs = read_args(content.get("args") if isinstance(content, Mapping) else None)
+        self.chunks: dict[str, list[Chunk]] = {}
+        for index, info in self.metadata.storage_data.items():
+            entry = self.metadata.state_dict_metadata.get(index.fqn)
+            if not isinstance(entry, dcp.TensorStorageMetadata):
+                continue
+            path_in = self.folder / os.path.basename(info.relative_path)
+            if not path_in.is_file():
+                raise ValueError(f"{self.folder} lacks {info.relative_path}, which .metadata names")
+            offsets = tuple(index.offset or (0,) * len(entry.size))
+            sizes = next(tuple(chunk.sizes) for chunk in entry.chunks if tuple(chunk.offsets) == offsets)
+            self.chunks.setdefault(index.fqn, []).append(Chunk(str(path_in), info.offset, info.length, offsets, sizes))
+
+    def open(self, architecture: Architecture, network: Network, loosely: bool = False) -> OpenCheckpoint:
+        """Match the tensors with the architecture's weight table.
+
+        Raises:
+            ValueError: a parameter is missing, has the wrong shape, or (unless ``loosely``) is not in the table.
+        """
+        entries = self.metadata.state_dict_metadata
+        embedding = entries.get("embedding.word_embeddings.weight")
+        if not isinstance(embedding, dcp.TensorStorageMetadata):
+            raise ValueError(f"{self.folder} has no embedding.word_embeddings.weight")
+        predictions = [int(name.split(".")[2]) for name in entries if name.startswith("mtp.layers.")]
+        network = replace(
+            network,
+            padded_vocab_size=max(embedding.size[0], network.vocab_size),
+            mtp_num_layers=max(predictions, default=-1) + 1,
+        )
+        used: set[str] = set()
+        groups = []
+        for op in architecture.weight_ops(network):
+            if not op.copy_of_tied:
+                groups.append(self._group(network, op, used))
+        model_keys = {
+            name
+            for name, entry in entries.items()
+            if isinstance(entry, dcp.TensorStorageMetadata)
+            and not name.startswith(("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param"))
+        }
+        extra = sorted(model_keys - used)
+        if extra and not loosely:
+            raise ValueError(
+                f"{self.folder} holds {extra[0]!r}, unknown to {network.architecture}; --load-checkpoint-loosely skips it"
+            )
+        layout = Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
+        return OpenCheckpoint(architecture, network, layout, groups, {})
+
+    def _group(self, network: Network, op: WeightOp, used: set[str]) -> DistGroup:
+        shape = op.shard_shape(1)
+        for name, index, sizes in _places(network, op):
+            entry = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(entry, dcp.TensorStorageMetadata):
+                continue
+            if tuple(entry.size) != (*sizes, *shape):
+                raise ValueError(f"{self.folder}: {name} has shape {list(entry.size)}; expected {[*sizes, *shape]}")
+            lead = len(index)
+            overlapping = tuple(
+                chunk
+                for chunk in self.chunks.get(name, ())
+                if all(o <= i < o + s for i, o, s in zip(index, chunk.offsets[:lead], chunk.sizes[:lead]))
+            )
+            covered = sum(math.prod(chunk.sizes[lead:]) for chunk in overlapping)
+            if covered != math.prod(shape):
+                raise ValueError(f"{self.folder}: the stored pieces of {name} do not cover {op.mcore}")
+            used.add(name)
+            return DistGroup(op, overlapping, index, shape, entry.properties.dtype)
+        raise ValueError(f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint has")
+
+
+def _places(network: Network, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Keys under which a ``torch_dist`` checkpoint may hold a parameter: one for all layers, one per layer, unfused norms."""
+    name, index, sizes = distributed_name(network, op)
+    places = [(name, index, sizes)]
+    expert = index[-1:] if op.experts else ()
+    expert_sizes = sizes[-1:] if op.experts else ()
+    if op.place == "layer":
+        assert op.layer is not None
+        inner = name.removeprefix(f"decoder.layers.{op.layer}.").removeprefix("decoder.layers.")
+        plain = op.mcore.removeprefix(f"decoder.layers.{op.layer}.")
+        for tail in (inner,) if op.experts else (inner, plain):
+            places.append((f"decoder.layers.{op.layer}.{tail}", expert, expert_sizes))
+            places.append((f"decoder.layers.{tail}", (op.layer, *expert), (network.num_layers, *expert_sizes)))
+    else:
+        places += [(alias, (), ()) for alias in names_to_try(network, op, op.mcore)]
+    return list(dict.fromkeys(places))
+
+
+# ---------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class DistFile:
+    """One ``.distcp`` file to be made."""
+
+    path: Path
+    items: Sequence[tuple[WeightOp, torch.dtype, tuple[int, ...]]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(TensorRecord("", 0, shape, dtype).num_bytes for _, dtype, shape in self.items)
+
+
+@dataclass(frozen=True)
+class DistPlan:
+    """Which files a ``torch_dist`` checkpoint has and where each parameter goes."""
+
+    folder: Path
+    network: Network
+    files: Sequence[DistFile]
+
+    def create(self, args: argparse.Namespace) -> list[MegatronTarget]:
+        """Make the files with holes (those that exist are kept), write index and common state; what fills the holes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        entries: dict[str, dcp.TensorStorageMetadata] = {}
+        storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        targets = []
+        for file in self.files:
+            envelopes = []
+            position = 0
+            for op, dtype, shape in file.items:
+                name, index, sizes = distributed_name(self.network, op)
+                stored_shape = (*(1 for _ in index), *shape)
+                head, tail = tensor_envelope(dtype, stored_shape, self.folder / "scratch")
+                record = TensorRecord(str(file.path), position + len(head), shape, dtype)
+                length = len(head) + record.num_bytes + len(tail)
+                offsets = torch.Size((*index, *(0 for _ in shape)))
+                properties = dcp.TensorProperties(dtype=dtype)
+                entry = entries.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size((*sizes, *shape)), []))
+                storage[dcp.MetadataIndex(name, offsets, len(entry.chunks))] = _StorageInfo(file.path.name, position, length)
+                entry.chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(stored_shape)))
+                targets.append(MegatronTarget(op, ((record,),)))
+                envelopes += [(position, head), (position + length - len(tail), tail)]
+                position += length
+            if not file.path.is_file():
+                with file.path.open("wb") as stream:
+                    for start, content in envelopes:
+                        stream.seek(start)
+                        stream.write(content)
+        metadata = dcp.Metadata(state_dict_metadata=dict(entries), planner_data={}, storage_data=storage)
+        with (self.folder / ".metadata").open("wb") as stream:
+            pickle.dump(metadata, stream)
+        config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+        (self.folder / "metadata.json").write_text(json.dumps({**config, "common_backend_version": 1}), encoding="utf-8")
+        torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 1}, self.folder / "common.pt")
+        return targets
+
+
+def plan_dist(
+    folder: Path,
+    ops: Sequence[WeightOp],
+    network: Network,
+    dtype_of: Callable[[WeightOp], torch.dtype],
+    max_file_bytes: int = 5 * 10**9,
+) -> DistPlan:
+    """Plan the files of a ``torch_dist`` checkpoint in ``folder``, which is not touched."""
+    files: list[list[tuple[WeightOp, torch.dtype, tuple[int, ...]]]] = []
+    filled = 0
+    for op in ops:
+        if op.copy_of_tied:
+            continue
+        item = (op, dtype_of(op), op.shard_shape(1))
+        size = TensorRecord("", 0, item[2], item[1]).num_bytes
+        if not files or filled + size > max_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(item)
+        filled += size
+    return DistPlan(folder, network, [DistFile(folder / f"__0_{i}.distcp", items) for i, items in enumerate(files)])

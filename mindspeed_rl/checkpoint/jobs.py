@@ -1,0 +1,340 @@
+"""Units of conversion: read some tensors in HF's terms, write the parameters made of them. Independent and picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.models.weights import MemorySource, WeightOp
+
+
+class Group(Protocol):
+    """Tensors that are read together, because one stored parameter holds them."""
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        """Names of the HF tensors it yields."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read from disk."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of its tensors."""
+        ...
+
+    def load(self, strict: bool = False) -> dict[str, Tensor]:
+        """Read the HF tensors; ``strict`` also compares every copy that the checkpoint holds of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class HfGroup:
+    """One tensor of an HF folder."""
+
+    name: str
+    record: TensorRecord
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.record.num_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.record.dtype
+
+    def load(self, strict: bool = False) -> dict[str, Tensor]:
+        return {self.name: self.record.read()}
+
+
+@dataclass(frozen=True)
+class FreshGroup:
+    """A reward head that the source does not have: normal(0, std), the same in every run."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    std: float = 0.02
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def load(self, strict: bool = False) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {self.name: (torch.randn(self.shape, generator=generator) * self.std).to(self.dtype)}
+
+
+Piece = TensorRecord | Tensor
+
+
+def read_piece(piece: Piece) -> Tensor:
+    """A tensor from its record; one that had to be loaded with its file is returned as it is."""
+    return piece.read() if isinstance(piece, TensorRecord) else piece
+
+
+@dataclass(frozen=True)
+class LoraShards:
+    """The adapter of one Megatron parameter: delta = scale * B @ A, computed in float32.
+
+    ``a`` is [r, in], ``b`` [out, r]; each as the shards of its ranks in rank order.
+    """
+
+    a: tuple[Piece, ...]
+    b: tuple[Piece, ...]
+    scale: float
+
+    def full(self, op: WeightOp) -> tuple[Tensor, Tensor]:
+        """A and B of the whole parameter: the dimension that the base is split along is joined, the other replicated."""
+        a, b = [read_piece(piece) for piece in self.a], [read_piece(piece) for piece in self.b]
+        along_input = op.splits[0].dim == 1
+        return (op.unshard(a), b[0]) if along_input else (a[0], op.unshard(b))
+
+
+@dataclass(frozen=True)
+class MegatronGroup:
+    """One Megatron parameter, as the shards of its ranks.
+
+    Args:
+        op: its row of the weight table.
+        shards: for every shard in rank order, all places that hold it (ranks that repeat it).
+        lora: an adapter to merge into it.
+    """
+
+    op: WeightOp
+    shards: tuple[tuple[Piece, ...], ...]
+    lora: LoraShards | None = None
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return self.op.hf
+
+    @property
+    def num_bytes(self) -> int:
+        first = [copies[0] for copies in self.shards]
+        return sum(p.num_bytes if isinstance(p, TensorRecord) else p.numel() * p.element_size() for p in first)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0][0].dtype
+
+    def load(self, strict: bool = False) -> dict[str, Tensor]:
+        shards = [read_piece(copies[0]) for copies in self.shards]
+        if strict:
+            for shard, copies in zip(shards, self.shards):
+                for copy in copies[1:]:
+                    if not same_bits(shard, read_piece(copy)):
+                        raise ValueError(f"{self.op.mcore} differs between ranks that should hold the same copy")
+        expected = self.op.shard_shape(len(shards))
+        for shard in shards:
+            if tuple(shard.shape) != expected:
+                raise ValueError(f"{self.op.mcore} has shards of shape {list(shard.shape)}; expected {list(expected)}")
+        if self.lora is None:
+            return self.op.shards_to_hf(shards)
+        a, b = self.lora.full(self.op)
+        base = self.op.unshard(shards)
+        merged = base.float() + self.lora.scale * (b.float() @ a.float())
+        return self.op.to_hf(merged.to(base.dtype))
+
+
+class Target(Protocol):
+    """A parameter to be written."""
+
+    @property
+    def name(self) -> str:
+        """What a plan calls it."""
+        ...
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        """Names of the HF tensors it is made of."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written."""
+        ...
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write it."""
+        ...
+
+
+@dataclass(frozen=True)
+class HfTarget:
+    """One tensor of an HF folder; ``source_name`` differs from ``name`` where HF repeats a tensor."""
+
+    name: str
+    record: TensorRecord
+    source_name: str
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return (self.source_name,)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.record.num_bytes
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        self.record.write(tensors[self.source_name])
+
+
+@dataclass(frozen=True)
+class MegatronTarget:
+    """One Megatron parameter: for every shard in rank order, all places that get it."""
+
+    op: WeightOp
+    shards: tuple[tuple[TensorRecord, ...], ...]
+
+    @property
+    def name(self) -> str:
+        return self.op.mcore
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return self.op.hf
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.num_bytes for copies in self.shards for record in copies)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        source = MemorySource(tensors)
+        for index, copies in enumerate(self.shards):
+            shard = self.op.read_shard(source, len(self.shards), index)
+            for record in copies:
+                record.write(shard)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Groups and targets that have HF tensors in common.
+
+    Args:
+        groups, targets: what is read and written.
+        equal: (copy, owner): HF tensors that must be equal, because only the owner is kept.
+    """
+
+    groups: tuple[Group, ...]
+    targets: tuple[Target, ...]
+    equal: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written, or read where nothing is written."""
+        return sum(target.num_bytes for target in self.targets) or sum(group.num_bytes for group in self.groups)
+
+    def load(self, transform: Transform | None) -> dict[str, Tensor]:
+        """The HF tensors, transformed; ValueError if a copy differs from its owner."""
+        tensors: dict[str, Tensor] = {}
+        for group in self.groups:
+            tensors |= group.load()
+        for copy, owner in self.equal:
+            if not same_bits(tensors[copy], tensors[owner]):
+                raise ValueError(f"{copy} differs from {owner}, which Megatron would use in its place")
+        return tensors if transform is None else {name: transform(name, tensor) for name, tensor in tensors.items()}
+
+    def run(self, transform: Transform | None) -> int:
+        """Read, transform and write; the bytes written."""
+        tensors = self.load(transform)
+        for target in self.targets:
+            target.write(tensors)
+        return self.num_bytes
+
+    def check(self, result: Sequence[Group], transform: Transform | None) -> None:
+        """Raise ValueError unless the groups of the result yield, bit for bit, what this job read."""
+        expected = self.load(transform)
+        for group in result:
+            for name, tensor in group.load(strict=True).items():
+                if name not in expected:
+                    raise ValueError(f"verification: {name} is in the result but not in the source")
+                if not same_bits(tensor, expected[name]):
+                    raise ValueError(f"verification: {name} differs from the source")
+
+
+class Transform(Protocol):
+    """Changes HF tensors on their way: a cast, a merged adapter."""
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor: ...
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal shape, dtype and bytes (NaN and -0.0 included)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(-1).view(integer), b.contiguous().view(-1).view(integer))
+
+
+def connect(
+    groups: Iterable[Group],
+    targets: Iterable[Target],
+    equal: Mapping[str, str],
+    describe_missing: Callable[[str, Target], str],
+) -> tuple[list[Job], list[Group]]:
+    """Jobs in the order of the targets, and the groups that no target needs.
+
+    Args:
+        equal: HF copies in the source and the tensor each must be equal to.
+        describe_missing: the error for an HF tensor that a target needs and no group yields.
+
+    Raises:
+        ValueError: a target needs a tensor that the source lacks.
+    """
+    by_name: dict[str, Group] = {}
+    for group in groups:
+        for name in group.hf:
+            by_name[name] = group
+    parent: dict[int, int] = {}
+
+    def root(node: int) -> int:
+        while parent.setdefault(node, node) != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    targets = list(targets)
+    needed: dict[int, Group] = {}
+    first_group: list[int] = []
+    for target in targets:
+        for name in target.hf:
+            if name not in by_name:
+                raise ValueError(describe_missing(name, target))
+            needed[id(by_name[name])] = by_name[name]
+            parent[root(id(by_name[name]))] = root(id(by_name[target.hf[0]]))
+        first_group.append(id(by_name[target.hf[0]]))
+    checks = {copy: owner for copy, owner in equal.items() if copy in by_name and owner in by_name}
+    for copy, owner in checks.items():
+        if id(by_name[owner]) in needed:
+            needed[id(by_name[copy])] = by_name[copy]
+            parent[root(id(by_name[copy]))] = root(id(by_name[owner]))
+    members: dict[int, list[Target]] = {}
+    for target, group_id in zip(targets, first_group):
+        members.setdefault(root(group_id), []).append(target)
+    sources: dict[int, list[Group]] = {}
+    for group_id, group in needed.items():
+        sources.setdefault(root(group_id), []).append(group)
+    jobs = []
+    for key, job_targets in members.items():
+        names = {name for group in sources[key] for name in group.hf}
+        pairs = tuple((copy, owner) for copy, owner in checks.items() if copy in names)
+        jobs.append(Job(tuple(sources[key]), tuple(job_targets), pairs))
+    unused = {id(group): group for group in by_name.values() if id(group) not in needed}
+    return jobs, list(unused.values())

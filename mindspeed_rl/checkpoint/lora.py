@@ -1,0 +1,164 @@
+"""LoRA adapters: merged into the base on the way, or exported as a folder that `peft` loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.hf import read_json, read_safetensors_header
+from mindspeed_rl.checkpoint.jobs import LoraShards
+from mindspeed_rl.checkpoint.mcore import Adapters
+from mindspeed_rl.checkpoint.records import TensorRecord
+
+_PEFT_PREFIX = "base_model.model."
+
+
+def checked_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: tuple[int | None, float | None]) -> float:
+    """alpha / r of Megatron adapters.
+
+    Args:
+        r, alpha: what the user says; None takes what the checkpoint states.
+        stated: (r, alpha) in the checkpoint's args.
+
+    Raises:
+        ValueError: r or alpha contradicts the adapter, or alpha is stated nowhere.
+    """
+    ranks = {piece.shape[0] for _, a, _ in adapters.values() for piece in a}
+    if len(ranks) != 1:
+        raise ValueError(f"the adapters have different ranks {sorted(ranks)}; one rank for all is supported")
+    actual = ranks.pop()
+    if r is not None and r != actual:
+        raise ValueError(f"--lora-r {r} does not match the adapter, whose rank is {actual}")
+    if alpha is not None and stated[1] is not None and alpha != stated[1]:
+        raise ValueError(f"--lora-alpha {alpha:g} does not match the checkpoint, which says {stated[1]:g}")
+    alpha = alpha if alpha is not None else stated[1]
+    if alpha is None:
+        raise ValueError("the checkpoint does not state lora_alpha; pass --lora-alpha as it was in training")
+    return alpha / actual
+
+
+def is_peft_folder(path: Path) -> bool:
+    """Whether a folder holds a PEFT adapter."""
+    return (path / "adapter_config.json").is_file()
+
+
+@dataclass(frozen=True)
+class PeftMerge:
+    """A transform that adds a PEFT adapter to the HF weights it belongs to, in float32.
+
+    Args:
+        pairs: HF tensor name -> records of A [r, in] and B [out, r].
+        scale: alpha / r (or alpha / sqrt(r) with rank-stabilized LoRA).
+    """
+
+    pairs: Mapping[str, tuple[TensorRecord, TensorRecord]]
+    scale: float
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self.pairs:
+            return tensor
+        a, b = (record.read().float() for record in self.pairs[name])
+        return (tensor.float() + self.scale * (b @ a)).to(tensor.dtype)
+
+
+def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | None, alpha: float | None) -> PeftMerge:
+    """Open a PEFT LoRA folder for merging.
+
+    Args:
+        hf_shapes: shapes of the base's HF tensors.
+        r, alpha: what the user says; checked against adapter_config.json.
+
+    Raises:
+        ValueError: it is no plain LoRA, r or alpha contradicts it, or it does not fit the base.
+    """
+    config = read_json(path / "adapter_config.json")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA can be merged")
+    for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
+        if config.get(key):
+            raise ValueError(f"{path}: adapter_config.json sets {key}, which cannot be merged")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: adapter_config.json has bias {config['bias']!r}; only 'none' can be merged")
+    rank, own_alpha = int(config["r"]), float(config["lora_alpha"])
+    if r is not None and r != rank:
+        raise ValueError(f"--lora-r {r} does not match {path}, whose r is {rank}")
+    if alpha is not None and alpha != own_alpha:
+        raise ValueError(f"--lora-alpha {alpha:g} does not match {path}, whose lora_alpha is {own_alpha:g}")
+    records = read_safetensors_header(path / "adapter_model.safetensors")
+    pairs: dict[str, tuple[TensorRecord, TensorRecord]] = {}
+    for key, record in records.items():
+        module, found, _ = key.removeprefix(_PEFT_PREFIX).partition(".lora_A.")
+        if not found:
+            continue
+        other = records.get(key.replace(".lora_A.", ".lora_B."))
+        name = f"{module}.weight"
+        if other is None:
+            raise ValueError(f"{path}: {key} has no lora_B beside it")
+        if name not in hf_shapes:
+            raise ValueError(f"{path} adapts {module}, which the base does not have")
+        fits = (other.shape[0], record.shape[1]) == hf_shapes[name] and record.shape[0] == other.shape[1] == rank
+        if not fits:
+            shapes = f"{list(other.shape)} x {list(record.shape)}"
+            raise ValueError(f"{path}: the adapter of {module}, {shapes} with r {rank}, does not fit {list(hf_shapes[name])}")
+        pairs[name] = (record, other)
+    strange = [key for key in records if ".lora_A." not in key and ".lora_B." not in key]
+    if strange:
+        raise ValueError(f"{path} holds {strange[0]!r}, which is no LoRA weight")
+    if not pairs:
+        raise ValueError(f"{path} holds no LoRA weights")
+    return PeftMerge(pairs, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | None) -> list[str]:
+    """Write Megatron adapters as a PEFT folder; the names of the adapted HF modules.
+
+    A fused Megatron parameter (qkv, gate and up) becomes one adapter per HF module: they share A, and each takes its rows of B.
+
+    Raises:
+        ValueError: an adapter belongs to several experts at once (grouped GEMM), or the folder exists.
+    """
+    from safetensors.torch import save_file
+
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"{path} exists already; choose a new folder")
+    tensors: dict[str, Tensor] = {}
+    rank = 0
+    for op, a_shards, b_shards in adapters.values():
+        if len(op.experts) > 1:
+            raise ValueError(f"{op.mcore}: adapters of grouped experts cannot be exported; merge them instead")
+        a, b = LoraShards(a_shards, b_shards, scale).full(op)
+        rank = a.shape[0]
+        for name, part in op.to_hf(b).items() if op.splits[0].dim == 0 else [(op.hf[0], b)]:
+            module = _PEFT_PREFIX + name.removesuffix(".weight")
+            tensors[f"{module}.lora_A.weight"] = a.clone()
+            tensors[f"{module}.lora_B.weight"] = part.contiguous()
+    modules = sorted({key.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for key in tensors})
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": int(scale * rank) if float(scale * rank).is_integer() else scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": modules,
+    }
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if path.exists():
+        path.rmdir()
+    os.replace(partial, path)
+    return modules

@@ -1,0 +1,465 @@
+"""Megatron's per-rank checkpoints: ``iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, mcore and legacy."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.checkpoint.jobs import Group, LoraShards, MegatronGroup, MegatronTarget, Piece
+from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
+from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
+from mindspeed_rl.models.architecture import Architecture, ExpertPacking
+from mindspeed_rl.models.layout import Layout, Rank
+from mindspeed_rl.models.names import (
+    legacy_keys,
+    legacy_keys_to_try,
+    names_to_try,
+    transformer_engine_name,
+    with_mindspeed_mla,
+)
+from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.weights import WeightOp
+
+LATEST_NAME = "latest_checkpointed_iteration.txt"
+RANK_FILE = "model_optim_rng.pt"
+_RANK_FOLDER = re.compile(r"^mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?$")
+_IGNORED = re.compile(r"_extra_state$|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_freq$|_float8_state$")
+
+#: LoRA weights of a checkpoint: Megatron name -> its row, A shards, B shards.
+Adapters = Mapping[str, tuple[WeightOp, tuple[Piece, ...], tuple[Piece, ...]]]
+
+
+def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
+    """The folder with the rank files: the path itself, or the one that ``latest_checkpointed_iteration.txt`` names.
+
+    Raises:
+        ValueError: the path holds no Megatron checkpoint.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    if iteration is not None:
+        found = folder / f"iter_{iteration:07d}"
+        if not found.is_dir():
+            raise ValueError(f"{folder} has no iter_{iteration:07d}")
+        return found
+    if any(folder.glob("mp_rank_*")) or (folder / "metadata.json").is_file():
+        return folder
+    latest = folder / LATEST_NAME
+    if not latest.is_file():
+        raise ValueError(f"{folder} is not a Megatron checkpoint: it has neither {LATEST_NAME} nor mp_rank_* folders")
+    text = latest.read_text(encoding="utf-8").strip()
+    if text != "release" and not text.isdigit():
+        raise ValueError(f"{latest} says {text!r}; expected an iteration number or 'release'")
+    found = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not found.is_dir():
+        raise ValueError(f"{latest} names {found.name}, which is missing")
+    return found
+
+
+def rank_folder_name(rank: Rank, layout: Layout) -> str:
+    """``mp_rank_TT``, with the pipeline rank if PP > 1 and the expert rank if EP > 1."""
+    name = f"mp_rank_{rank.tp:02d}"
+    if layout.pp > 1:
+        name += f"_{rank.pp:03d}"
+    if layout.ep > 1:
+        name += f"_{rank.ep:03d}"
+    return name
+
+
+def model_key(vp_stage: int, vpp: int) -> str:
+    """The key of a model chunk in a rank file."""
+    return "model" if vpp == 1 else f"model{vp_stage}"
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Where the shards of a parameter live: for every shard, the ranks that hold it and the chunk's (pp_rank, vp_stage)."""
+
+    pp_rank: int
+    vp_stage: int
+    shards: tuple[tuple[Rank, ...], ...]
+
+
+def holders(op: WeightOp, layout: Layout) -> Holders:
+    """The ranks that hold each shard of a parameter, in shard order."""
+    if op.place == "pre":
+        pp_rank, vp_stage = layout.first_chunk
+    elif op.place == "layer":
+        assert op.layer is not None
+        pp_rank, vp_stage, _ = layout.holder(op.layer)
+    else:
+        pp_rank, vp_stage = layout.last_chunk
+    ranks = [rank for rank in layout.ranks() if rank.pp == pp_rank]
+    if op.axis == "etp":
+        ranks = [rank for rank in ranks if op.experts[0] in layout.local_experts(rank.tp, rank.ep)]
+        count = layout.expert_tp_size
+        shard_of: Callable[[Rank], int] = lambda rank: layout.expert_tp_rank(rank.tp)  # noqa: E731
+    else:
+        count = layout.tp
+        shard_of = lambda rank: rank.tp  # noqa: E731
+    shards = tuple(tuple(rank for rank in ranks if shard_of(rank) == index) for index in range(count))
+    assert all(shards), f"{op.mcore}: no rank holds some shard"
+    return Holders(pp_rank, vp_stage, shards)
+
+
+def stored_ops(ops: Iterable[WeightOp], layout: Layout, network: Network) -> list[WeightOp]:
+    """The parameters a layout stores: a tied head only where the last chunk is not also the first.
+
+    With prediction layers on another chunk than the embedding, that chunk has a copy of the embedding.
+    """
+    apart = layout.first_chunk[0] != layout.last_chunk[0]
+    kept = [op for op in ops if apart or not op.copy_of_tied]
+    if network.mtp_num_layers and apart:
+        embedding = next(op for op in kept if op.place == "pre")
+        kept.append(replace(embedding, place="post", copy_of_tied=True))
+    return kept
+
+
+# ---------------------------------------------------------------------- reading
+
+
+class MegatronFolder:
+    """A per-rank Megatron checkpoint opened for reading.
+
+    Args:
+        path: the checkpoint folder, or its ``iter_*`` folder.
+        iteration: which iteration; None for the latest.
+
+    Raises:
+        ValueError: files are missing or damaged.
+    """
+
+    def __init__(self, path: str | Path, iteration: int | None = None) -> None:
+        self.path = Path(path)
+        self.folder = iteration_folder(path, iteration)
+        self._content: dict[str, dict[str, Any]] = {}
+        folders = sorted(entry.name for entry in self.folder.glob("mp_rank_*") if entry.is_dir())
+        if not folders:
+            raise ValueError(f"{self.folder} has no mp_rank_* folders")
+        unknown = [name for name in folders if not _RANK_FOLDER.match(name)]
+        if unknown:
+            raise ValueError(f"{self.folder / unknown[0]} is not named mp_rank_TT, mp_rank_TT_PPP, mp_rank_TT_EEE or _PPP_EEE")
+        self.rank_folders = folders
+        first = self._load(folders[0])
+        self.args: CheckpointArgs = read_args(first.get("args"))
+        self.legacy = any("language_model" in value for value in first.values() if isinstance(value, Mapping))
+
+    def _load(self, name: str) -> dict[str, Any]:
+        if name not in self._content:
+            path = self.folder / name / RANK_FILE
+            if not path.is_file():
+                raise ValueError(f"rank file {path} is missing")
+            content = load_with_records(path)
+            if not isinstance(content, dict):
+                raise ValueError(f"{path} holds no dict; expected Megatron's model_optim_rng.pt")
+            for heavy in ("optimizer", "opt_param_scheduler", "rng_state"):
+                content.pop(heavy, None)
+            self._content[name] = content
+        return self._content[name]
+
+    def layout(self, network: Network) -> Layout:
+        """How the checkpoint is cut: from its args, and from the names of its files where args are silent.
+
+        Raises:
+            ValueError: args and file names contradict each other, or a rank file is missing.
+        """
+        args = self.args
+        parts = [_RANK_FOLDER.match(name).groups() for name in self.rank_folders]  # type: ignore[union-attr]
+        tp = args.tp or len({tp for tp, _, _ in parts})
+        three = any(third is not None for _, _, third in parts)
+        second = len({second for _, second, _ in parts if second is not None}) or 1
+        if three:
+            pp, ep = args.pp or second, args.ep or len({third for _, _, third in parts})
+        elif second > 1 and network.num_moe_experts and (args.ep or 1) > 1 and (args.pp or 1) == 1:
+            pp, ep = 1, args.ep or second
+        else:
+            pp, ep = args.pp or second, args.ep or 1
+        chunks = [key for key in self._load(self.rank_folders[0]) if re.fullmatch(r"model\d+", key)]
+        layout = Layout(
+            num_layers=network.num_layers,
+            tp=tp,
+            pp=pp,
+            vpp=len(chunks) or 1,
+            ep=ep if network.num_moe_experts else 1,
+            etp=args.etp if network.num_moe_experts else None,
+            num_layer_list=args.num_layer_list if pp > 1 else None,
+            noop_layers=args.noop_layers,
+            num_experts=network.num_moe_experts or 0,
+            moe_tp_extend_ep=args.moe_tp_extend_ep and bool(network.num_moe_experts),
+            schedule="dualpipev" if args.schedule == "dualpipev" else None,
+        )
+        expected = {rank_folder_name(rank, layout) for rank in layout.ranks()}
+        missing = sorted(expected - set(self.rank_folders))
+        if missing:
+            raise ValueError(
+                f"{self.folder} lacks {missing[0]} (a checkpoint of TP {tp}, PP {pp}, EP {ep} has {len(expected)} ranks)"
+            )
+        surplus = sorted(set(self.rank_folders) - expected)
+        if surplus:
+            raise ValueError(f"{self.folder} has {surplus[0]}, which does not belong to TP {tp}, PP {pp}, EP {ep}")
+        return layout
+
+    def state(self, rank: Rank, vp_stage: int, layout: Layout) -> dict[str, Piece]:
+        """The tensors of one model chunk by name (for the legacy layout: keys joined by '/')."""
+        name, key = rank_folder_name(rank, layout), model_key(vp_stage, layout.vpp)
+        content = self._load(name)
+        if key not in content:
+            raise ValueError(f"{self.folder / name / RANK_FILE} has no {key!r}; it has {', '.join(sorted(map(str, content)))}")
+        state = {}
+        for keys, piece in walk_records(content[key]):
+            joined = "/".join(keys)
+            state[joined if self.legacy else joined.removeprefix("module.")] = piece
+        return state
+
+    def open(self, architecture: Architecture, network: Network, loosely: bool = False) -> OpenCheckpoint:
+        """Match the files with the architecture's weight table.
+
+        Args:
+            loosely: tensors that the table does not know are skipped.
+
+        Raises:
+            ValueError: a parameter is missing, has the wrong shape, or is not in the table.
+        """
+        layout = self.layout(network)
+        states = {
+            (rank, vp_stage): self.state(rank, vp_stage, layout) for rank in layout.ranks() for vp_stage in range(layout.vpp)
+        }
+        first = next(iter(layout.ranks()))
+        embedding = self._embedding_rows(states[first, layout.first_chunk[1]])
+        network = replace(network, padded_vocab_size=max(embedding * layout.tp, network.vocab_size))
+        network = replace(network, mtp_num_layers=self._num_prediction_layers(states))
+        names = {name for state in states.values() for name in state}
+        grouped = any(re.search(r"\.experts\.weight[12]$", name) for name in names)
+        packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
+        ops = architecture.weight_ops(network, packing)
+        if network.multi_latent_attention and any(".self_attention.linear_qkv.weight" in name for name in names):
+            ops = with_mindspeed_mla(network, ops)
+        reader = _Reader(self, network, layout, states)
+        found = [reader.group(op) for op in stored_ops(ops, layout, network)]
+        if not loosely:
+            reader.check_all_used()
+        return OpenCheckpoint(architecture, network, layout, found, reader.adapters)
+
+    def adapters(self, architecture: Architecture, network: Network, layout: Layout) -> Adapters:
+        """The LoRA weights of a checkpoint that need not hold the base weights; cut like ``layout``.
+
+        Raises:
+            ValueError: it is cut differently, an adapter is incomplete, or it holds none.
+        """
+        own = self.layout(network)
+        if (own.tp, own.pp, own.vpp, own.ep) != (layout.tp, layout.pp, layout.vpp, layout.ep):
+            raise ValueError(
+                f"{self.path} is cut TP {own.tp}, PP {own.pp}, VPP {own.vpp}, EP {own.ep}; the base is cut TP {layout.tp}, "
+                f"PP {layout.pp}, VPP {layout.vpp}, EP {layout.ep}: LoRA and base must be cut alike"
+            )
+        states = {(rank, stage): self.state(rank, stage, own) for rank in own.ranks() for stage in range(own.vpp)}
+        reader = _Reader(self, network, own, states)
+        for op in stored_ops(architecture.weight_ops(network), own, network):
+            reader.collect_adapter(op, holders(op, own))
+        unknown = [name for state in states.values() for name in state if ".lora_" in name]
+        unknown = [name for name in unknown if not any(name in names for names in reader.used.values())]
+        if unknown:
+            raise ValueError(f"{self.path} holds {unknown[0]!r}, which belongs to no parameter of {network.architecture}")
+        if not reader.adapters:
+            raise ValueError(f"{self.path} holds no LoRA weights (names ending in lora_A.default.weight)")
+        return reader.adapters
+
+    def _embedding_rows(self, state: Mapping[str, Piece]) -> int:
+        for name, piece in state.items():
+            if name.endswith(("word_embeddings.weight", "word_embeddings/weight")) and len(piece.shape) == 2:
+                return piece.shape[0]
+        raise ValueError(f"{self.folder / self.rank_folders[0]} has no word embeddings")
+
+    def _num_prediction_layers(self, states: Mapping[Any, Mapping[str, Piece]]) -> int:
+        numbers = [
+            int(match[1]) for state in states.values() for name in state if (match := re.match(r"mtp\.layers\.(\d+)\.", name))
+        ]
+        return max(numbers, default=-1) + 1
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint matched with its weight table.
+
+    Args:
+        groups: its parameters, in HF's terms.
+        adapters: LoRA weights found beside them.
+    """
+
+    architecture: Architecture
+    network: Network
+    layout: Layout
+    groups: Sequence[MegatronGroup]
+    adapters: Adapters
+
+
+class _Reader:
+    """Finds parameters in the states of all ranks and keeps track of what was used."""
+
+    def __init__(
+        self, folder: MegatronFolder, network: Network, layout: Layout, states: Mapping[tuple[Rank, int], Mapping[str, Piece]]
+    ) -> None:
+        self.folder, self.network, self.layout, self.states = folder, network, layout, states
+        self.used: dict[tuple[Rank, int], set[str]] = {key: set() for key in states}
+        self.adapters: dict[str, tuple[WeightOp, tuple[Piece, ...], tuple[Piece, ...]]] = {}
+
+    def _candidates(self, op: WeightOp) -> list[str]:
+        local = self.layout.local_name(op.mcore)
+        if self.folder.legacy:
+            return ["/".join(keys) for keys in legacy_keys_to_try(op, local)]
+        names = names_to_try(self.network, op, local)
+        return [variant for name in names for variant in (name, name.replace(".weight", ".base_layer.weight"))]
+
+    def _find(self, op: WeightOp, rank: Rank, vp_stage: int) -> tuple[str, Piece]:
+        state = self.states[rank, vp_stage]
+        names = self._candidates(op)
+        for name in names:
+            if name in state:
+                self.used[rank, vp_stage].add(name)
+                return name, state[name]
+        where = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
+        raise ValueError(f"{where} lacks {names[0]!r}, which a {self.network.architecture} checkpoint has")
+
+    def group(self, op: WeightOp) -> MegatronGroup:
+        where = holders(op, self.layout)
+        expected = op.shard_shape(len(where.shards))
+        shards = []
+        for ranks in where.shards:
+            copies = []
+            for rank in ranks:
+                name, piece = self._find(op, rank, where.vp_stage)
+                if tuple(piece.shape) != expected:
+                    file = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
+                    raise ValueError(f"{file}: {name} has shape {list(piece.shape)}; expected {list(expected)}")
+                copies.append(piece)
+            shards.append(tuple(copies))
+        self.collect_adapter(op, where)
+        return MegatronGroup(op, tuple(shards))
+
+    def collect_adapter(self, op: WeightOp, where: Holders) -> None:
+        """Note the LoRA weights of a parameter, if the checkpoint has any."""
+        if self.folder.legacy:
+            return
+        stems = {name.removesuffix(".weight").removesuffix(".base_layer") for name in self._candidates(op)}
+        parts: dict[str, list[Piece]] = {"lora_A": [], "lora_B": []}
+        for ranks in where.shards:
+            for kind, pieces in parts.items():
+                for name in (f"{stem}.{kind}.default.weight" for stem in stems):
+                    if name in self.states[ranks[0], where.vp_stage]:
+                        pieces.append(self.states[ranks[0], where.vp_stage][name])
+                        for rank in ranks:
+                            self.used[rank, where.vp_stage].add(name)
+        count = len(where.shards)
+        if parts["lora_A"] or parts["lora_B"]:
+            if len(parts["lora_A"]) != count or len(parts["lora_B"]) != count:
+                raise ValueError(f"{self.folder.folder}: the adapter of {op.mcore} is incomplete")
+            self.adapters[op.mcore] = (op, tuple(parts["lora_A"]), tuple(parts["lora_B"]))
+
+    def check_all_used(self) -> None:
+        for (rank, vp_stage), state in self.states.items():
+            extra = sorted(name for name in state if name not in self.used[rank, vp_stage] and not _IGNORED.search(name))
+            if extra:
+                file = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
+                raise ValueError(
+                    f"{file} holds {extra[0]!r}"
+                    + (f" and {len(extra) - 1} more tensors" if len(extra) > 1 else "")
+                    + f" unknown to {self.network.architecture}; --load-checkpoint-loosely skips them"
+                )
+
+
+def with_adapters(groups: Sequence[Group], adapters: Adapters, scale: float) -> list[Group]:
+    """The groups with adapters merged as they are read."""
+    return [
+        replace(group, lora=LoraShards(*adapters[group.op.mcore][1:], scale))
+        if isinstance(group, MegatronGroup) and group.op.mcore in adapters
+        else group
+        for group in groups
+    ]
+
+
+# ---------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank file to be made: its place, and the dtype and shape of everything in it."""
+
+    path: Path
+    tensors: Mapping[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(TensorRecord("", 0, shape, dtype).num_bytes for dtype, shape in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Which files a per-rank checkpoint has and where each parameter goes."""
+
+    files: Sequence[RankFile]
+    places: Sequence[tuple[WeightOp, tuple[tuple[tuple[Path, tuple[str, ...]], ...], ...]]]
+
+    def create(self, args: argparse.Namespace) -> list[MegatronTarget]:
+        """Make the files with holes (those that exist are kept) and return what fills them."""
+        records: dict[Path, dict[tuple[str, ...], TensorRecord]] = {}
+        for file in self.files:
+            if file.path.is_file():
+                records[file.path] = records_at(file.path, file.tensors)
+                continue
+            file.path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
+            records[file.path] = create_with_holes(file.path, content, file.tensors)
+        return [
+            MegatronTarget(op, tuple(tuple(records[path][keys] for path, keys in copies) for copies in shards))
+            for op, shards in self.places
+        ]
+
+
+def plan_ranks(
+    folder: Path,
+    ops: Sequence[WeightOp],
+    network: Network,
+    layout: Layout,
+    dtype_of: Callable[[WeightOp], torch.dtype],
+    *,
+    legacy: bool = False,
+    transformer_engine: bool = False,
+) -> RankPlan:
+    """Plan the rank files of a checkpoint in ``folder``, which is not touched.
+
+    Raises:
+        ValueError: a parameter cannot be divided, or the legacy layout has no place for it.
+    """
+    tensors: dict[Path, dict[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]] = {
+        folder / rank_folder_name(rank, layout) / RANK_FILE: {} for rank in layout.ranks()
+    }
+    places = []
+    for op in stored_ops(ops, layout, network):
+        where = holders(op, layout)
+        op.check_divisible(len(where.shards))
+        local = layout.local_name(op.mcore)
+        if legacy:
+            inner = legacy_keys(op, local)
+        else:
+            inner = (transformer_engine_name(network, op, local) if transformer_engine else local,)
+        keys = (model_key(where.vp_stage, layout.vpp), *inner)
+        shape, dtype = op.shard_shape(len(where.shards)), dtype_of(op)
+        shards = []
+        for ranks in where.shards:
+            copies = []
+            for rank in ranks:
+                path = folder / rank_folder_name(rank, layout) / RANK_FILE
+                tensors[path][keys] = (dtype, shape)
+                copies.append((path, keys))
+            shards.append(tuple(copies))
+        places.append((op, tuple(shards)))
+    return RankPlan([RankFile(path, content) for path, content in tensors.items()], places)
