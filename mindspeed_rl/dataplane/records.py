@@ -235,6 +235,13 @@ def concatenate(columns: Sequence[Column]) -> Column:
     return Ragged(values, _offsets(np.concatenate([column.lengths() for column in columns])), columns[0].dtype)
 
 
+def take(column: Column, places: Sequence[int]) -> Column:
+    """The given entries, in the given order."""
+    if len(places) == len(column) and np.array_equal(places, np.arange(len(column))):
+        return column
+    return column.take(places) if isinstance(column, Ragged) else [column[place] for place in places]
+
+
 def kind(column: Column) -> str:
     """What the rows are: "objects", "scalars of torch.float32", "rows of torch.int64" ..."""
     if not isinstance(column, Ragged):

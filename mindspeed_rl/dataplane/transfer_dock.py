@@ -24,6 +24,7 @@ from mindspeed_rl.dataplane.records import (
     kind,
     pack,
     rl_columns,
+    take,
 )
 from mindspeed_rl.dataplane.rows import (
     balanced_shares,
@@ -298,10 +299,10 @@ class TransferDock:
         blocks, places = self._block_of[name][rows], self._place_of[name][rows]
         used = np.unique(blocks)
         if len(used) == 1:
-            return _take(self._blocks[name][used[0]], places)
+            return take(self._blocks[name][used[0]], places)
         by_block = [np.flatnonzero(blocks == block) for block in used]
-        joined = concatenate([_take(self._blocks[name][block], places[at]) for block, at in zip(used, by_block)])
-        return _take(joined, np.argsort(np.concatenate(by_block)))
+        joined = concatenate([take(self._blocks[name][block], places[at]) for block, at in zip(used, by_block)])
+        return take(joined, np.argsort(np.concatenate(by_block)))
 
     def _gather_ready(self, name: str, rows: list[int]) -> Column:
         ready = self._ready[name][rows]
@@ -327,9 +328,3 @@ class TransferDock:
     def _wake(self) -> None:
         for waiter in self._waiters:
             waiter.set()
-
-
-def _take(column: Column, places: np.ndarray) -> Column:
-    if len(places) == len(column) and np.array_equal(places, np.arange(len(column))):
-        return column
-    return column.take(places) if isinstance(column, Ragged) else [column[place] for place in places]

@@ -37,6 +37,7 @@ from mindspeed_rl.dataplane.records import (
     kind,
     pack,
     rl_columns,
+    take,
 )
 from mindspeed_rl.dataplane.rows import (
     balanced_shares,
@@ -206,7 +207,7 @@ class TransferQueueClient:
         rows = row_numbers(indexes, self._capacity(), n if is_prompt else None).tolist()
         if is_prompt:
             places = np.repeat(np.arange(len(indexes)), n)
-            packed = {name: _take(column, places) for name, column in packed.items()}
+            packed = {name: take(column, places) for name, column in packed.items()}
         kinds = {name: kind(column) for name, column in packed.items()}
         self._ask([], "check_put", kinds=kinds, rows=rows, overwrite=overwrite)
         meta = _client().kv_retrieve_meta([str(row) for row in rows], self._partition)
@@ -466,7 +467,3 @@ def _from_field(field: Any) -> Column:
     if not isinstance(field, torch.Tensor):
         return list(field)
     return pack(list(field.unbind())) if field.is_nested else pack(field)
-
-
-def _take(column: Column, places: np.ndarray) -> Column:
-    return column.take(places) if isinstance(column, Ragged) else [column[place] for place in places]
