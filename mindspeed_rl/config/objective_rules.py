@@ -229,7 +229,6 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
                     f"rl_config.{name} ({getattr(rl, name)}) belongs to completion-level counting, which needs "
                     "rl_config.num_generations; "
                     f"with n_samples_per_prompt the keys are global_batch_size and mini_batch_size, both in prompts",
-                    {"rl_config.num_generations": rl.n_samples_per_prompt},
                     {f"rl_config.{name}": None},
                 )
     elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None:

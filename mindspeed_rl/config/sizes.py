@@ -226,7 +226,7 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
     actor, rl, world = cfg.actor_config, cfg.rl_config, world_size(cfg)
     if actor.global_batch_size is None or world is None:
         raise ValueError("global_batch_size or the number of devices is not set")
-    micro = actor.micro_batch_size or 1
+    micro = 1 if actor.micro_batch_size is None else actor.micro_batch_size
     if rl is None or cfg.is_supervised:
         return Sizes("samples", actor.global_batch_size, micro, actor=layout(actor, world), num_nodes=num_nodes)
 

@@ -1,0 +1,233 @@
+"""`mindspeed-rl explain`: the plan of a run, printed without torch and without a device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sample_runs import completion_level, prompt_level
+
+from mindspeed_rl.cli.explain import main
+from mindspeed_rl.config.effects import changed_keys, keys_without_effect
+from mindspeed_rl.config.explain import explain, render
+from mindspeed_rl.config.resources import parallel_groups
+from mindspeed_rl.config.sizes import Layout
+
+
+def explained(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict]:
+    code = main([*argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_tiny_run_is_explained_as_worked_out_by_hand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    code, report = explained(capsys, "--config-name", "tiny", "--config-dir", str(tmp_path))
+    assert (code, report["valid"], report["errors"]) == (0, True, [])
+    assert report["batch"] == {
+        "counting": "prompts",
+        "world_size": 2,
+        "dp_size": 1,
+        "micro_batch_size": 16,
+        "num_generations": 8,
+        "global_batch_size": 32,
+        "generation_batch_size": 256,
+        "steps_per_generation": 2,
+        "num_rollout_prompts": 32,
+        "num_train_prompts": 16,
+        "num_rollout_prompts_per_dp_group": 32,
+        "num_prompts_per_dp_group": 16,
+        "per_device_generation_batch_size": 128,
+        "num_iters_per_step": 2,
+        "mini_batch_size": 128,
+        "gradient_accumulation_steps": 8,
+        "num_train_samples": 256,
+        "num_minibatches": 2,
+        "epochs": 1,
+        "num_optimizer_steps": 2,
+        "num_rollout_replicas": 2,
+        "train_iters": 100,
+        "total_optimizer_steps": 200,
+        "total_samples": 25600,
+        "total_prompts": 3200,
+    }
+    assert report["dispatch_sizes"] == {
+        "actor_rollout_dispatch_size": 128,
+        "actor_logprob_dispatch_size": 256,
+        "ref_dispatch_size": 256,
+        "reward_dispatch_size": 256,
+        "adv_dispatch_size": 256,
+        "actor_update_dispatch_size": 256,
+        "dynamic_sampling_dispatch_size": 256,
+        "kl_dispatch_size": 256,
+    }
+    resources = report["resources"]
+    assert (resources["num_devices"], resources["devices_per_node"]) == (2, 2)
+    assert resources["parallel_groups"]["tp"] == [[0, 1]] and resources["parallel_groups"]["rollout"] == [[0], [1]]
+    phases = [phase["phase"] for phase in resources["phases"]]
+    # Two steps a rollout: old log-probs are needed; KL in the loss: so is the reference.
+    expected = ["generate", "rewards", "ref_log_probs", "old_log_probs", "advantages", "update_actor", "update_weights"]
+    assert phases == expected
+    assert "clip(r, 0.8, 1.2)" in report["formula"] and "0.001 * aggregate(KL)" in report["formula"]
+    assert report["changed_keys"]["actor_config.lr"] == 3e-4
+    assert report["keys_without_effect"] == {"rl_config.gamma": "adv_estimator is group_norm"}
+
+
+TINY = """\
+defaults:
+  - model: [m]
+platform: cpu
+megatron_training:
+  model: m
+  stage: ray_grpo
+  bf16: false
+  global_batch_size: 32
+  train_iters: 100
+actor_config:
+  tensor_model_parallel_size: 2
+  micro_batch_size: 16
+  lr: 3e-4
+rl_config:
+  actor_resource:
+    num_npus: 2
+  n_samples_per_prompt: 8
+  mini_batch_size: 16
+  init_kl_coef: 0.001
+  gamma: 1.0
+  verifier_function: [acc]
+generate_config:
+  infer_tensor_parallel_size: 1
+  dtype: float32
+"""
+
+
+def write_tiny(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "m.yaml").write_text("m:\n  num_layers: 4\n  num_attention_heads: 4\n")
+    (folder / "tiny.yaml").write_text(TINY)
+
+
+def test_the_guides_second_example_is_explained_with_its_fraction(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "guide.yaml").write_text(
+        "megatron_training:\n  stage: ray_grpo\n  tensor_model_parallel_size: 2\n"
+        "  micro_batch_size: 1\n  global_batch_size: 16\n"
+        "rl_config:\n  num_generations: 4\n  steps_per_generation: 2\n  actor_resource: {num_npus: 16}\n"
+        "generate_config:\n  infer_tensor_parallel_size: 2\n"
+    )
+    code, report = explained(capsys, "--config-name", "guide", "--config-dir", str(tmp_path), "--nodes", "2")
+    assert (code, report["valid"]) == (2, False)
+    assert len(report["errors"]) == 1 and "num_prompts_per_dp_group" in report["errors"][0] and "0.5" in report["errors"][0]
+    assert "megatron_training.global_batch_size=32" in report["errors"][0]
+    batch = report["batch"]
+    assert (batch["dp_size"], batch["generation_batch_size"], batch["num_rollout_prompts"], batch["num_train_prompts"]) == (
+        8,
+        32,
+        8,
+        4,
+    )
+    assert (batch["num_rollout_prompts_per_dp_group"], batch["num_prompts_per_dp_group"], batch["mini_batch_size"]) == (
+        1,
+        0.5,
+        16,
+    )
+    assert report["resources"]["devices_per_node"] == 8
+    code, report = explained(
+        capsys, "--config-name", "guide", "--config-dir", str(tmp_path), "megatron_training.global_batch_size=32"
+    )
+    assert (code, report["valid"], report["batch"]["num_prompts_per_dp_group"]) == (0, True, 1)
+
+
+def test_an_unreadable_run_file_is_reported_in_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = explained(capsys, "--config-name", "grpo_tiny_cpu", "rl_config.clip_ration=1", "actor_config.lr=x")
+    assert (code, report["valid"], len(report["errors"]), report["batch"]) == (2, False, 2, {})
+    code, report = explained(capsys, "--config-name", "nothing_like_it")
+    assert code == 2 and "nothing_like_it" in report["errors"][0]
+
+
+def test_a_run_without_devices_or_batch_is_still_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = explained(capsys, "--config-name", "grpo_tiny_cpu", "rl_config.actor_resource.num_npus=null")
+    assert code == 2 and report["batch"] == {} and "num_npus is not set" in report["errors"][0] and report["formula"]
+    code, report = explained(capsys, "--config-name", "grpo_tiny_cpu", "actor_config.micro_batch_size=0")
+    assert code == 2 and "actor_config.micro_batch_size (0) must be at least 1" in report["errors"][0]
+
+
+def test_the_text_form_shows_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-name", "dapo_qwen25_7b_A2_multi_turn"]) == 0
+    text = capsys.readouterr().out
+    for part in ("Batch", "Devices: 8", "Parallel groups", "Objective", "Keys that differ", "have no effect", "Not available"):
+        assert part in text
+    assert "clip(r, 0.8, 1.28)" in text
+    assert main(["--config-name", "grpo_qwen25_7b_A3", "rl_config.mini_batch_size=5"]) == 2
+    assert "INVALID" in capsys.readouterr().out
+
+
+def test_explain_loads_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys\nfrom mindspeed_rl.cli.explain import main\n"
+        "code = main(['--config-name', 'grpo_qwen25_7b_A3', '--json'])\n"
+        "assert not {'torch', 'ray', 'vllm', 'megatron', 'transformers', 'numpy'} & set(sys.modules), 'heavy import'\n"
+        "sys.exit(code)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_parallel_groups_follow_megatrons_rank_order() -> None:
+    # Twelve devices, TP2 CP1 DP3 PP2: rank = tp + 2 dp + 6 pp.
+    groups = parallel_groups(Layout(12, 2, 2))
+    assert groups["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert groups["dp"] == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert groups["pp"] == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
+    # With data last: rank = tp + 2 pp + 4 dp.
+    assert parallel_groups(Layout(8, 2, 2), tp_pp_dp=True)["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert parallel_groups(Layout(8, 2, 1, 2))["cp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_keys_without_effect_are_named_with_the_reason() -> None:
+    cfg = prompt_level(
+        megatron_training={"use_mcore_models": True, "dpo_beta": 0.2, "moe_router_topk": 4, "save_interval": 5},
+        rl_config={
+            "clip_ratio_low": 0.2,
+            "kl_horizon": 10,
+            "beta": 0.1,
+            "cosine_max_len": 5,
+            "zmq_communication": False,
+            "token_level_loss": False,
+            "max_packing_token_size": 9,
+        },
+        generate_config={"infer_expert_parallel_size": 1},
+    )
+    assert keys_without_effect(cfg) == {
+        "megatron_training.use_mcore_models": "Megatron-core is the only engine",
+        "megatron_training.dpo_beta": "stage is ray_grpo; the key belongs to dpo",
+        "megatron_training.moe_router_topk": "the model has no experts",
+        "megatron_training.save_interval": "save is not set",
+        "rl_config.clip_ratio_low": "clip_higher_enable is false",
+        "rl_config.kl_horizon": "kl_ctrl_type is fixed",
+        "rl_config.beta": "without num_generations the coefficient is init_kl_coef",
+        "rl_config.cosine_max_len": "no reward function cosine",
+        "rl_config.zmq_communication": "rows are broadcast over the process group",
+        "rl_config.token_level_loss": "stage is ray_grpo",
+        "rl_config.max_packing_token_size": "use_dynamic_bsz is false",
+        "generate_config.infer_expert_parallel_size": "enable_expert_parallel is false",
+    }
+
+
+def test_keys_of_another_platform_are_without_effect_only_there() -> None:
+    keys = {"use_flash_attn": True, "npu_deterministic": True}
+    cfg = prompt_level(megatron_training=keys, platform="npu")
+    assert keys_without_effect(cfg) == {}
+    cfg.platform = "cpu"
+    assert set(keys_without_effect(cfg)) == {"megatron_training.use_flash_attn", "megatron_training.npu_deterministic"}
+
+
+def test_changed_keys_leave_out_defaults() -> None:
+    cfg = prompt_level(rl_config={"clip_ratio": 0.2, "epochs": 2})
+    changed = changed_keys(cfg)
+    assert changed["rl_config.epochs"] == 2 and "rl_config.clip_ratio" not in changed
+
+
+def test_report_of_a_completion_level_run_renders() -> None:
+    text = render(explain(completion_level(world=8, batch=16, generations=4, steps=2)))
+    assert "completions of one optimizer step" in text and "num_rollout_prompts" in text

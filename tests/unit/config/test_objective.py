@@ -1,0 +1,129 @@
+"""The loss that a run file asks for, and its formula with the numbers filled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sample_runs import prompt_level
+
+from mindspeed_rl.config import build_run_config, formula, resolve_objective
+
+
+@pytest.mark.parametrize(
+    ("stage", "rl", "expected"),
+    [
+        ("ray_grpo", {}, ("clip", "token", "token_mean")),
+        ("ray_ppo", {}, ("clip", "token", "token_mean")),
+        ("ray_dapo", {}, ("clip", "token", "token_mean")),
+        ("ray_dapo", {"token_level_loss": False}, ("clip", "token", "sequence_mean")),
+        ("ray_grpo", {"token_level_loss": False}, ("clip", "token", "token_mean")),
+        ("ray_grpo", {"loss_type": "grpo"}, ("clip", "token", "sequence_mean")),
+        ("ray_grpo", {"loss_type": "bnpo"}, ("clip", "token", "token_mean")),
+        ("ray_grpo", {"loss_type": "dapo"}, ("clip", "token", "token_mean")),
+        ("ray_grpo", {"loss_type": "dr_grpo"}, ("clip", "token", "constant_length")),
+        ("ray_grpo", {"loss_type": "gspo"}, ("clip", "sequence", "sequence_mean")),
+        (
+            "ray_grpo",
+            {"loss_type": "gspo", "importance_sampling_level": "sequence_token"},
+            ("clip", "sequence_token", "sequence_mean"),
+        ),
+        ("ray_grpo", {"loss_type": "cispo"}, ("cispo", "token", "token_mean")),
+        ("ray_grpo", {"loss_type": "cispo_cap"}, ("cispo_cap", "token", "token_mean")),
+        ("ray_grpo", {"loss_type": "sapo"}, ("sapo", "token", "sequence_mean")),
+    ],
+)
+def test_stage_and_loss_type_decide_the_form(stage: str, rl: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    objective = resolve_objective(prompt_level(megatron_training={"stage": stage}, rl_config=rl))
+    assert (objective.ratio, objective.level, objective.aggregation) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "rl", "in_loss", "in_reward"),
+    [
+        ("ray_grpo", {}, 0.01, 0.0),
+        ("ray_grpo", {"use_kl_in_reward": True}, 0.0, 0.01),
+        ("ray_dapo", {}, 0.0, 0.0),
+        ("ray_ppo", {}, 0.0, 0.0),
+        ("ray_ppo", {"use_kl_in_reward": True, "init_kl_coef": 0.2}, 0.0, 0.2),
+        ("ray_grpo", {"init_kl_coef": 0}, 0.0, 0.0),
+    ],
+)
+def test_stage_decides_where_the_kl_goes(stage: str, rl: dict[str, Any], in_loss: float, in_reward: float) -> None:
+    objective = resolve_objective(prompt_level(megatron_training={"stage": stage}, rl_config=rl))
+    assert (objective.kl_in_loss, objective.kl_in_reward) == (in_loss, in_reward)
+    assert objective.needs_reference == bool(in_loss or in_reward)
+
+
+def test_clip_higher_replaces_the_symmetric_clip() -> None:
+    objective = resolve_objective(
+        prompt_level(rl_config={"clip_higher_enable": True, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28})
+    )
+    assert (objective.clip_low, objective.clip_high) == (0.2, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("rl", "parts"),
+    [
+        ({}, ["clip(r, 0.8, 1.2)", "mean_8", "0.01 * aggregate(KL)"]),
+        ({"entropy_coeff": 0.003}, ["- 0.003 * aggregate(entropy)"]),
+        ({"clip_higher_enable": True, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, ["clip(r, 0.8, 1.28)"]),
+        ({"loss_type": "sapo"}, ["tau = 1 if A > 0 else 1.05"]),
+        ({"loss_type": "dr_grpo", "scale_rewards": "none"}, ["/ (sequences x 2048)", "A = r - mean_8(r)"]),
+        ({"adv_estimator": "rloo"}, ["other 7 samples"]),
+        ({"clip_ratio_c": 3.0}, ["at most -3 * A where A < 0"]),
+        ({"delta": 4.0}, ["min(r, 4)"]),
+        ({"rollout_importance_sampling_mode": "token_truncate"}, ["token_truncate(pi_old / pi_rollout)"]),
+        ({"use_kl_in_reward": True, "kl_penalty": "kl"}, ["r_t - 0.01 * KL_t", "log pi - log pi_ref"]),
+        ({"kl_ctrl_type": "adaptive"}, ["adaptive towards 100 over 1000"]),
+        ({"top_entropy_quantile": 0.2}, ["20% of tokens"]),
+        ({"adv_epsilon": 1e-4}, ["0.0001"]),
+    ],
+)
+def test_the_formula_carries_the_runs_numbers(rl: dict[str, Any], parts: list[str]) -> None:
+    text = formula(prompt_level(rl_config=rl))
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"stage": "sft"}, ["-log pi(token)"]),
+        (
+            {"stage": "dpo", "dpo_beta": 0.2, "dpo_label_smoothing": 0.1},
+            ["-0.9 * log sigmoid(0.2 z) - 0.1 * log sigmoid(-0.2 z)"],
+        ),
+        ({"stage": "dpo", "dpo_loss_type": "ipo", "dpo_beta": 0.1, "pref_ftx": 0.5}, ["(z - 5)^2", "0.5 * (-log pi(chosen))"]),
+        ({"stage": "simpo"}, ["m = 2.5 *", "- 3.5"]),
+        ({"stage": "orm"}, ["score(chosen) - score(rejected)"]),
+        ({"stage": "prm"}, ["placeholder"]),
+    ],
+)
+def test_supervised_stages_have_formulas_too(keys: dict[str, Any], parts: list[str]) -> None:
+    text = formula(build_run_config({"megatron_training": {**keys, "global_batch_size": 4}}))
+    for part in parts:
+        assert part in text
+
+
+def test_the_loss_settings_of_the_algorithms_agree() -> None:
+    losses = pytest.importorskip("mindspeed_rl.algorithms.policy_losses")
+    for stage in ("ray_grpo", "ray_dapo", "ray_ppo"):
+        for rl in (
+            {},
+            {"token_level_loss": False},
+            {"loss_type": "gspo"},
+            {"loss_type": "dr_grpo"},
+            {"use_kl_in_reward": True},
+        ):
+            cfg = prompt_level(megatron_training={"stage": stage}, rl_config=rl)
+            ours = resolve_objective(cfg)
+            theirs = losses.PolicyLossSettings.from_config(cfg.rl_config, stage, max_response_length=8)
+            names = {"token": "token_mean", "sequence": "sequence_mean", "constant": "constant_length"}
+            assert names[theirs.kind().normalizer] == ours.aggregation
+            assert (theirs.importance_sampling_level or theirs.kind().level) == ours.level
+            assert (theirs.kl_coef, theirs.clip_ratio_low, theirs.clip_ratio_high) == (
+                ours.kl_in_loss,
+                ours.clip_low,
+                ours.clip_high,
+            )

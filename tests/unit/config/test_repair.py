@@ -1,0 +1,90 @@
+"""The search for the nearest sound numbers, against trying every number."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from mindspeed_rl.config.batch_rules import breaches
+from mindspeed_rl.config.repair import is_sound, nearest_single, nearest_together
+from mindspeed_rl.config.sizes import Layout, Sizes
+
+
+def guide_is_sound(sizes: Sizes) -> bool:
+    """Return the guide's eight constraints and the even split over rollout engines, written out one by one."""
+    dp, rest = divmod(sizes.actor.num_npus, sizes.actor.tensor * sizes.actor.pipeline * sizes.actor.context)
+    engines, other = divmod(sizes.rollout.num_npus, sizes.rollout.tensor)
+    if rest or other:
+        return False
+    total = sizes.global_batch_size * sizes.steps_per_generation
+    n, m, world = sizes.group_size, sizes.micro_batch_size, sizes.actor.num_npus
+    return all(
+        (
+            (total / n) % dp == 0,
+            total / (n * dp) >= 1,
+            (total / (n * dp)) % m == 0,
+            sizes.global_batch_size / (n * dp) >= 1,
+            (sizes.global_batch_size / (n * dp)) % m == 0,
+            total % sizes.global_batch_size == 0,
+            n >= 2,
+            total / world >= 1,
+            total % engines == 0,
+        )
+    )
+
+
+def random_sizes(rng: random.Random) -> Sizes:
+    world = rng.choice([2, 4, 6, 8, 16])
+    return Sizes(
+        "completions",
+        global_batch_size=rng.randint(1, 80),
+        micro_batch_size=rng.randint(1, 3),
+        group_size=rng.randint(1, 6),
+        steps_per_generation=rng.randint(1, 4),
+        actor=Layout(world, rng.choice([1, 2, 4]), rng.choice([1, 2])),
+        rollout=Layout(world, rng.choice([1, 2]), 1),
+    )
+
+
+def test_the_rules_agree_with_the_guides_constraints_on_random_plans() -> None:
+    rng = random.Random(1)
+    plans = [random_sizes(rng) for _ in range(4000)]
+    assert sum(guide_is_sound(plan) for plan in plans) > 50
+    for plan in plans:
+        assert is_sound(plan) == guide_is_sound(plan), plan
+
+
+def test_the_nearest_single_value_is_the_nearest_there_is() -> None:
+    rng = random.Random(2)
+    for _ in range(60):
+        sizes = random_sizes(rng)
+        for name in ("global_batch_size", "group_size", "micro_batch_size"):
+            current = sizes.value(name)
+            sound = [value for value in range(1, 400) if value != current and is_sound(sizes.with_value(name, value))]
+            found = nearest_single(sizes, name)
+            assert [value for value in found if value < 400] == found or not sound
+            if sound:
+                best = min(abs(value - current) for value in sound)
+                assert abs(found[0] - current) == best
+
+
+def test_a_change_of_several_keys_is_sound() -> None:
+    rng = random.Random(3)
+    for _ in range(40):
+        sizes = random_sizes(rng)
+        if is_sound(sizes):
+            continue
+        names = [name for breach in breaches(sizes) for name in breach.names]
+        change = nearest_together(sizes, names)
+        for name, value in change.items():
+            sizes = sizes.with_value(name, value)
+        assert change and is_sound(sizes)
+
+
+@pytest.mark.parametrize("value", [0, -3])
+def test_numbers_below_one_are_named_and_never_divided_by(value: int) -> None:
+    sizes = Sizes("prompts", global_batch_size=8, micro_batch_size=1, mini_batch_size=8, group_size=2, actor=Layout(2, 1, 1))
+    for name in ("global_batch_size", "micro_batch_size", "mini_batch_size", "group_size"):
+        assert [breach.rule for breach in breaches(dataclasses.replace(sizes, **{name: value}))] == ["positive"]

@@ -1,0 +1,323 @@
+"""Each rule between keys: what breaks it, what the sentence says, and that the values it proposes mend it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sample_runs import completion_level, prompt_level
+
+from mindspeed_rl.config import RunConfig, Violation, build_run_config, unavailable, validate
+
+
+def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:
+    return {violation.rule: violation for violation in validate(cfg, num_nodes)}
+
+
+def test_the_base_run_is_sound() -> None:
+    assert validate(prompt_level()) == []
+
+
+M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
+
+# One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
+CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
+    ({M: {"bf16": False}}, "same_number_format", ["megatron_training.bf16 (false)", "generate_config.dtype (bfloat16)"]),
+    ({G: {"dtype": "float32"}}, "same_number_format", ["bf16 (true)", "dtype (float32)"]),
+    ({M: {"seq_length": 5000}}, "seq_length_fits_engine", ["max_model_len (4096)", "seq_length (5000)"]),
+    ({R: {"max_prompt_length": 2049}}, "prompt_and_response_fit", ["2049 + 2048 = 4097", "max_model_len (4096)"]),
+    ({R: {"use_remove_padding": True}, M: {"no_pad_to_seq_lengths": True}}, "remove_padding_masks", ["reset_attention_mask"]),
+    (
+        {R: {"use_remove_padding": True}, M: {"reset_attention_mask": True}},
+        "remove_padding_pipeline",
+        ["no_pad_to_seq_lengths"],
+    ),
+    ({R: {"reference_resource": {"num_npus": 8}}}, "integrated_reference", ["reference_resource", "use_integrated_worker"]),
+    ({"ref_config": {"lr": 1.0}}, "integrated_reference", ["ref_config", "integrated_mode_config.ref_model_load_path"]),
+    ({R: {"reward_resource": {"num_npus": 8}}}, "reward_group", ["reward_resource", "reward_config"]),
+    ({R: {"share_backbone": True}}, "share_backbone_lora", ["share_backbone", "lora_target_modules"]),
+    ({R: {"adv_estimator": "gae"}}, "critic_group", ["gae", "critic_config"]),
+    ({R: {"verifier_weight": [1.0, 2.0]}}, "one_weight_each", ["1 entries", "2 entries"]),
+    ({R: {"rule_reward": False}}, "some_reward", ["rule_reward"]),
+    (
+        {R: {"overlong_buffer_enable": True, "overlong_buffer": 512, "rollout_max_tokens": 1024}},
+        "overlong_limit",
+        ["rollout_max_tokens (1024)", "max_tokens (2048)"],
+    ),
+    ({R: {"overlong_buffer_enable": True, "overlong_buffer": 2048}}, "overlong_buffer", ["overlong_buffer (2048)", "2047"]),
+    (
+        {R: {"clip_higher_enable": True, "clip_ratio_low": 0.3, "clip_ratio_high": 0.2}},
+        "clip_order",
+        ["clip_ratio_low (0.3)", "clip_ratio_high (0.2)"],
+    ),
+    (
+        {R: {"filter_groups_enable": True, "filter_groups_metric": "acc", "filter_groups_train_batch_size": 32}},
+        "filter_metric",
+        ["filter_groups_metric (acc)", "base_acc"],
+    ),
+    ({R: {"partial_rollout_max_split": 2, "guarantee_order": True}}, "partial_rollout_order", ["guarantee_order"]),
+    (
+        {R: {"multi_turn_enable": True, "async_engine": True, "max_total_response_length": 100}},
+        "tool_response_length",
+        ["max_total_response_length (100)", "max_tokens (2048)"],
+    ),
+    ({R: {"multi_turn_enable": True, "max_total_response_length": 2048}}, "tools_need_async", ["async_engine"]),
+    ({R: {"mini_batch_size": 64}}, "mini_batch_at_most_global", ["mini_batch_size (64)", "global_batch_size (32)"]),
+    ({R: {"mini_batch_size": 12}}, "whole_mini_batches", ["global_batch_size (32)", "mini_batch_size (12)"]),
+    ({R: {"mini_batch_size": 1}}, "mini_batch_in_micro_batches", ["1 x 8 = 8", "4 x 4 = 16"]),
+    ({R: {"reward_dispatch_size": 48}}, "dispatch_divides", ["reward_dispatch_size (48)", "256 rows"]),
+    ({R: {"actor_update_dispatch_size": 128}}, "dispatch_limit", ["actor_update_dispatch_size (128)", "at most 64"]),
+    ({R: {"actor_update_dispatch_size": 32}}, "update_dispatch_holds_mini_batch", ["(32)", "64 rows"]),
+    ({R: {"dynamic_sampling_dispatch_size": 4}}, "dispatch_whole_groups", ["(4)", "n_samples_per_prompt (8)"]),
+    ({G: {"infer_pipeline_parallel_size": 2}}, "rollout.pipeline", ["infer_pipeline_parallel_size (2) must be 1"]),
+    ({G: {"infer_tensor_parallel_size": 8}}, "rollout.heads", ["num_attention_heads (28)", "infer_tensor_parallel_size (8)"]),
+    ({M: {"num_query_groups": 7}}, "actor_config.kv_heads", ["num_query_groups (7)", "tensor_model_parallel_size (2)"]),
+    ({M: {"ffn_hidden_size": 1001}}, "actor_config.ffn", ["ffn_hidden_size (1001)"]),
+    ({M: {"padded_vocab_size": 1001}}, "actor_config.vocabulary", ["padded_vocab_size (1001)"]),
+    ({M: {"num_layers": 27}}, "actor_config.layers", ["num_layers (27)", "pipeline_model_parallel_size (2)"]),
+    ({M: {"num_layer_list": "14,13"}}, "actor_config.layer_list_sum", ["sums to 27", "num_layers (28)"]),
+    ({M: {"num_layer_list": "14,7,7"}}, "actor_config.layer_list_stages", ["3 entries", "2 pipeline stages"]),
+    ({M: {"num_layer_list": "14,1x"}}, "actor_config.num_layer_list", ["14,1x"]),
+    (
+        {M: {"num_layer_list": "14,14", "num_layers_per_virtual_pipeline_stage": 7}},
+        "actor_config.layer_list_alone",
+        ["num_layer_list (14,14)", "num_layers_per_virtual_pipeline_stage (7)"],
+    ),
+    ({M: {"num_layers_per_virtual_pipeline_stage": 5}}, "actor_config.chunks", ["(5)", "14 layers"]),
+    ({M: {"noop_layers": "28"}}, "actor_config.noop_range", ["28", "0..27"]),
+    ({M: {"expert_model_parallel_size": 2}}, "actor_config.experts", ["expert_model_parallel_size (2)", "num_experts"]),
+    (
+        {M: {"num_experts": 6, "expert_model_parallel_size": 4, "sequence_parallel": True}},
+        "actor_config.experts",
+        ["num_experts (6)", "expert_model_parallel_size (4)"],
+    ),
+    ({M: {"num_experts": 8}}, "actor_config.expert_sequences", ["sequence_parallel"]),
+    ({R: {"n_samples_per_prompt": 1, "mini_batch_size": 32}}, "group_of_two", ["n_samples_per_prompt (1)", "group_norm"]),
+    ({R: {"loss_type": "gspo", "importance_sampling_level": "token"}}, "gspo_level", ["gspo", "token"]),
+    ({R: {"loss_type": "cispo_cap"}}, "absolute_cap", ["clip_higher_enable", "clip_ratio_high (0.1)"]),
+    ({R: {"clip_ratio_c": 1.0}}, "dual_clip", ["clip_ratio_c (1)"]),
+    ({R: {"delta": 1.1}}, "two_sided_clip", ["delta (1.1)", "1.2"]),
+    ({R: {"delta": 3.0, "clip_ratio_c": 3.0}}, "one_negative_bound", ["clip_ratio_c", "delta"]),
+    ({R: {"delta": 3.0, "loss_type": "sapo"}}, "bound_without_clip", ["delta (3)", "sapo"]),
+    (
+        {R: {"rollout_importance_sampling_mode": "token_mask", "rollout_importance_sampling_threshold_min": 3.0}},
+        "correction_bounds",
+        ["(3)", "(2)"],
+    ),
+    (
+        {R: {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold_min": 0.5}},
+        "correction_lower_bound",
+        ["token_truncate"],
+    ),
+    ({R: {"top_entropy_quantile": 0.0}}, "range", ["top_entropy_quantile (0)", "greater than 0"]),
+    ({R: {"reward_failure_limit": 1.5}}, "range", ["reward_failure_limit (1.5)", "at most 1"]),
+    ({G: {S: {"max_tokens": 2048, "top_p": 0}}}, "range", ["top_p (0)"]),
+    ({R: {"steps_per_generation": 2}}, "completion_counting", ["steps_per_generation (2)", "num_generations"]),
+    ({R: {"num_iterations": 2, "epochs": 3}}, "same_meaning", ["num_iterations (2)", "epochs (3)"]),
+    ({R: {"max_completion_length": 1024}}, "same_meaning", ["max_completion_length (1024)", "max_tokens (2048)"]),
+    ({R: {"reward_weights": [1.0]}}, "weights_without_functions", ["reward_weights"]),
+    ({R: {"verifier_function": ["soft_overlong"]}}, "soft_cache_length", ["soft_cache_length"]),
+    (
+        {
+            R: {
+                "filter_groups_enable": True,
+                "filter_groups_metric": "base_acc",
+                "filter_groups_train_batch_size": 32,
+                "dynamic_sample": True,
+            }
+        },
+        "one_filter",
+        ["filter_groups_enable", "dynamic_sample"],
+    ),
+    ({M: {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}}, "one_warmup", ["lr_warmup_fraction (0.1)", "lr_warmup_iters (5)"]),
+    ({M: {"pack": True, "neat_pack": True}}, "neat_pack", ["neat_pack", "reset_attention_mask"]),
+    (
+        {M: {"stage": "ray_dapo", "lora_target_modules": ["linear_qkv"]}, R: {"share_backbone": True}},
+        "share_backbone_stage",
+        ["ray_dapo"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "words"), CASES, ids=[f"{rule}-{index}" for index, (_, rule, _) in enumerate(CASES)]
+)
+def test_a_broken_rule_names_keys_and_values(changes: dict[str, dict[str, Any]], rule: str, words: list[str]) -> None:
+    violations = rules_of(prompt_level(**changes))
+    assert set(violations) == {rule}
+    for word in words:
+        assert word in violations[rule].message
+    assert violations[rule].keys
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "words"), CASES, ids=[f"{rule}-{index}" for index, (_, rule, _) in enumerate(CASES)]
+)
+def test_every_proposed_value_mends_the_run(changes: dict[str, dict[str, Any]], rule: str, words: list[str]) -> None:
+    (violation,) = rules_of(prompt_level(**changes)).values()
+    for option in violation.nearest:
+        assert validate(with_values(changes, option)) == [], option
+
+
+def with_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> RunConfig:
+    """Return the base run with `changes` and then the proposed values, by dotted key."""
+    merged = {group: dict(keys) for group, keys in changes.items()}
+    for key, value in option.items():
+        group, _, name = key.partition(".")
+        if not name:
+            merged.pop(group)
+            continue
+        group = "megatron_training" if group == "actor_config" else group
+        keys = merged.setdefault(group, {})
+        *path, name = name.split(".")
+        for part in path:
+            keys = keys.setdefault(part, {"max_tokens": 2048} if part == "sampling_config" else {})
+        keys[name] = value
+    return prompt_level(**merged)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"world": 18}, "actor_replicas"),
+        ({"world": 15}, "actor_replicas"),
+        ({M: {"global_batch_size": 30}}, "prompts_per_dp"),
+        ({M: {"global_batch_size": 40}, R: {"mini_batch_size": 40}}, "prompts_per_replica"),
+        ({M: {"micro_batch_size": 3}}, "samples_per_dp_in_micro_batches"),
+        ({M: {"micro_batch_size": 0}}, "positive"),
+        ({R: {"actor_resource": {"num_npus": None}}}, "is_set"),
+        ({M: {"global_batch_size": None}}, "is_set"),
+    ],
+)
+def test_batch_rules_of_mindspeed_rl(changes: dict[str, Any], rule: str) -> None:
+    changes = dict(changes)
+    assert rule in rules_of(prompt_level(changes.pop("world", 16), **changes))
+
+
+def test_batch_proposals_mend_the_run() -> None:
+    for changes in (
+        {M: {"global_batch_size": 30}},
+        {M: {"global_batch_size": 40}},
+        {M: {"micro_batch_size": 3}},
+        {R: {"mini_batch_size": 5}},
+    ):
+        violations = validate(prompt_level(**changes))
+        assert violations
+        for violation in violations:
+            assert violation.nearest
+            for option in violation.nearest:
+                assert validate(with_values(changes, option)) == [], (violation, option)
+
+
+def test_the_nearest_batch_below_and_above_are_proposed() -> None:
+    # dp 4, 16 rollout engines, mini-batch of 8 prompts: sound batches are multiples of 16.
+    cfg = prompt_level(megatron_training={"global_batch_size": 42}, rl_config={"mini_batch_size": 8})
+    proposals = [option for violation in validate(cfg) for option in violation.nearest]
+    assert {"megatron_training.global_batch_size": 48} in proposals
+    assert {"megatron_training.global_batch_size": 32} in proposals
+
+
+def test_when_no_single_key_mends_the_batch_several_change_together() -> None:
+    cfg = completion_level(world=15, micro=2, batch=7, generations=1, steps=3)
+    violations = validate(cfg)
+    assert len(violations) >= 3
+    (option,) = {tuple(sorted(option.items())) for violation in violations for option in violation.nearest}
+    values = dict(option)
+    mended = completion_level(
+        world=values.get("rl_config.actor_resource.num_npus", 15),
+        micro=values.get("megatron_training.micro_batch_size", 2),
+        batch=values.get("megatron_training.global_batch_size", 7),
+        generations=values.get("rl_config.num_generations", 1),
+        steps=3,
+    )
+    assert validate(mended) == []
+
+
+def test_every_broken_rule_is_reported_at_once() -> None:
+    cfg = prompt_level(
+        megatron_training={"bf16": False, "global_batch_size": 30, "num_layers": 27},
+        rl_config={"max_prompt_length": 4000, "verifier_weight": [1.0, 1.0], "clip_ratio_c": 0.5},
+        generate_config={"infer_tensor_parallel_size": 8},
+    )
+    assert set(rules_of(cfg)) >= {
+        "prompts_per_dp",
+        "mini_batch_at_most_global",
+        "actor_config.layers",
+        "rollout.heads",
+        "same_number_format",
+        "prompt_and_response_fit",
+        "one_weight_each",
+        "dual_clip",
+    }
+
+
+def test_ulysses_and_ring_have_their_own_rules() -> None:
+    ulysses = prompt_level(
+        megatron_training={"context_parallel_size": 4, "num_attention_heads": 12, "pipeline_model_parallel_size": 1}
+    )
+    assert "actor_config.ulysses_heads" in rules_of(ulysses)
+    ring = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo", "no_pad_to_seq_lengths": True}
+    assert "actor_config.ring_masks" in rules_of(prompt_level(megatron_training=ring, rl_config={"use_remove_padding": True}))
+    packed = prompt_level(megatron_training={**ring, "reset_attention_mask": True}, rl_config={"use_remove_padding": True})
+    assert validate(packed) == []
+
+
+def test_whole_experts_spread_over_tensor_parallel_ranks_too() -> None:
+    keys = {"num_experts": 12, "expert_model_parallel_size": 4, "sequence_parallel": True, "moe_tp_extend_ep": True}
+    assert set(rules_of(prompt_level(megatron_training=keys))) == {"actor_config.experts"}  # 12 experts on 4 x 2 ranks
+    assert validate(prompt_level(megatron_training={**keys, "num_experts": 16})) == []
+    split = rules_of(prompt_level(megatron_training={**keys, "num_experts": 16, "expert_tensor_parallel_size": 2}))
+    assert set(split) == {"actor_config.whole_experts"}
+
+
+def test_rollout_experts_must_fit_the_devices() -> None:
+    keys = {"enable_expert_parallel": True, "infer_expert_parallel_size": 5}
+    violation = rules_of(prompt_level(generate_config=keys))["rollout.experts"]
+    assert violation.nearest == ({"generate_config.infer_expert_parallel_size": 4},)
+
+
+def test_rules_are_scored_on_every_node() -> None:
+    assert set(rules_of(prompt_level(), num_nodes=3)) == {"devices_per_node", "prompts_per_node"}
+    with pytest.raises(ValueError, match="at least 1"):
+        validate(prompt_level(), num_nodes=0)
+
+
+def test_fp32_everywhere_is_sound() -> None:
+    assert validate(prompt_level(megatron_training={"bf16": False}, generate_config={"dtype": "float32"})) == []
+
+
+def test_the_two_spellings_of_a_group_must_agree() -> None:
+    same = completion_level(world=8, batch=16, generations=4, steps=2, rl_config={"n_samples_per_prompt": 4})
+    assert validate(same) == []
+    other = rules_of(completion_level(world=8, batch=16, generations=4, steps=2, rl_config={"n_samples_per_prompt": 8}))
+    assert "rl_config.num_generations (4) and rl_config.n_samples_per_prompt (8)" in other["same_meaning"].message
+    beta = completion_level(world=8, batch=16, generations=4, rl_config={"beta": 0.04, "init_kl_coef": 0.1})
+    assert "rl_config.beta (0.04)" in rules_of(beta)["same_meaning"].message
+
+
+def test_mini_batch_size_beside_num_generations_must_be_the_same_step() -> None:
+    assert validate(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 4})) == []
+    violation = rules_of(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 8}))["same_meaning"]
+    assert violation.nearest == ({"rl_config.mini_batch_size": 4},)
+
+
+def test_a_supervised_run_needs_no_rollout_groups_and_an_rl_run_does() -> None:
+    sft = {"stage": "sft", "global_batch_size": 8, "num_npus": 2}
+    assert validate(build_run_config({"megatron_training": sft})) == []
+    rl = {"stage": "ray_grpo", "global_batch_size": 8}
+    assert [v.rule for v in validate(build_run_config({"megatron_training": rl}))].count("group_needed") == 2
+    assert [v.rule for v in validate(build_run_config({"megatron_training": {"global_batch_size": 8}}))] == ["is_set"]
+
+
+def test_a_supervised_batch_must_fill_whole_micro_batches() -> None:
+    keys = {"stage": "sft", "global_batch_size": 20, "micro_batch_size": 8, "num_npus": 2}
+    (violation,) = validate(build_run_config({"megatron_training": keys}))
+    assert violation.rule == "step_micro_batches"
+    assert {"megatron_training.global_batch_size": 16} in violation.nearest
+
+
+def test_what_this_version_lacks_is_named() -> None:
+    changes = {"multi_turn_enable": True, "async_engine": True, "max_total_response_length": 2048}
+    (sentence,) = unavailable(prompt_level(rl_config=changes))
+    assert sentence.startswith("rl_config.multi_turn_enable")
+    assert unavailable(prompt_level()) == []
