@@ -80,6 +80,8 @@ def _close(a: Fraction | float, b: Fraction | float) -> bool:
     return abs(a - b) <= _RELATIVE_TOLERANCE * max(abs(a), abs(b))
 
 
+# Towers of powers, long exponents and factorials of long numbers: sympy would compute them digit by digit.
+_ENDLESS = re.compile(r"\^\s*\{?\s*[\d.]+\s*\^|\^\s*\{?\s*\d{5,}|\d{5,}\s*\}?\s*!|!\s*!")
 _BOX = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
@@ -92,7 +94,12 @@ parse_label = lru_cache(maxsize=4096)(parse_answer)  # all responses of a group 
 
 
 def symbolically_equal(given: str, wanted: str) -> bool:
-    """True if math-verify takes the answers for the same, or both are real numbers within 1e-4 (relative)."""
+    """True if math-verify takes the answers for the same, or both are real numbers within 1e-4 (relative).
+
+    False for numbers too large to be worked out.
+    """
+    if _ENDLESS.search(given) or _ENDLESS.search(wanted):
+        return False
     parsed_wanted, parsed_given = parse_label(wanted), parse_answer(given)
     if verify(parsed_wanted, parsed_given, timeout_seconds=None):
         return True
@@ -115,18 +122,18 @@ def _real_value(parsed: list[Any]) -> float | None:
 def grade(given: str, wanted: str) -> bool:
     """True by mathruler's rules.
 
-    The answers are alike after normalisation (MATH's, then one that also drops units, words for powers of ten and LaTeX), or
-    tuples of the same brackets whose elements are; an element may also differ symbolically by exactly zero. But a fraction of
-    integers must be the same fraction in the same terms, and an integer is only equal to an integer.
+    The answers are alike after normalisation (MATH's, or one that also drops units, words for powers of ten and LaTeX), or tuples
+    of the same brackets whose elements are; an element may also differ symbolically by exactly zero. But a fraction of integers
+    must be the same fraction in the same terms, and an integer is only equal to an integer.
     """
     if hendrycks_normal_form(given) == hendrycks_normal_form(wanted):
         return True
-    wanted, given = plain_normal_form(wanted), plain_normal_form(given)
-    if wanted == given:
-        return True
-    if not given or not wanted:
+    if not given.strip() or not wanted.strip():
         return False
-    wanted_parts, given_parts = _tuple_elements(wanted), _tuple_elements(given)
+    if plain_normal_form(given) == plain_normal_form(wanted):
+        return True
+    given, wanted = _without_units(given), _without_units(wanted)
+    given_parts, wanted_parts = _tuple_elements(given), _tuple_elements(wanted)
     if len(wanted_parts) != len(given_parts):
         return False
     if len(wanted_parts) > 1 and (wanted[0] != given[0] or wanted[-1] != given[-1]):
@@ -134,28 +141,33 @@ def grade(given: str, wanted: str) -> bool:
     return all(_same_element(g, w) for g, w in zip(given_parts, wanted_parts))
 
 
+_INTEGER_FRACTION = re.compile(r"-?\d+/\d*[1-9]\d*")
+
+
 def _same_element(given: str, wanted: str) -> bool:
-    integer_fraction = re.compile(r"-?\d+/\d*[1-9]\d*")
-    if integer_fraction.fullmatch(given) and integer_fraction.fullmatch(wanted):
-        return given == wanted
-    if _is_integer(given) != _is_integer(wanted):
+    plain_given, plain_wanted = plain_normal_form(given), plain_normal_form(wanted)
+    if plain_given == plain_wanted:
+        return True
+    if _INTEGER_FRACTION.fullmatch(plain_given) and _INTEGER_FRACTION.fullmatch(plain_wanted):
         return False
-    if not (_worth_evaluating(given) and _worth_evaluating(wanted)):
-        return given == wanted
+    if _is_integer(plain_given) != _is_integer(plain_wanted):
+        return False
+    if not (_worth_evaluating(plain_given) and _worth_evaluating(plain_wanted)):
+        return False
     parsed_given, parsed_wanted = parse_answer(given), parse_label(wanted)
     if not all(parsed and isinstance(parsed[0], sympy.Expr) for parsed in (parsed_given, parsed_wanted)):
         return False
     return sympy.simplify(parsed_given[0] - parsed_wanted[0]) == 0
 
 
-def _worth_evaluating(text: str) -> bool:
+def _worth_evaluating(plain: str) -> bool:
     """False where mathruler fears a hang: more than two letters, or powers beyond one digit."""
-    letters = {char for char in text.replace("sqrt", "").replace("frac", "") if char.isalpha()}
-    return len(letters) <= 2 and not re.search(r"\^[{(]|\^\d+\^|\^\d\d", text)
+    letters = {char for char in plain.replace("sqrt", "").replace("frac", "") if char.isalpha()}
+    return len(letters) <= 2 and not re.search(r"\^\(|\^\d+\^|\^\d\d|\d{5,}!", plain)
 
 
-def _is_integer(text: str) -> bool:
-    number = decimal_value(text)
+def _is_integer(plain: str) -> bool:
+    number = decimal_value(plain)
     return number is not None and number[0].denominator == 1
 
 
@@ -166,24 +178,25 @@ def _tuple_elements(text: str) -> list[str]:
     return [text]
 
 
-_HENDRYCKS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"^\\text\{(.+?)\}$", r"\1"),
-        (r"\n|\\!|\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\?%", ""),
-        (r"\\\\", r"\\"),
-        (r"[td]frac", "frac"),
-        (r"\\text\{ .*", ""),
-        (r"(?<=[ {])\.", "0."),
-        (r"^\.", "0."),
-        (r"^[^=]{1,2}=([^=]*)$", r"\1"),
-        (r"\\sqrt([^{])", r"\\sqrt{\1}"),
-        (r"\s", ""),
-        (r"\\frac([^{])([^{])", r"\\frac{\1}{\2}"),
-        (r"\\frac([^{])\{", r"\\frac{\1}{"),
-        (r"^0\.5$", r"\\frac{1}{2}"),
-        (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
-    )
+def _compiled(*rewrites: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
+    return tuple((re.compile(pattern), replacement) for pattern, replacement in rewrites)
+
+
+_HENDRYCKS = _compiled(
+    (r"^\\text\{(.+?)\}$", r"\1"),
+    (r"\n|\\!|\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\?%", ""),
+    (r"\\\\", r"\\"),
+    (r"[td]frac", "frac"),
+    (r"\\text\{ .*", ""),
+    (r"(?<=[ {])\.", "0."),
+    (r"^\.", "0."),
+    (r"^[^=]{1,2}=([^=]*)$", r"\1"),
+    (r"\\sqrt([^{])", r"\\sqrt{\1}"),
+    (r"\s", ""),
+    (r"\\frac([^{])([^{])", r"\\frac{\1}{\2}"),
+    (r"\\frac([^{])\{", r"\\frac{\1}{"),
+    (r"^0\.5$", r"\\frac{1}{2}"),
+    (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
 )
 
 
@@ -195,46 +208,50 @@ def hendrycks_normal_form(answer: str) -> str:
     return answer
 
 
-_PLAIN_UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
-_PLAIN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"^\\text\{(.+?)\}$", r"\1"),
-        (r"\\?[%$]", ""),
-        (r" (?:or|and) ", " , "),
-        (r"million", "*10^6"),
-        (r"billion", "*10^9"),
-        (r"trillion", "*10^12"),
-        (rf"(?:{'|'.join(_PLAIN_UNITS)})(?:es)?s? *(?:\^[0-9]+)?", ""),
-        (r"\^ *(?:\\circ|\{\\circ\})", ""),
-        (r"^\{(.*)\}$", r"\1"),
-        (r",\\! *", ""),
-        (r"\\(?:left|right|displaystyle|,|;|!)", ""),
-        (r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1"),
-        (r"\\[td]frac", r"\\frac"),
-        (r"(\d) *\\frac", r"\1+\\frac"),
-        (r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}", r"\1/\2"),
-        (r"\\frac *(\d)(\d)", r"\1/\2"),
-        (r"\\infty", "inf"),
-        (r"\\cup", "U"),
-        (r"\\(?:cdot|times)", "*"),
-        (r"\\(?=[a-zA-Z])", ""),
-        (r"- +", "-"),
-        (r"(\d) +(\d)", r"\1+\2"),
-        (r"\s", ""),
-        (r"(?<!sqrt)[{](.*?)[}]", r"\1"),
-    )
+_UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
+
+
+_UNITS_OFF = _compiled(
+    (r"^\\text\{(.+?)\}$", r"\1"),
+    (r"\\?[%$]", ""),
+    (r" (?:or|and) ", " , "),
+    (r"million", "*10^6"),
+    (r"billion", "*10^9"),
+    (r"trillion", "*10^12"),
+    (rf"(?:{'|'.join(_UNITS)})(?:es)?s? *(?:\^[0-9]+)?", ""),
+    (r"\^ *(?:\\circ|\{\\circ\})", ""),
+    (r"^\{(.*)\}$", r"\1"),
+    (r",\\! *", ""),
+    (r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;!]", ""),
+    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
+    (r"- +", "-"),
+    (r"(\d) +(?=\d|\\[dt]?frac)", r"\1+"),
 )
+_LATEX_OFF = _compiled(
+    (r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1"),
+    (r"\\[dt]?frac *\{([^{}]*)\} *\{([^{}]*)\}", r"\1/\2"),
+    (r"\\[dt]?frac *(\d) *(\d)", r"\1/\2"),
+    (r"\\infty", "inf"),
+    (r"\\cup", "U"),
+    (r"\\(?:cdot|times)", "*"),
+    (r"[\\{}\s]", ""),
+)
+
+
+def _without_units(answer: str) -> str:
+    answer = answer.strip()
+    for pattern, replacement in _UNITS_OFF:
+        answer = pattern.sub(replacement, answer)
+    return answer.strip()
 
 
 def plain_normal_form(answer: str) -> str:
     """Return the answer in lower case without units, LaTeX commands and thousands commas; whole numbers as integers."""
-    answer = answer.strip()
-    for pattern, replacement in _PLAIN:
+    answer = _without_units(answer)
+    for pattern, replacement in _LATEX_OFF:
         answer = pattern.sub(replacement, answer)
-    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer).lower()
     number = decimal_value(answer)
-    return str(int(number[0])) if number and number[0].denominator == 1 else answer
+    return str(int(number[0])) if number and number[0].denominator == 1 else answer.lower()
 
 
 # DAPO
@@ -244,21 +261,18 @@ _MINERVA_REPLACED = (
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
 _MINERVA_REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet", 
-    "minutes",     "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
-    "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ",
-    "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet",
+    "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets",
+    "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}",
+    "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
-_MINERVA_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r".*?\$(.*?)\$.*", r"$\1$"),
-        (r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1"),
-        (r"\\boxed\{(.*)\}", r"\1"),
-        (r"frac([^{])(.)", r"frac{\1}{\2}"),
-        (r"sqrt([^{])", r"sqrt{\1}"),
-        (r"\$", ""),
-    )
+_MINERVA_REWRITES = _compiled(
+    (r".*?\$(.*?)\$.*", r"$\1$"),
+    (r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1"),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),
+    (r"sqrt([^{])", r"sqrt{\1}"),
+    (r"\$", ""),
 )
 
 

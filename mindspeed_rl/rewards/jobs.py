@@ -118,7 +118,7 @@ def cut(ticket: RewardTicket, kinds: Sequence[Kind], num_workers: int) -> list[J
 
 
 def leftovers(job: Job, *, alone: bool) -> list[Job]:
-    """Return jobs for the calls that a job left open; with `alone` one for each sample, so that the next death has one suspect."""
+    """Return jobs for the calls that a job left open; with `alone` one a sample, so that the next death has one suspect."""
     functions_of_row: dict[int, list[int]] = {}
     for row, function in job.open:
         functions_of_row.setdefault(row, []).append(function)

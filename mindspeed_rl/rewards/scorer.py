@@ -4,9 +4,9 @@ A parameter is filled by its name:
 
     per sample   sample, prompt, response (completion), prompt_ids, response_ids (completion_ids, response_token_ids), label,
                  solution (that column, else the label), truncated, max_response_length
-    per batch    samples, prompts, responses (completions), labels, solutions, and the other names above: lists, one entry a
-    sample both         settings (RewardSettings), and any additional dataset column under its own name; `**columns` takes all
-    there is
+    per batch    samples, prompts, responses (completions), labels, solutions, and the other names above: lists, one entry for
+                 each sample
+    both         settings (RewardSettings), any additional dataset column under its own name; `**columns` takes all there is
 
 A function that names `samples`, `responses` or `completions` scores a batch; all others one sample. Either kind may be
 `async`. A callable class is instantiated once in each worker, with `settings` (or `args`) if its constructor asks for it; its

@@ -8,11 +8,13 @@ import re
 from mindspeed_rl.rewards.math_scores import accuracy
 from mindspeed_rl.rewards.records import RewardSettings
 
-# Scripts that put no blanks between words: each character counts as a word. Thai to Khmer, kana, CJK with its extensions, full
-width._WORD = re.compile(
-    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
-    r"|[^\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]+"
+# Scripts without blanks between words, where each character counts as a word: Thai to Lao, Burmese, Khmer, kana and CJK with
+# its extensions, full width forms.
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef"
+    r"\U00020000-\U0003ffff"
 )
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
 def cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float:

@@ -12,7 +12,7 @@ _STATED = re.compile(
     r"(?i:answers?(?:\s+is|\s+are)?|choice(?:\s+is)?|option(?:\s+is)?|答案(?:是|为|选)?|故选|应选|选择?)"
     rf"\s*[:：]?\s*(?:\*\*|\\boxed\{{|\\text\{{|\$|【)*\s*(?i:option\s+|choice\s+)?{_LETTERS}"
 )
-_ALONE = re.compile(r"(?<![A-Za-z0-9'’])([A-J])(?![A-Za-z0-9'’])")
+_ALONE = re.compile(r"(?<![A-Za-z0-9'’])([B-HJ]|A(?! +[a-z])|I(?! +[a-z]))(?![A-Za-z0-9'’])")  # not the words "a" and "I"
 _SET = re.compile(r"[A-J]")
 
 

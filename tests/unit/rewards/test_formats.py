@@ -1,0 +1,118 @@
+"""Tables for the scorers that look at the shape of a response."""
+
+import pytest
+
+from mindspeed_rl.rewards.formats import json_format, regex_format, satisfies, step, strict_format, think_answer
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("<think>a\nb</think>\n\n<answer>c\nd</answer>", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<think>想</think> <answer>三</answer>", 1.0),
+        ("<think>a</think><answer>b</answer>\nand more", 1.0),  # the pattern ends at the end of a line
+        ("<think>a</think><answer>b</answer> and more", 0.0),
+        (" <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think>so<answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_is_a_thought_and_then_an_answer(response: str, score: float) -> None:
+    assert think_answer(response) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        (r"<think>a</think><answer>\boxed{1}</answer>", 1.0),
+        (r"<think>a</think> so <answer>it is \boxed{1}!</answer>", 1.0),
+        (r"<think>a</think><answer>\boxed{1}</answer>.", -0.5),
+        (r" <think>a</think><answer>\boxed{1}</answer>", -0.5),
+        (r"<think>\boxed{1}</think><answer>1</answer>", -0.5),
+        (r"<think>a</think><answer>1</answer>", -0.5),
+        (r"<think>\boxed{2}</think><answer>\boxed{1}</answer>", -0.5),
+        (r"<think>a</think><think>b</think><answer>\boxed{1}</answer>", -0.5),
+        (r"<answer>\boxed{1}</answer><think>a</think>", -0.5),
+        ("", -0.5),
+    ],
+)
+def test_strict_format_wants_each_tag_and_one_box_once_and_in_order(response: str, score: float) -> None:
+    assert strict_format(response) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("", 0.0),
+        ("Step 1: a Step 2: b", 2 / 3),
+        ("1. a\n2. b", 1 / 3),  # a numbered line counts at the start of the text only
+        ("a\n- b\n- c\n* d", 1.0),
+        ("First, a. Second, b. Next, c. Finally, d.", 1.0),
+        ("first, a", 0.0),
+    ],
+)
+def test_step_counts_markers_up_to_three(response: str, score: float) -> None:
+    assert step(response) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("response", "pattern", "score"),
+    [
+        ("ab12", r"[a-z]+\d+", 1.0),
+        ("ab12 ", r"[a-z]+\d+", 0.0),
+        ("a\nb", "a.b", 1.0),
+        ("答案：三", "答案：.", 1.0),
+        ("", ".+", 0.0),
+    ],
+)
+def test_regex_format_matches_the_whole_response(response: str, pattern: str, score: float) -> None:
+    assert regex_format(response, pattern) == score
+
+
+PERSON = {
+    "type": "object",
+    "required": ["name", "age"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "schema", "score"),
+    [
+        ('{"a": 1}', None, 1.0),
+        ("[1, 2", None, 0.0),
+        ("", None, 0.0),
+        ('Here:\n```json\n{"a": 1}\n```\n', None, 1.0),
+        ('<think>x</think><answer>{"a": 1}</answer>', None, 1.0),
+        ('<answer>no</answer>{"a": 1}', None, 0.0),
+        ("[" * 100_000, None, 0.0),
+        ('{"name": "王", "age": 7, "tags": ["a"]}', PERSON, 1.0),
+        ('{"name": "王", "age": 7.0}', PERSON, 1.0),
+        ('{"name": "", "age": 7}', PERSON, 0.0),
+        ('{"name": "x"}', PERSON, 0.0),
+        ('{"name": "x", "age": true}', PERSON, 0.0),
+        ('{"name": "x", "age": 200}', PERSON, 0.0),
+        ('{"name": "x", "age": 7, "tags": ["c"]}', PERSON, 0.0),
+        ('{"name": "x", "age": 7, "tags": ["a", "a", "a"]}', PERSON, 0.0),
+        ('{"name": "x", "age": 7, "more": 1}', PERSON, 0.0),
+        ("null", '{"type": ["string", "null"]}', 1.0),
+        ("3", '{"const": 3}', 1.0),
+        ('"ab1"', '{"pattern": "^[a-z]+[0-9]$"}', 1.0),
+    ],
+)
+def test_json_format_parses_and_checks_the_schema(response: str, schema: object, score: float) -> None:
+    assert json_format(response, schema) == score
+
+
+def test_a_schema_keyword_that_is_not_checked_is_an_error_and_not_a_reward() -> None:
+    with pytest.raises(ValueError, match="'oneOf' is not supported"):
+        satisfies(1, {"oneOf": [{"type": "integer"}]})
