@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+from mindspeed_rl.config import MegatronConfig
 
 Stage = Literal["train", "rollout"]
 
@@ -38,3 +40,33 @@ def apply(stage: Stage) -> None:
     """Prepares this process for Megatron ("train") or vLLM ("rollout") on the current platform. Idempotent."""
     for module in ADAPTORS[platform.current().name, stage]:
         importlib.import_module(module).apply()
+
+
+#: platform -> module whose `configure(config)` tells an adapted library about the run, after `apply("train")`
+CONFIGURED: dict[str, str] = {"npu": "mindspeed_rl.adaptors.mindspeed"}
+
+
+def configure(config: MegatronConfig) -> None:
+    """Hands the run's keys to adaptors that need them; must come before process groups and models are built."""
+    module = CONFIGURED.get(platform.current().name)
+    if module is not None:
+        importlib.import_module(module).configure(config)
+
+
+#: platform -> module whose kernels take the place of the engine's portable attention
+FUSED_ATTENTION: dict[str, str] = {"npu": "mindspeed_rl.adaptors.npu_attention"}
+
+#: platform -> module whose TRANSFORMER_SETTINGS switch Megatron's modules to their fused form
+FUSED_MODULES: dict[str, str] = {"npu": "mindspeed_rl.adaptors.mindspeed"}
+
+
+def fused_attention() -> ModuleType | None:
+    """`causal_attention`, `packed_attention` and `ring_attention` of the current platform, None where it has no own ones."""
+    name = FUSED_ATTENTION.get(platform.current().name)
+    return None if name is None else importlib.import_module(name)
+
+
+def transformer_settings() -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig that the current platform's fused modules need."""
+    name = FUSED_MODULES.get(platform.current().name)
+    return {} if name is None else dict(importlib.import_module(name).TRANSFORMER_SETTINGS)

@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mindspeed_rl import adaptors
 from mindspeed_rl.engine.sequence_layout import PackedLayout
 
 
@@ -183,6 +184,7 @@ class CoreAttention(nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.ring = cp_comm_type == "p2p"
+        self.fused = adaptors.fused_attention()
 
     def forward(
         self,
@@ -207,16 +209,21 @@ class CoreAttention(nn.Module):
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, group: dist.ProcessGroup | None) -> Tensor:
         s, b = query.shape[:2]
+        causal = causal_attention if self.fused is None else self.fused.causal_attention
         if group is None:
-            out = causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), self.scale, dropout).transpose(0, 1)
+            out = causal(*(x.transpose(0, 1) for x in (query, key, value)), self.scale, dropout).transpose(0, 1)
         elif self.ring:
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            lengths = torch.full((b,), s // 2, device=query.device)
-            out = ring_attention(q, k, v, lengths, self.scale, group).transpose(0, 1)
+            if self.fused is None:
+                lengths = torch.full((b,), s // 2, device=query.device)
+                out = ring_attention(q, k, v, lengths, self.scale, group).transpose(0, 1)
+            else:
+                out = self.fused.ring_attention(*(x.flatten(0, 1) for x in (q, k, v)), [s] * b, self.scale, group)
+                out = out.unflatten(0, (b, s)).transpose(0, 1)
         else:
             layout = PackedLayout.build([s * group.size()], query.device, group.size())
             q, k, v = (x.index_select(0, layout.to_natural) for x in self._split_heads(query, key, value, group))
-            out = causal_attention(*(x.transpose(0, 1) for x in (q, k, v)), self.scale).transpose(0, 1)
+            out = causal(*(x.transpose(0, 1) for x in (q, k, v)), self.scale).transpose(0, 1)
             out = _heads_to_sequence(out.index_select(0, layout.to_rank_major), group)
         return out.reshape(s, b, -1)
 
@@ -225,18 +232,27 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         tokens = query.size(0)
         if group is None:
-            out = packed_attention(query, key, value, layout, self.scale, dropout)
+            out = self._inside_sequences(query, key, value, layout, dropout)
         elif self.ring:
             out = self._packed_ring(query, key, value, layout, group)
         else:
             q, k, v = self._split_heads(*(x.unsqueeze(1) for x in (query, key, value)), group)
             q, k, v = (x.squeeze(1).index_select(0, layout.to_natural) for x in (q, k, v))
-            out = packed_attention(q, k, v, layout, self.scale)
+            out = self._inside_sequences(q, k, v, layout, 0.0)
             out = _heads_to_sequence(out.index_select(0, layout.to_rank_major).unsqueeze(1), group)
         return out.reshape(tokens, 1, -1)
 
+    def _inside_sequences(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float) -> Tensor:
+        """Attention of whole packed sequences in natural order."""
+        if self.fused is None:
+            return packed_attention(query, key, value, layout, self.scale, dropout)
+        return self.fused.packed_attention(query, key, value, layout.lengths, self.scale, dropout)
+
     def _packed_ring(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, group: dist.ProcessGroup) -> Tensor:
         """Packed sequences as [sequences, 2 * w]: each of the two zigzag chunks padded to the widest chunk."""
+        if self.fused is not None:
+            held = [length // group.size() for length in layout.lengths]
+            return self.fused.ring_attention(query, key, value, held, self.scale, group)
         chunks = torch.tensor([length // (2 * group.size()) for length in layout.lengths])
         width = int(chunks.max())
         starts = torch.cat([chunks.new_zeros(1), (2 * chunks).cumsum(0)[:-1]])[:, None]

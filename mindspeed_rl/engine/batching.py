@@ -55,7 +55,6 @@ class BatchShape:
     Attributes:
         packed: sequences are concatenated without padding (THD); otherwise right-padded to the longest.
         cp_size, cp_rank: context-parallel slice of this rank.
-        cp_contiguous: slices are contiguous (MindSpeed's Ulysses) instead of Megatron's zigzag.
         sequence_multiple: each sequence is padded to a multiple of this (2 * cp_size with context parallelism).
         total_multiple: the tokens of a packed micro-batch, or the width of a padded one, are a multiple of this (TP with
             sequence parallelism).
@@ -66,7 +65,6 @@ class BatchShape:
     packed: bool
     cp_size: int = 1
     cp_rank: int = 0
-    cp_contiguous: bool = False
     sequence_multiple: int = 1
     total_multiple: int = 1
     fixed_width: int = 0
@@ -181,9 +179,6 @@ def _held_positions(padded: Sequence[int], shape: BatchShape) -> Tensor:
     total = sum(padded)
     if shape.cp_size == 1:
         return torch.arange(total)
-    if shape.cp_contiguous:
-        part = total // shape.cp_size
-        return torch.arange(shape.cp_rank * part, (shape.cp_rank + 1) * part)
     return zigzag_positions(padded, shape.cp_size, shape.cp_rank)
 
 

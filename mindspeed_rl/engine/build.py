@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from mindspeed_rl import platform
+from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.attention import CoreAttention
@@ -124,7 +123,6 @@ def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int) -> BatchSh
         packed=packed,
         cp_size=cp_size,
         cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_contiguous=platform.current().megatron_kernels and config.context_parallel_algo == "ulysses_cp_algo",
         sequence_multiple=2 * cp_size if cp_size > 1 else 1,
         total_multiple=tp_multiple if packed else math.lcm(tp_multiple, 1),
         pad_id=pad_id,
@@ -186,15 +184,15 @@ def _quiet_initialisation() -> Iterator[None]:
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
     """This rank's model chunks with random weights; collective over the training world."""
     network, layout = plan.network, plan.layout
-    transformer = transformer_config(network, layout=layout, **_run_settings(config, network, layout))
-    own = not platform.current().megatron_kernels
-    norm, attention = (RMSNorm, CoreAttention) if own else (WrappedTorchNorm, DotProductAttention)
+    settings = _run_settings(config, network, layout) | adaptors.transformer_settings()
+    transformer = transformer_config(network, layout=layout, **settings)
+    norm = WrappedTorchNorm if platform.current().megatron_kernels else RMSNorm
     models: list[nn.Module] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     with _quiet_initialisation():
         for stage in range(layout.vpp):
             vp_stage = stage if layout.vpp > 1 else None
-            spec = layer_spec(network, transformer, norm=norm, core_attention=attention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank)
+            spec = layer_spec(network, transformer, norm=norm, core_attention=CoreAttention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank)
             model = build_gpt_model(
                 network,
                 transformer,
@@ -208,7 +206,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = network.vocab_size
                 model.final_logit_softcapping = network.final_logit_softcapping
-            models.append(model.to(platform.current().device()))
+            models.append(model.to(platform.current().current_device()))
     chunks = [Float16Module(transformer, model) if config.bf16 else model for model in models]
     if trainable:
         chunks = [

@@ -51,6 +51,10 @@ class Platform(ABC):
     def device(self, index: int = 0) -> torch.device:
         """The torch device with this index in this process."""
 
+    def current_device(self) -> torch.device:
+        """The device that `set_device` chose: where this rank's tensors live."""
+        return self.device()
+
     @abstractmethod
     def device_count(self) -> int:
         """Number of devices this process sees."""

@@ -27,6 +27,9 @@ class CudaPlatform(Platform):
     def device(self, index: int = 0) -> torch.device:
         return torch.device("cuda", index)
 
+    def current_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
     def device_count(self) -> int:
         return torch.cuda.device_count()
 

@@ -48,6 +48,9 @@ class NpuPlatform(Platform):
     def device(self, index: int = 0) -> torch.device:
         return torch.device("npu", index)
 
+    def current_device(self) -> torch.device:
+        return torch.device("npu", torch.npu.current_device())
+
     def device_count(self) -> int:
         return torch.npu.device_count()
 
