@@ -93,7 +93,7 @@ _STAGE_KEYS = {
     **dict.fromkeys(("placeholder_token", "reward_tokens"), ("prm",)),
     "pref_ftx": ("dpo", "simpo"),
     **dict.fromkeys(("pack", "neat_pack", "reset_position_ids"), ("pretrain", "sft")),
-    **dict.fromkeys(("eval_iters", "skip_train"), ("pretrain", "sft", "dpo", "simpo", "orm", "prm")),
+    **dict.fromkeys(("eval_iters", "skip_train", "log_interval"), ("pretrain", "sft", "dpo", "simpo", "orm", "prm")),
 }
 
 _MOE_KEYS = frozenset(
@@ -119,7 +119,9 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         ),
         (name in ("save_interval", "save_hf", "keep_last", "async_save") and role.save is None, "save is not set"),
         (
-            name in ("eval_interval", "eval_num_prompts") and role.eval_data_path is None and role.split is None,
+            name in ("eval_interval", "eval_num_prompts")
+            and role.eval_data_path is None
+            and not (cfg.is_supervised and role.split is not None),
             "eval_data_path is not set",
         ),
         (name == "min_lr" and role.lr_decay_style == "constant", "lr_decay_style is constant"),

@@ -113,7 +113,7 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         phases.append(
             {"phase": "ref_log_probs", "devices": everyone, "holds": f"{what} on Megatron {_engine(sizes.ref or sizes.actor)}"}
         )
-    if sizes.steps_per_rollout * sizes.epochs != 1 or rl.use_kl_in_reward:
+    if sizes.steps_per_rollout * sizes.epochs != 1 or rl.use_kl_in_reward or rl.top_entropy_quantile < 1:
         phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
     if sizes.critic is not None:
         phases.append({"phase": "values", "devices": everyone, "holds": f"critic on Megatron {_engine(sizes.critic)}"})
