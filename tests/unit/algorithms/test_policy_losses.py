@@ -64,6 +64,7 @@ def random_arrays(seed=0, threshold=None, on_policy=False):
     response[4] = False  # a filler row
     loss = response.copy()
     loss[2] = False  # emptied by the overlong filter
+    loss[0, 3] = False  # sampled, but does not train
     log_probs = -rng.random(shape) * 3
     return log_probs, {
         "advantages": rng.normal(size=shape),
@@ -141,9 +142,10 @@ def test_without_old_log_probs_the_ratio_is_one_and_still_has_a_gradient(loss_ty
     assert_equals_naive(*random_arrays(on_policy=True), settings_for(loss_type, kl_coef=0.1))
 
 
+@pytest.mark.parametrize("threshold", [0.2, 0.5, 0.7])
 @pytest.mark.parametrize("loss_type", sorted(POLICY_LOSSES))
-def test_the_entropy_mask_drops_the_policy_term_and_keeps_the_denominator(loss_type):
-    assert_equals_naive(*random_arrays(threshold=0.5), settings_for(loss_type, kl_coef=0.3))
+def test_the_entropy_mask_drops_the_policy_term_and_keeps_the_denominator(loss_type, threshold):
+    assert_equals_naive(*random_arrays(threshold=threshold), settings_for(loss_type, kl_coef=0.3))
 
 
 @pytest.mark.parametrize("option", ["plain", "everything", "sequence_ratio", "sequence_token_ratio"])
