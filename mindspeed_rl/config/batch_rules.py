@@ -23,7 +23,7 @@ def breaches(sizes: Sizes) -> Iterator[Breach]:
     The sentences are functions of the key names, so that a search over thousands of plans pays for no text.
     """
     yield from _positive(sizes)
-    if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size) < 1:
+    if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size, sizes.actor.num_npus) < 1:
         return
     if sizes.num_nodes > 1 and sizes.actor.num_npus % sizes.num_nodes:
         yield Breach(
@@ -34,7 +34,7 @@ def breaches(sizes: Sizes) -> Iterator[Breach]:
     uneven = False
     for role in ("actor", "ref", "reward", "critic"):
         layout = getattr(sizes, role)
-        if layout is not None and layout.num_npus % layout.replica_size:
+        if layout is not None and (layout.num_npus < 1 or layout.num_npus % layout.replica_size):
             uneven = True
             yield _uneven(role, layout)
     if sizes.rollout.num_npus % sizes.rollout.replica_size:

@@ -24,8 +24,8 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
     violations = validate(cfg, num_nodes)
     known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
     sizes = read_sizes(cfg, num_nodes) if known else None
-    sound = sizes is not None and _is_positive(violations)
-    has_rollout = sound and sizes.counting != "samples"
+    readable = sizes is not None and sizes.can_divide
+    has_rollout = readable and sizes.counting != "samples"
     return {
         "valid": not violations,
         "errors": [str(violation) for violation in violations],
@@ -45,20 +45,15 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
             "model": cfg.actor_config.model,
             "platform": cfg.platform,
         },
-        "batch": batch_table(sizes, cfg.actor_config.train_iters) if sound else {},
+        "batch": batch_table(sizes, cfg.actor_config.train_iters) if readable else {},
         "dispatch_sizes": {name: shown(size) for name, size in sizes.dispatch_sizes().items()} if has_rollout else {},
-        "resources": resources(cfg, sizes) if sound else {},
+        "resources": resources(cfg, sizes) if readable else {},
         "formula": formula(cfg),
         "changed_keys": changed_keys(cfg),
         "keys_without_effect": keys_without_effect(cfg),
         "unavailable": unavailable(cfg),
         "missing": missing_for_training(cfg),
     }
-
-
-def _is_positive(violations: list[Any]) -> bool:
-    """Return whether every size is at least 1, so that the table can be computed."""
-    return not any(violation.rule.endswith("positive") for violation in violations)
 
 
 def failed(errors: list[str]) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
                     f"with n_samples_per_prompt the keys are global_batch_size and mini_batch_size, both in prompts",
                     {f"rl_config.{name}": None},
                 )
-    elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None:
+    elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None and rl.n_samples_per_prompt > 0:
         step = cfg.actor_config.global_batch_size
         if rl.mini_batch_size * rl.n_samples_per_prompt != step:
             yield broken(

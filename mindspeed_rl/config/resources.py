@@ -42,7 +42,7 @@ def expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]:
     """
     size, inner = role.expert_sizes
     stage = layout.num_npus // layout.pipeline
-    if role.num_experts is None or size == 1 or role.use_tp_pp_dp_mapping or stage % (size * inner):
+    if role.num_experts is None or size <= 1 or role.use_tp_pp_dp_mapping or stage % (size * inner):
         return []
     starts = [rank for rank in range(layout.num_npus) if rank // inner % size == 0]
     return [[start + step * inner for step in range(size)] for start in starts]

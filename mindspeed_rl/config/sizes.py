@@ -89,6 +89,23 @@ class Sizes:
     dispatch: dict[str, int] = field(default_factory=dict)
 
     @property
+    def can_divide(self) -> bool:
+        """Return whether every layout and every size is at least 1, so that all numbers below exist."""
+        layouts = [item for item in (self.actor, self.rollout, self.ref, self.reward, self.critic) if item is not None]
+        counts = [self.global_batch_size, self.micro_batch_size, self.mini_batch_size, self.group_size, self.num_nodes]
+        counts += [
+            value for value in (self.steps_per_generation, self.generation_batch_size, self.train_prompts) if value is not None
+        ]
+        counts += [number for item in layouts for number in (item.num_npus, item.tensor, item.pipeline, item.context)]
+        return min(counts) >= 1 and all(value >= 1 for value in self.dispatch.values())
+
+    @property
+    def has_layouts(self) -> bool:
+        """Return whether every parallel size is at least 1."""
+        layouts = [item for item in (self.actor, self.rollout, self.ref, self.reward, self.critic) if item is not None]
+        return min(number for item in layouts for number in (item.tensor, item.pipeline, item.context)) >= 1
+
+    @property
     def rollout_samples(self) -> int:
         """Completions of one rollout (the guides' generation_batch_size)."""
         if self.counting == "prompts":

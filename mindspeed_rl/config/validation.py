@@ -47,6 +47,8 @@ def _batch(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
     if missing:
         return
     sizes, keys = read_sizes(cfg, num_nodes), size_keys(cfg)
+    if not sizes.has_layouts:
+        return  # the layout rules name the parallel size that is below 1
     found = list(breaches(sizes))
     together: dict[str, int] | None = None
     for breach in found:
@@ -107,7 +109,8 @@ def _nearest_layout(
 def _broken_batch_rules(cfg: RunConfig, num_nodes: int) -> set[str]:
     if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
         return set()
-    return {breach.rule for breach in breaches(read_sizes(cfg, num_nodes))}
+    sizes = read_sizes(cfg, num_nodes)
+    return {breach.rule for breach in breaches(sizes)} if sizes.has_layouts else set()
 
 
 # --- what a run needs beyond being consistent -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.cli.explain import main
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.effects import changed_keys, keys_without_effect
 from mindspeed_rl.config.explain import explain, render
 from mindspeed_rl.config.resources import parallel_groups
@@ -231,3 +233,34 @@ def test_changed_keys_leave_out_defaults() -> None:
 def test_report_of_a_completion_level_run_renders() -> None:
     text = render(explain(completion_level(world=8, batch=16, generations=4, steps=2)))
     assert "completions of one optimizer step" in text and "num_rollout_prompts" in text
+
+
+def test_nonsense_numbers_are_explained_and_never_crash() -> None:
+    rng = random.Random(0)
+    for _ in range(80):
+        training = {
+            "stage": rng.choice(["ray_grpo", "ray_dapo", "sft"]),
+            "num_layers": 28,
+            "num_attention_heads": 28,
+            "global_batch_size": rng.randint(-1, 600),
+            "micro_batch_size": rng.randint(0, 5),
+            "tensor_model_parallel_size": rng.randint(0, 9),
+            "pipeline_model_parallel_size": rng.randint(0, 5),
+            "num_experts": rng.choice([None, 8]),
+            "expert_model_parallel_size": rng.randint(0, 4),
+            "num_layer_list": rng.choice([None, "1,2", "x"]),
+        }
+        rl = {
+            "actor_resource": {"num_npus": rng.choice([None, 0, 1, 8, 65])},
+            "n_samples_per_prompt": rng.randint(0, 9),
+            "mini_batch_size": rng.randint(0, 70),
+            "num_generations": rng.choice([None, 0, 4]),
+            "steps_per_generation": rng.choice([None, 0, 2]),
+            "filter_groups_enable": rng.random() < 0.5,
+            "reward_dispatch_size": rng.choice([None, 0, 3]),
+        }
+        rollout = {"infer_tensor_parallel_size": rng.randint(0, 9), "infer_pipeline_parallel_size": rng.randint(0, 2)}
+        cfg = build_run_config({"megatron_training": training, "rl_config": rl, "generate_config": rollout})
+        report = explain(cfg, rng.randint(1, 3))
+        assert report["valid"] == (not report["errors"])
+        assert render(report) and json.dumps(report)
