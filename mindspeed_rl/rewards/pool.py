@@ -379,7 +379,7 @@ class RewardPool:
             return math.inf
         _, function = next(iter(job.open))
         kind = self._kinds[function]
-        return time.monotonic() + kind.timeout_s + (_ASYNC_GRACE_S if kind.is_async else 0.0)
+        return time.monotonic() + kind.timeout_s + (min(_ASYNC_GRACE_S, kind.timeout_s) if kind.is_async else 0.0)
 
     def _hand_out_jobs(self) -> None:
         idle = [w for w in self._workers.values() if w.ready and w.job is None and w.channel is not None and w.verdict is None]

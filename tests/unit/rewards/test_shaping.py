@@ -29,11 +29,9 @@ def test_cosine_makes_right_answers_shorter_and_wrong_ones_longer(answer: str, n
 
 
 def test_cosine_takes_its_own_length_and_values() -> None:
-    settings = RewardSettings(max_tokens=100, cosine_max_len=10, cosine_min_len_value_correct=2.0, cosine_max_len_value_correct=0.0)
-    quarter = 2.0 / 2 * (1 + math.cos(math.pi / 4))
-    assert cosine(r"\boxed{5}", "5", [0] * 10, settings) == pytest.approx(0.0)
-    assert cosine(r"\boxed{10}", "10", [0, 0], RewardSettings(cosine_max_len=8, cosine_min_len_value_correct=2.0,
-                                                             cosine_max_len_value_correct=0.0)) == pytest.approx(quarter)  # fmt: skip
+    settings = RewardSettings(max_tokens=100, cosine_max_len=8, cosine_min_len_value_correct=2.0, cosine_max_len_value_correct=0.0)
+    assert cosine(r"\boxed{5}", "5", [0] * 8, settings) == pytest.approx(0.0)
+    assert cosine(r"\boxed{5}", "5", [0] * 2, settings) == pytest.approx(1 + math.cos(math.pi / 4))
 
 
 @pytest.mark.parametrize(
@@ -104,9 +102,15 @@ def test_a_reward_models_score_comes_last_and_stands_alone_where_the_rules_said_
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("reward_timeout_s", 0), ("num_reward_workers", 0), ("reward_memory_gib", -1.0), ("reward_failure_policy", "ignore"),
-     ("reward_failure_limit", 1.5), ("max_tokens", 0)],
-)  # fmt: skip
+    [
+        ("reward_timeout_s", 0),
+        ("num_reward_workers", 0),
+        ("reward_memory_gib", -1.0),
+        ("reward_failure_policy", "ignore"),
+        ("reward_failure_limit", 1.5),
+        ("max_tokens", 0),
+    ],
+)
 def test_settings_that_cannot_be_are_refused_by_name(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"rl_config.{key} is {value}"):
+    with pytest.raises(ValueError, match=f"rl_config.{key} is '?{value}"):
         RewardSettings(**{key: value})
