@@ -1,11 +1,11 @@
 """vLLM's CPU build (0.32; looked up 0.18 to 0.32) as an in-process rollout engine whose weights can be replaced.
 
-| patch | symbol | why |
-|---|---|---|
-| live weights | layers.utils.dispatch_cpu_unquantized_gemm | packing at load empties `layer.weight`; `load_weights` then fails, and `reload_weights` is silently wrong for tied embeddings |
-| expert packing | quant_method.moe_kernel.fused_experts | experts are packed once; after a load they are packed again |
-| shared memory | ExecutorWithExternalLauncher._distributed_args, _CPUSHMDistributed._init_cpu_shm | all jobs of a host share one segment name, and a killed job leaves it behind |
-| KV release | the storage behind `kv_caches` | sleep mode does not exist on the CPU |
+- live weights (layers.utils.dispatch_cpu_unquantized_gemm): packing at load empties `layer.weight`; `load_weights` then fails,
+  and `reload_weights` is silently wrong for tied embeddings and experts;
+- expert packing (quant_method.moe_kernel.fused_experts): experts are packed once; after a load they are packed again;
+- shared memory (ExecutorWithExternalLauncher._distributed_args, _CPUSHMDistributed._init_cpu_shm): all jobs of a host share one
+  segment name, and a killed job leaves it behind;
+- KV release (the storage behind `kv_caches`): sleep mode does not exist on the CPU.
 
 They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push.
 """

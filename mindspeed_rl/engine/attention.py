@@ -30,11 +30,16 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     return out.transpose(1, 2)
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, dropout: float = 0.0) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, dropout: float = 0.0
+) -> Tensor:
     """Block-diagonal causal attention of [t, n, d] tensors in natural packed order; [t, n, d_v]."""
     blocks = []
     for group in layout.view.groups:
-        q, k, v = (tensor.index_select(0, group.gather).view(group.rows, group.width, *tensor.shape[1:]) for tensor in (query, key, value))
+        q, k, v = (
+            tensor.index_select(0, group.gather).view(group.rows, group.width, *tensor.shape[1:])
+            for tensor in (query, key, value)
+        )
         blocks.append(causal_attention(q, k, v, scale, dropout).flatten(0, 1))
     return torch.cat(blocks).index_select(0, layout.view.restore)
 
@@ -119,7 +124,9 @@ def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
     return (scores - log_sum[..., None]).exp() @ value.float(), log_sum
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, chunk_lengths: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, chunk_lengths: Tensor, scale: float, group: dist.ProcessGroup
+) -> Tensor:
     """Exact causal attention while keys and values travel around the context-parallel ring.
 
     Every sequence lies as its two zigzag chunks, each padded on the right to the widest chunk w.
@@ -267,7 +274,9 @@ class CoreAttention(nn.Module):
         out = ring_attention(q, k, v, chunks.to(query.device), self.scale, group)
         return out.flatten(0, 1).index_select(0, restore.to(query.device))
 
-    def _split_heads(self, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Full-length tensors with 1/cp of the heads; key/value heads are repeated when there are fewer than ranks."""
         cp_size, kv_heads = group.size(), key.size(2)
         if kv_heads % cp_size:

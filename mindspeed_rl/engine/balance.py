@@ -70,7 +70,9 @@ def balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def pack_within_budget(lengths: Sequence[int], budget: int, *, min_bins: int = 1, max_rows: int | None = None) -> list[list[int]]:
+def pack_within_budget(
+    lengths: Sequence[int], budget: int, *, min_bins: int = 1, max_rows: int | None = None
+) -> list[list[int]]:
     """Puts sequences in few bins, none of which exceeds the budget, with close sums.
 
     Balances by largest differencing first; where that overshoots the budget, falls back to first-fit of the longest first,
@@ -87,7 +89,9 @@ def pack_within_budget(lengths: Sequence[int], budget: int, *, min_bins: int = 1
     """
     for index, length in enumerate(lengths):
         if length > budget:
-            raise ValueError(f"sample {index} has {length} tokens, more than the packing budget of {budget} (max_packing_token_size).")
+            raise ValueError(
+                f"sample {index} has {length} tokens, more than the packing budget of {budget} (max_packing_token_size)."
+            )
     bins: list[list[int]] = []
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -183,7 +183,13 @@ def _held_positions(padded: Sequence[int], shape: BatchShape) -> Tensor:
 
 
 def split_micro_batches(
-    lengths: Sequence[int], shape: BatchShape, *, micro_batch_size: int, token_budget: int | None, max_rows: int | None = None, min_count: int = 1
+    lengths: Sequence[int],
+    shape: BatchShape,
+    *,
+    micro_batch_size: int,
+    token_budget: int | None,
+    max_rows: int | None = None,
+    min_count: int = 1,
 ) -> list[list[int]]:
     """Which rows form which micro-batch.
 
@@ -198,6 +204,9 @@ def split_micro_batches(
         ValueError: a row alone exceeds the budget.
     """
     if token_budget is None:
-        return [list(range(first, min(first + micro_batch_size, len(lengths)))) for first in range(0, len(lengths), micro_batch_size)]
+        return [
+            list(range(first, min(first + micro_batch_size, len(lengths))))
+            for first in range(0, len(lengths), micro_batch_size)
+        ]
     padded = [shape.padded_length(length) for length in lengths]
     return pack_within_budget(padded, token_budget, min_bins=min_count, max_rows=max_rows)

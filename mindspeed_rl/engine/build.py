@@ -71,7 +71,9 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: str = "lm
     """
     path = Path(hf_folder, "config.json")
     if not path.is_file():
-        raise ValueError(f"{path}: not found; the engine reads the model's shape from the Hugging Face folder (tokenizer_name_or_path or load).")
+        raise ValueError(
+            f"{path}: not found; the model's shape is read from the Hugging Face folder (tokenizer_name_or_path or load)."
+        )
     hf_config = json.loads(path.read_text())
     architecture = architecture_for(hf_config)
     network = architecture.network(hf_config).with_head(head)
@@ -80,7 +82,9 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: str = "lm
     network = network.padded(1, config.tensor_model_parallel_size)
     if config.padded_vocab_size is not None:
         if config.padded_vocab_size < network.vocab_size:
-            raise ValueError(f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {network.vocab_size}.")
+            raise ValueError(
+                f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {network.vocab_size}."
+            )
         network = network.padded(config.padded_vocab_size, 1)
     layout = Layout(
         num_layers=network.num_layers,
@@ -110,7 +114,9 @@ def _check_keys(config: MegatronConfig, network: Network, path: Path) -> None:
     }
     if config.group_query_attention:
         expected["num_query_groups"] = network.num_query_groups
-    wrong = [f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value]
+    wrong = [
+        f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value
+    ]
     if wrong:
         raise ValueError(f"model: the run file's network keys do not describe the model of {path}: {'; '.join(wrong)}.")
 
@@ -162,7 +168,9 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
     if network.num_moe_experts:
         if config.moe_token_dispatcher_type == "allgather":
             if config.pipeline_model_parallel_size > 1:
-                raise ValueError("moe_token_dispatcher_type: allgather cannot be used with pipeline_model_parallel_size > 1; use alltoall.")
+                raise ValueError(
+                    "moe_token_dispatcher_type: allgather cannot be used with pipeline_model_parallel_size > 1; use alltoall."
+                )
             settings["moe_token_dispatcher_type"] = "allgather"
         if config.num_layers is not None:
             balancing = {"aux_loss": "aux_loss", "seq_aux_loss": "seq_aux_loss", "sinkhorn": "sinkhorn"}
@@ -192,7 +200,9 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
     with _quiet_initialisation():
         for stage in range(layout.vpp):
             vp_stage = stage if layout.vpp > 1 else None
-            spec = layer_spec(network, transformer, norm=norm, core_attention=CoreAttention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank)
+            spec = layer_spec(
+                network, transformer, norm=norm, core_attention=CoreAttention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank
+            )
             model = build_gpt_model(
                 network,
                 transformer,

@@ -78,7 +78,9 @@ class CheckpointSaver:
                 "world_size": dist.get_world_size(),
                 "layout": _layout(self.engine),
                 "distributed_optimizer": config.use_distributed_optimizer,
-                "scheduler": None if config.no_save_optim or self.engine.scheduler is None else self.engine.scheduler.state_dict(),
+                "scheduler": None
+                if config.no_save_optim or self.engine.scheduler is None
+                else self.engine.scheduler.state_dict(),
                 "run_state": run_state,
             }
             (partial / "run_state.json").write_text(json.dumps(record, indent=1))
@@ -110,7 +112,9 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
             temporary.write_text(str(iteration))
             os.replace(temporary, latest)
             if keep_last:
-                finished = sorted(path for path in folder.glob("iter_*") if path.is_dir() and not path.name.endswith(".partial"))
+                finished = sorted(
+                    path for path in folder.glob("iter_*") if path.is_dir() and not path.name.endswith(".partial")
+                )
                 for path in finished[:-keep_last]:
                     shutil.rmtree(path)
         dist.barrier()
@@ -165,7 +169,9 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
     if with_optimizer and record["distributed_optimizer"] != config.use_distributed_optimizer:
         saved = str(record["distributed_optimizer"]).lower()
-        raise ValueError(f"load: {path} was saved with use_distributed_optimizer: {saved}; keep that value, or set no_load_optim or finetune.")
+        raise ValueError(
+            f"load: {path} was saved with use_distributed_optimizer: {saved}; keep that, or set no_load_optim or finetune."
+        )
     state = dist_checkpointing.load(_sharded_state(engine, with_optimizer=with_optimizer, is_loading=True), str(path))
     for index, model in enumerate(engine.model.models):
         model.load_state_dict(state[f"model{index}"], strict=True)
@@ -175,7 +181,11 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     elif engine.optimizer is not None:
         engine.optimizer.reload_model_params()
     random_restored = False
-    if not (config.finetune or config.no_load_rng) and record["world_size"] == dist.get_world_size() and record["layout"] == _layout(engine):
+    if (
+        not (config.finetune or config.no_load_rng)
+        and record["world_size"] == dist.get_world_size()
+        and record["layout"] == _layout(engine)
+    ):
         states = path / "random" / f"rank_{dist.get_rank():05d}.safetensors"
         if states.is_file():
             random_state.restore(load_file(states))

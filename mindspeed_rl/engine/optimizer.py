@@ -65,7 +65,7 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
     decay_steps = decay_iters * steps_per_iteration
     if config.lr_warmup_fraction is not None and config.lr_warmup_iters:
         raise ValueError(
-            f"lr_warmup_fraction ({config.lr_warmup_fraction}) and lr_warmup_iters ({config.lr_warmup_iters}) are both set; keep one."
+            f"lr_warmup_fraction ({config.lr_warmup_fraction}) and lr_warmup_iters ({config.lr_warmup_iters}) are both set."
         )
     warmup_steps = config.lr_warmup_iters * steps_per_iteration
     if config.lr_warmup_fraction is not None:

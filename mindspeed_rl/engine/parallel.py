@@ -32,7 +32,9 @@ class RankInfo:
         try:
             return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
         except KeyError as error:
-            raise ValueError(f"environment: {error} is not set; start ranks through `mindspeed-rl train` or torchrun.") from None
+            raise ValueError(
+                f"environment: {error} is not set; start ranks through `mindspeed-rl train` or torchrun."
+            ) from None
 
 
 def init_process_group(info: RankInfo, timeout_s: float) -> None:

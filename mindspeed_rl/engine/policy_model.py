@@ -67,7 +67,9 @@ class PolicyModel(_ResponseAligned, GPTModel):
     true_vocab_size: int
     final_logit_softcapping: float | None = None
 
-    def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: HeadRequest, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: HeadRequest, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if not self.post_process:
             return hidden_states
         micro_batch, group = labels.micro_batch, self.pg_collection.tp
@@ -95,7 +97,9 @@ class PolicyModel(_ResponseAligned, GPTModel):
 class ValueModel(_ResponseAligned, GPTRewardModel):
     """GPTRewardModel whose last stage returns [1, rows, width] float32: the value before each predicted token."""
 
-    def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: HeadRequest, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: HeadRequest, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if not self.post_process:
             return hidden_states
         values = self.rm_head(hidden_states).flatten().float()

@@ -83,7 +83,9 @@ def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
     start = 0
     for length in lengths:
         if length % (2 * cp_size):
-            raise ValueError(f"a sequence of {length} tokens cannot be cut in {2 * cp_size} equal chunks for context parallelism.")
+            raise ValueError(
+                f"a sequence of {length} tokens cannot be cut in {2 * cp_size} equal chunks for context parallelism."
+            )
         chunk = length // (2 * cp_size)
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
             pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))

@@ -80,7 +80,9 @@ class TrainEngine:
         self.chunks = model.chunks
         self.shape = shape
         self.temperature = temperature
-        self.device = platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
+        self.device = (
+            platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
+        )
         self.optimizer = None
         self.scheduler = None
 
@@ -148,7 +150,9 @@ class TrainEngine:
             def evaluate(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
                 result = loss(micro_batch, output[0], output[1] if output.size(0) > 1 else None)
                 if not torch.isfinite(result.loss_sum):
-                    broken.append(f"micro-batch {len(broken)} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}")
+                    broken.append(
+                        f"micro-batch {len(broken)} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}"
+                    )
                 # every context-parallel rank computes the whole loss; it counts once
                 count = result.count if counted else torch.zeros_like(result.count)
                 return result.loss_sum, count.to(torch.int), result
@@ -160,14 +164,22 @@ class TrainEngine:
             _, grad_norm, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
         metrics = Metrics()
-        if counted and parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_tensor_model_parallel_rank() == 0:
+        if (
+            counted
+            and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        ):
             for result in results:
                 metrics.merge(result.metrics)
         return StepResult(metrics=metrics, grad_norm=float(grad_norm or 0.0), lr=float(lr))
 
     def _check_finite(self, broken: list[str]) -> None:
         """Raises the same error on every rank when any rank has a non-finite loss or gradient."""
-        finite = all(bool(torch.isfinite(buffer.grad_data.sum())) for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+        finite = all(
+            bool(torch.isfinite(buffer.grad_data.sum()))
+            for chunk in self.chunks
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        )
         flag = torch.tensor([0.0 if finite and not broken else 1.0], device=self.device)
         dist.all_reduce(flag)
         if not flag.item():
@@ -176,7 +188,9 @@ class TrainEngine:
         mine = f"rank {rank}: {broken[0]}" if broken else None if finite else f"rank {rank}: a gradient is not finite"
         everyone: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        raise NonFiniteError("loss or gradient is not finite, no weight was changed; " + "; ".join(text for text in everyone if text))
+        raise NonFiniteError(
+            "loss or gradient is not finite, no weight was changed; " + "; ".join(text for text in everyone if text)
+        )
 
     # ------------------------------------------------------------------ shared
 
@@ -218,13 +232,17 @@ class TrainEngine:
         micro_batch = build_micro_batch(filler, [0], self.shape, self.device)
         return MicroBatch(**{**vars(micro_batch), "indexes": (-1,), "num_tokens": 0})
 
-    def _run(self, micro_batches: list[MicroBatch], on_output: Callable[[MicroBatch, Tensor], object], *, forward_only: bool) -> list:
+    def _run(
+        self, micro_batches: list[MicroBatch], on_output: Callable[[MicroBatch, Tensor], object], *, forward_only: bool
+    ) -> list:
         """Runs Megatron's schedule; returns what `on_output` gave for each micro-batch (on the last stage)."""
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
             micro_batch = next(iterator)
             request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size)
-            output = chunk(micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed)
+            output = chunk(
+                micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
+            )
 
             def finish(output: Tensor) -> tuple:
                 result = on_output(micro_batch, output)

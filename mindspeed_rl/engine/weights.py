@@ -49,13 +49,18 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
     ep_rank = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0
     found: list[LocalWeight] = []
     for stage, module in enumerate(model.models):
-        for name, tensor in [*module.named_parameters(), *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias"))]:
+        for name, tensor in [
+            *module.named_parameters(),
+            *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias")),
+        ]:
             if ".lora_" in name:
                 continue
             global_name = layout.global_name(name.replace(".base_layer.", "."), pp_rank, stage, tp_rank, ep_rank)
             op = by_name.get(global_name)
             if op is None:
-                raise RuntimeError(f"{name} (globally {global_name}) has no row in the weight map of {model.plan.architecture.name}.")
+                raise RuntimeError(
+                    f"{name} (globally {global_name}) has no row in the weight map of {model.plan.architecture.name}."
+                )
             if op.axis == "etp":
                 shards, shard = layout.expert_tp_size, parallel_state.get_expert_tensor_parallel_rank()
             else:
@@ -75,5 +80,7 @@ def load_weights(model: BuiltModel, source: TensorSource) -> None:
     for weight in local_weights(model):
         value = weight.op.read_shard(source, weight.num_shards, weight.shard)
         if value.shape != weight.tensor.shape:
-            raise ValueError(f"{', '.join(weight.op.hf)}: shape {tuple(value.shape)} does not fit {weight.op.mcore} {tuple(weight.tensor.shape)}.")
+            raise ValueError(
+                f"{', '.join(weight.op.hf)}: {tuple(value.shape)} does not fit {weight.op.mcore} {tuple(weight.tensor.shape)}."
+            )
         weight.tensor.copy_(value)

@@ -55,9 +55,7 @@ class HeldWeight:
     dtype: str
 
 
-def plan_buckets(
-    ops: Sequence[WeightOp], held: Mapping[str, HeldWeight], layout: Layout, *, bucket_bytes: int
-) -> list[Bucket]:
+def plan_buckets(ops: Sequence[WeightOp], held: Mapping[str, HeldWeight], layout: Layout, *, bucket_bytes: int) -> list[Bucket]:
     """The buckets of a push, in order; every rank computes the same list.
 
     Args:

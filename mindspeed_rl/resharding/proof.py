@@ -45,7 +45,12 @@ class DeliveryProof:
 
 
 def trained_sums(
-    weights: Iterable[LocalWeight], ops: Sequence[WeightOp], dtype: torch.dtype, *, owns_replica: bool, owns_expert_replica: bool
+    weights: Iterable[LocalWeight],
+    ops: Sequence[WeightOp],
+    dtype: torch.dtype,
+    *,
+    owns_replica: bool,
+    owns_expert_replica: bool,
 ) -> dict[str, int]:
     """The bit sum of every HF tensor, from the training shards themselves; collective over the world.
 
@@ -113,9 +118,13 @@ def check_delivery(
         for source in sources:
             remaining.pop(source, None)
     if wrong:
-        raise WeightDeliveryError(f"weight push: {len(wrong)} parameters of the rollout engine differ from the trained weights: {', '.join(wrong[:5])}.")
+        raise WeightDeliveryError(
+            f"weight push: {len(wrong)} parameters of the rollout engine differ from those trained: {', '.join(wrong[:5])}."
+        )
     if remaining:
-        raise WeightDeliveryError(f"weight push: the rollout engine has no parameter for {len(remaining)} trained tensors, for example {min(remaining)}.")
+        raise WeightDeliveryError(
+            f"weight push: the rollout engine has no parameter for {len(remaining)} tensors, for example {min(remaining)}."
+        )
     return DeliveryProof(num_parameters=len(parameters), num_tensors=len(trained))
 
 

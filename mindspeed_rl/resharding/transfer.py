@@ -34,7 +34,10 @@ class WeightStream:
         self._weights: dict[str, LocalWeight] = {weight.op.mcore: weight for weight in local_weights(model)}
         self._ops: dict[str, WeightOp] = {op.mcore: op for op in model_ops(model)}
         self._copies = model.plan.architecture.hf_copies(model.plan.network)
-        mine = [HeldWeight(name, tuple(w.tensor.shape), str(w.tensor.dtype).removeprefix("torch.")) for name, w in self._weights.items()]
+        mine = [
+            HeldWeight(name, tuple(w.tensor.shape), str(w.tensor.dtype).removeprefix("torch."))
+            for name, w in self._weights.items()
+        ]
         everyone: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         held = {weight.name: weight for part in everyone for weight in part}

@@ -14,7 +14,6 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.rollout.records import Completion, GenerationRequest, Sampling
 
-
 #: tokens of one KV block on the CPU; a sequence takes whole blocks
 _CPU_BLOCK_TOKENS = 128
 _MOST_DERIVED_KV_BYTES = 8 << 30
@@ -150,7 +149,9 @@ class VllmEngine:
             tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
             missing = {name for name, _ in model.named_parameters()} - tied - set(loaded)
             if missing:
-                raise RuntimeError(f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}.")
+                raise RuntimeError(
+                    f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}."
+                )
             self._hooks.after_load(model)
 
         self._llm.apply_model(load)

@@ -1,0 +1,44 @@
+"""`mindspeed-rl <command>`: one name for all tools; each command is a module with `main(argv) -> int`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+#: command -> module and what it does
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("mindspeed_rl.cli.train", "train as a run file says: GRPO, PPO, SFT, DPO ..."),
+    "explain": ("mindspeed_rl.cli.explain", "print the plan of a run without claiming a device"),
+    "convert": ("mindspeed_rl.cli.convert", "convert checkpoints between Hugging Face and Megatron"),
+    "preprocess": ("mindspeed_rl.cli.preprocess", "turn raw data into Megatron indexed datasets"),
+    "parity": ("mindspeed_rl.cli.parity", "replay a saved rollout batch through the losses"),
+    "doctor": ("mindspeed_rl.cli.doctor", "check this machine and read logs for known failures"),
+    "launch": ("mindspeed_rl.cli.launch", "run a command on several nodes with Ray"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code; 2 for an unknown command."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: mindspeed-rl <command> [options]\n\ncommands:")
+        for name, (_, text) in COMMANDS.items():
+            print(f"  {name:<12}{text}")
+        print("\nmindspeed-rl <command> --help shows the options of one.")
+        return 0
+    if argv[0] == "--version":
+        from mindspeed_rl import __version__
+
+        print(__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

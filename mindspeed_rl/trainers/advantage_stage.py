@@ -1,0 +1,128 @@
+"""From rewards to advantages, returns and loss masks, on the driver, over the whole batch at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.advantages import compute_advantages
+from mindspeed_rl.algorithms.kl import kl_penalty
+from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
+from mindspeed_rl.algorithms.records import AdvantageInputs
+from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.records import Batch
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rewards.metrics import reward_metrics
+from mindspeed_rl.trainers.journal import Journal
+
+#: prefix of the score metrics by stage
+SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
+
+
+class AdvantageStage:
+    """Reads scored rows, writes advantages.
+
+    Attributes:
+        entropy_threshold: of top-entropy masking in the last batch, None without.
+    """
+
+    def __init__(
+        self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, journal: Journal, greedy_rewards: object | None = None
+    ) -> None:
+        """
+        Args:
+            greedy_rewards: callable (batch of rows) -> [rows] rewards of the greedy response to each row's prompt (ReMax).
+        """
+        self._cfg, self._plan, self._plane, self._journal = cfg, plan, plane, journal
+        self._greedy_rewards = greedy_rewards
+        self.entropy_threshold: float | None = None
+
+    def run(self, iteration: int, *, kl_coef: float) -> Metrics:
+        """Rows have advantages, returns and loss_mask.
+
+        Raises:
+            RuntimeError: responses come from other weights than the newest.
+        """
+        rl, rows = self._cfg.rl_config, range(self._plan.num_train_samples)
+        columns = ["rewards", "reward_results", "response_length", "truncated", "weight_version"]
+        if rl.use_kl_in_reward:
+            columns += ["old_log_probs", "ref_log_probs"]
+        if rl.adv_estimator == "gae":
+            columns.append("values")
+        if rl.top_entropy_quantile < 1.0:
+            columns.append("entropies")
+        if rl.adv_estimator == "remax":
+            columns += ["prompt_ids", "labels", "extra"]
+        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=rl.wait_timeout_s)
+        self._check_versions(batch, iteration)
+        lengths = batch["response_length"].tensor().to(torch.int64)
+        rewards = batch["rewards"].tensor()
+        width = int(lengths.max())
+        sampled = torch.arange(width)[None, :] < lengths[:, None]
+        scored = ~rewards.isnan()
+        response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
+        metrics = self._score_metrics(batch, rewards[scored])
+        inputs = self._inputs(batch, rewards.nan_to_num(0.0), response_mask, kl_coef, metrics)
+        advantages, returns, estimator_metrics = compute_advantages(rl.adv_estimator, inputs)
+        metrics.merge(estimator_metrics)
+        loss_mask = overlong_filter(response_mask, batch["truncated"].tensor().bool()) if rl.overlong_filter else response_mask
+        if rl.top_entropy_quantile < 1.0:
+            entropies = batch["entropies"].padded(0.0, width)
+            self.entropy_threshold = entropy_threshold([(entropies, loss_mask)], rl.top_entropy_quantile)
+        self._plane.put(
+            {
+                "advantages": [row[:length] for row, length in zip(advantages, lengths.tolist())],
+                "returns": [row[:length] for row, length in zip(returns, lengths.tolist())],
+                "loss_mask": [row[:length] for row, length in zip(loss_mask, lengths.tolist())],
+            },
+            rows,
+        )
+        self._journal.completions(iteration + 1, self._plane, advantages, response_mask)
+        return metrics
+
+    def _inputs(
+        self, batch: Batch, rewards: Tensor, response_mask: Tensor, kl_coef: float, metrics: Metrics
+    ) -> AdvantageInputs:
+        rl, width = self._cfg.rl_config, response_mask.size(1)
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            response_mask=response_mask,
+            group_size=self._plan.n_samples_per_prompt,
+            gamma=rl.gamma,
+            lam=rl.lam,
+            scale="group" if rl.scale_rewards == "gdpo" else rl.scale_rewards,
+            eps=rl.adv_epsilon,
+            whiten=rl.advantage_whiten,
+        )
+        if rl.use_kl_in_reward:
+            old, ref = (batch[name].padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
+            inputs.kl = torch.where(response_mask, kl_penalty(old, ref, rl.kl_penalty, clamp=rl.kl_clamp), 0.0)
+            inputs.kl_coef = kl_coef
+            metrics.add_mean("reward/kl", inputs.kl.sum().item(), response_mask.sum().item())
+        if rl.adv_estimator == "gae":
+            inputs.values = batch["values"].padded(0.0, width)
+        if rl.adv_estimator == "gdpo" or rl.scale_rewards == "gdpo":
+            names = list(dict.fromkeys(name for result in batch["reward_results"] for name in result.parts if "/" not in name))
+            inputs.reward_components = torch.tensor(
+                [[float(result.parts.get(name, 0.0)) for name in names] for result in batch["reward_results"]]
+            )
+            weights = dict(zip(rl.verifier_function, rl.verifier_weight))
+            inputs.reward_weights = tuple(weights.get(name, 1.0) for name in names)
+        if rl.adv_estimator == "remax":
+            inputs.greedy_rewards = self._greedy_rewards(batch)
+        return inputs
+
+    def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:
+        metrics = Metrics()
+        metrics.add_spread(f"{SCORE_PREFIX[self._cfg.stage]}/score", scores.tolist())
+        for name, value in reward_metrics(batch["reward_results"], group_size=self._plan.n_samples_per_prompt).items():
+            metrics.add_mean(name, value)
+        return metrics
+
+    def _check_versions(self, batch: Batch, iteration: int) -> None:
+        versions = set(batch["weight_version"].tensor().tolist())
+        if versions != {iteration}:
+            raise RuntimeError(
+                f"iteration {iteration + 1}: responses come from weights {sorted(versions)}, not {iteration}: a push was lost."
+            )

@@ -1,0 +1,176 @@
+"""From prompts to scored responses in the data plane, with or without filtering of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed_rl.algorithms.masks import groups_with_signal, rows_of_groups
+from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.data.samplers import BatchSampler
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.records import concatenate
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.workers.integrated import WorkerReport
+from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup
+
+#: what a scored row consists of
+SCORED_COLUMNS = (
+    "prompt_ids",
+    "labels",
+    "extra",
+    "responses",
+    "rollout_log_probs",
+    "response_length",
+    "input_ids",
+    "prompt_length",
+    "truncated",
+    "weight_version",
+    "rewards",
+    "reward_results",
+)
+
+
+class RolloutStage(Protocol):
+    """Fills the data plane with the rows that an iteration trains on."""
+
+    def run(self, iteration: int, *, expected_version: int) -> list[WorkerReport]:
+        """Rows have responses and rewards, drawn from weights of the expected version."""
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs to draw what the uninterrupted one would have drawn."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues where `state_dict` was taken."""
+
+
+class PromptFeed:
+    """Puts the prompts of an iteration into the data plane, each n_samples_per_prompt times."""
+
+    def __init__(self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, *, seed: int, shuffle: bool) -> None:
+        self._prompts, self._plane, self._plan = prompts, plane, plan
+        self._sampler = BatchSampler(len(prompts), seed=seed, shuffle=shuffle)
+
+    def put(self, draw: int) -> None:
+        """The data plane holds the prompts of draw number `draw` and nothing else."""
+        size = self._plan.num_prompts
+        items = [self._prompts[index] for index in next(self._sampler.batches(draw * size, size))]
+        repeat = self._plan.n_samples_per_prompt
+        rows = [item for item in items for _ in range(repeat)]
+        self._plane.clear(size)
+        self._plane.put(
+            {
+                "prompt_ids": [torch.tensor(item["prompt_ids"], dtype=torch.int64) for item in rows],
+                "labels": [item["label"] for item in rows],
+                "extra": [item["columns"] for item in rows],
+            },
+            range(len(rows)),
+        )
+
+
+class PlainRollout:
+    """One draw of prompts, all groups kept."""
+
+    def __init__(
+        self, cfg: RunConfig, plan: BatchPlan, feed: PromptFeed, workers: WorkerGroup, rewards: RewardGroup, plane: DataPlane
+    ) -> None:
+        self._cfg, self._plan = cfg, plan
+        self._feed, self._workers, self._rewards, self._plane = feed, workers, rewards, plane
+
+    def run(self, iteration: int, *, expected_version: int) -> list[WorkerReport]:
+        return self.draw(iteration, iteration)
+
+    def state_dict(self) -> dict[str, int]:
+        return {}  # the iteration's number is the draw's number
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+    def draw(self, iteration: int, draw: int) -> list[WorkerReport]:
+        """Generates and scores one draw. Scoring runs beside generation unless `blocking` is set."""
+        self._feed.put(draw)
+        if self._cfg.rl_config.blocking:
+            generated = self._workers.start("generate", draw).wait()
+            return generated + self._rewards.start(self._plan.num_samples).wait()
+        scoring = self._rewards.start(self._plan.num_samples)
+        generated, scored = self._workers.start("generate", draw).wait_with(scoring)
+        return generated + scored
+
+
+class FilteredRollout:
+    """Draws until enough groups have a spread in their scores (DAPO's dynamic sampling, arXiv:2503.14476).
+
+    `filter_groups_enable` looks at one reward function and stops the run when `filter_groups_max_batches` draws do not do;
+    `dynamic_sample` looks at the total reward and, after `max_resample_times` more draws, fills up with groups without spread.
+    """
+
+    def __init__(self, cfg: RunConfig, plan: BatchPlan, plain: PlainRollout, plane: DataPlane) -> None:
+        rl = cfg.rl_config
+        self._plan, self._plain, self._plane = plan, plain, plane
+        self._metric = rl.filter_groups_metric if rl.filter_groups_enable else None
+        self._limit = rl.filter_groups_max_batches if rl.filter_groups_enable else 1 + rl.max_resample_times
+        self._draws = 0
+
+    def run(self, iteration: int, *, expected_version: int) -> list[WorkerReport]:
+        reports: list[WorkerReport] = []
+        kept: list[dict[str, Any]] = []
+        spare: list[dict[str, Any]] = []
+        wanted, num_kept, draws = self._plan.num_train_prompts, 0, 0
+        while num_kept < wanted:
+            if draws == self._limit and self._limit > 0:
+                break
+            reports += self._plain.draw(iteration, self._draws)
+            self._draws, draws = self._draws + 1, draws + 1
+            batch, _ = self._plane.get(
+                "dynamic_sampling", list(SCORED_COLUMNS), indexes=range(self._plan.num_samples), timeout_s=60.0
+            )
+            groups = groups_with_signal(self._scores(batch), self._plan.n_samples_per_prompt)
+            kept.append(self._rows(batch, groups))
+            spare.append(self._rows(batch, ~groups))
+            num_kept += int(groups.sum())
+        if num_kept < wanted and self._metric is not None:
+            raise RuntimeError(
+                f"iteration {iteration + 1}: {draws} rollouts gave {num_kept} of {wanted} groups whose {self._metric} varies "
+                "(filter_groups_max_batches); raise that limit, or train on prompts that are neither too easy nor too hard."
+            )
+        size = self._plan.num_train_samples
+        merged = {name: concatenate([part[name] for part in kept + spare if len(part[name])])[:size] for name in SCORED_COLUMNS}
+        self._plane.clear(wanted)
+        self._plane.put(merged, range(size))
+        metrics = Metrics()
+        metrics.add_sum("train/num_gen_batches", draws)
+        metrics.add_mean("train/kept_groups_fraction", num_kept, draws * self._plan.num_prompts)
+        return [*reports, WorkerReport(metrics)]
+
+    def _scores(self, batch: dict[str, Any]) -> torch.Tensor:
+        if self._metric is None:
+            return torch.as_tensor(batch["rewards"].tensor()).nan_to_num(0.0)
+        name = self._metric
+        return torch.tensor([float(result.parts.get(name, 0.0)) for result in batch["reward_results"]])
+
+    def _rows(self, batch: dict[str, Any], groups: torch.Tensor) -> dict[str, Any]:
+        rows = rows_of_groups(groups, self._plan.n_samples_per_prompt).nonzero()[:, 0].tolist()
+        return {name: _take(column, rows) for name, column in batch.items()}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"draws": self._draws}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._draws = state["draws"]
+
+
+def _take(column: Any, rows: Sequence[int]) -> Any:
+    return column.take(rows) if hasattr(column, "take") else [column[row] for row in rows]
+
+
+def make_rollout(
+    cfg: RunConfig, plan: BatchPlan, feed: PromptFeed, workers: WorkerGroup, rewards: RewardGroup, plane: DataPlane
+) -> RolloutStage:
+    """The rollout stage that the run file asks for."""
+    plain = PlainRollout(cfg, plan, feed, workers, rewards, plane)
+    if cfg.rl_config.filter_groups_enable or cfg.rl_config.dynamic_sample:
+        return FilteredRollout(cfg, plan, plain, plane)
+    return plain

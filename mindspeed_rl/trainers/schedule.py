@@ -1,0 +1,103 @@
+"""What is due in which iteration, and with which coefficients: everything of a run that is a function of its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_rl.algorithms.kl import kl_coefficient, kl_controller
+from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.workers.rows import mini_batches
+
+
+class DisagreementError(RuntimeError):
+    """Trainer and rollout engine disagree about the log-probs of the same tokens."""
+
+
+class Schedule:
+    """Read by the loop; holds the little state that changes over iterations.
+
+    Attributes:
+        kl: controller of the KL coefficient.
+        kl_in_loss: the KL to the reference is a term of the policy loss.
+        needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
+    """
+
+    def __init__(self, cfg: RunConfig, plan: BatchPlan) -> None:
+        rl = cfg.rl_config
+        self._cfg, self._plan = cfg, plan
+        self.train_iters = plan.train_iters or 0
+        self.num_train_samples = plan.num_train_samples
+        self.kl = kl_controller(rl)
+        with_kl = kl_coefficient(rl) != 0.0
+        self.kl_in_loss = with_kl and cfg.stage == "ray_grpo" and not rl.use_kl_in_reward
+        self.needs_reference = self.kl_in_loss or (with_kl and rl.use_kl_in_reward)
+        self.masks_by_entropy = rl.top_entropy_quantile < 1.0
+        self.needs_old_log_probs = not plan.on_policy or rl.use_kl_in_reward or self.masks_by_entropy
+        self.has_critic = rl.adv_estimator == "gae"
+        self.reference_mixup_alpha = rl.ref_model_mixup_alpha
+
+    def steps(self, iteration: int) -> list[list[int]]:
+        """Rows of each optimizer step of the iteration."""
+        rl = self._cfg.rl_config
+        return mini_batches(
+            self._plan.num_train_samples,
+            self._plan.mini_batch_size,
+            self._plan.epochs,
+            group_size=self._plan.n_samples_per_prompt,
+            shuffle_seed=self._cfg.actor_config.seed * 1_000_003 + iteration if rl.shuffle_mini_batch else None,
+        )
+
+    def trains_actor(self, iteration: int) -> bool:
+        """False while only the critic learns."""
+        return not self.has_critic or iteration >= self._cfg.rl_config.critic_warmup
+
+    def syncs_reference(self, iteration: int) -> bool:
+        """True every `ref_model_sync_steps` iterations with `sync_ref_model`."""
+        rl = self._cfg.rl_config
+        return rl.sync_ref_model and self.needs_reference and (iteration + 1) % rl.ref_model_sync_steps == 0
+
+    def saves(self, iteration: int) -> bool:
+        """True every `save_interval` iterations and after the last."""
+        config = self._cfg.actor_config
+        if not config.save:
+            return False
+        return iteration + 1 == self.train_iters or bool(config.save_interval and (iteration + 1) % config.save_interval == 0)
+
+    @property
+    def evaluates_first(self) -> bool:
+        """True when there is something to evaluate on."""
+        return self._cfg.actor_config.eval_data_path is not None
+
+    def evaluates(self, iteration: int) -> bool:
+        """True every `eval_interval` iterations and after the last."""
+        if not self.evaluates_first:
+            return False
+        return iteration + 1 == self.train_iters or (iteration + 1) % self._cfg.actor_config.eval_interval == 0
+
+    def after_update(self, iteration: int, metrics: Metrics) -> None:
+        """Moves the KL coefficient, and checks that trainer and rollout engine agree.
+
+        Raises:
+            DisagreementError: their log-probs differ by more than `log_probs_diff_limit`.
+        """
+        results = metrics.results()
+        for name in ("actor/kl_loss", "reward/kl"):
+            if name in results:
+                self.kl.update(results[name], self.num_train_samples)
+                metrics.add_last("actor/kl_coef", self.kl.coef)
+        limit, difference = self._cfg.rl_config.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
+        # later steps of an iteration compare a policy that has moved on
+        if limit is not None and difference is not None and self._plan.on_policy and difference > limit:
+            raise DisagreementError(
+                f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {difference:.3g}, more than "
+                f"log_probs_diff_limit {limit:g}: other weights, or another precision."
+            )
+
+    def state_dict(self, iteration: int) -> dict[str, Any]:
+        """What a resumed run needs besides weights, as plain values."""
+        return {"iteration": iteration, "kl": self.kl.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state_dict` was taken."""
+        self.kl.load_state_dict(state["kl"])

@@ -1,0 +1,71 @@
+"""Where a role's shape and weights come from: a Hugging Face folder, a training checkpoint, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mindspeed_rl.config import MegatronConfig
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Resolved folders of one role.
+
+    Attributes:
+        hf_folder: has config.json; shape, tokenizer and the files that go beside exported weights.
+        weights: folder the weights are read from.
+        kind: "hf" for a Hugging Face folder, "training" for a checkpoint of ours, "megatron" for a checkpoint in another
+            Megatron layout.
+    """
+
+    hf_folder: Path
+    weights: Path
+    kind: Literal["hf", "training", "megatron"]
+
+
+def find_model(config: MegatronConfig, role: str) -> ModelSource:
+    """Looks at `load`, `pretrained_checkpoint` and `tokenizer_name_or_path`, in this order.
+
+    `load` may name a folder that holds no checkpoint yet (the `save` folder of a run that may have to resume):
+    `pretrained_checkpoint` is then the start.
+
+    Raises:
+        ValueError: no weights or no config.json are where the keys say.
+    """
+    candidates = [(key, getattr(config, key)) for key in ("load", "pretrained_checkpoint") if getattr(config, key)]
+    if not candidates:
+        raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
+    weights: tuple[Path, str] | None = None
+    for key, value in candidates:
+        kind = weights_kind(Path(value).expanduser())
+        if kind is not None:
+            weights = (Path(value).expanduser(), kind)
+            break
+        if key == candidates[-1][0]:
+            raise ValueError(
+                f"{role}.{key}: {value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint "
+                "(latest_checkpointed_iteration.txt)."
+            )
+    assert weights is not None
+    folders = [weights[0]] if weights[1] == "hf" else []
+    folders += [Path(path).expanduser() for path in (config.tokenizer_name_or_path, config.pretrained_checkpoint) if path]
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return ModelSource(folder, *weights)
+    raise ValueError(
+        f"{role}.tokenizer_name_or_path: {config.tokenizer_name_or_path} has no config.json; the model's shape is read from it."
+    )
+
+
+def weights_kind(folder: Path) -> Literal["hf", "training", "megatron"] | None:
+    """What a folder holds, None for nothing usable."""
+    latest = folder / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        iteration = latest.read_text().strip()
+        name = f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration
+        return "training" if (folder / name / "run_state.json").is_file() else "megatron"
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "hf"
+    return None

@@ -1,0 +1,89 @@
+"""Scores rows of the data plane with a pool of killable processes, beside generation or after it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.logging import redirect_output, set_up_logging
+from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.rewards.records import RewardResult, RewardSample
+from mindspeed_rl.workers.integrated import WorkerReport
+
+
+class RewardWorker:
+    """Rule rewards of one node. A plain class; the launcher makes it a Ray actor."""
+
+    def __init__(
+        self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, tokenizer_path: str, run_dir: str, number: int
+    ) -> None:
+        from mindspeed_rl.data.tokenizer import load_tokenizer
+        from mindspeed_rl.rewards.pool import RewardPool
+
+        log_dir = Path(run_dir, "logs")
+        log_dir.mkdir(parents=True, exist_ok=True)
+        redirect_output(log_dir / f"reward_{number}.log")
+        set_up_logging(Path(run_dir, "run.log"), worker=f"reward {number}", console=False)
+        self.cfg, self.plan, self.plane = cfg, plan, plane
+        self.max_tokens = cfg.generate_config.sampling_config.max_tokens
+        self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not cfg.actor_config.tokenizer_not_use_fast)
+        self.pool = RewardPool.from_config(cfg.rl_config, max_tokens=self.max_tokens)
+        self.timers = Timers(worker=f"reward {number}")
+
+    def check(self, prompt_ids: list[int], label: str | None, columns: dict) -> None:
+        """Scores one made-up response, so that a broken reward function stops the run before the first rollout."""
+        answer = self.tokenizer.encode(label or "", add_special_tokens=False)
+        self.pool.check(self._sample(list(prompt_ids), answer, label, columns, False))
+
+    def score(self, rows: list[int]) -> WorkerReport:
+        """The rows have rewards; waits for responses that are still being generated.
+
+        A score that failed and is to be dropped is NaN: its row does not train.
+        """
+        rl = self.cfg.rl_config
+        size = max(1, self.plan.dispatch_sizes["reward_dispatch_size"])
+        with self.timers("rule_reward"):
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                columns = ["responses", "prompt_ids", "labels", "extra", "truncated"]
+                batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=rl.wait_timeout_s)
+                samples = [
+                    self._sample(prompt.tolist(), response.tolist(), label, extra, bool(cut))
+                    for prompt, response, label, extra, cut in zip(
+                        *(batch[name] for name in ("prompt_ids", "responses", "labels", "extra", "truncated"))
+                    )
+                ]
+                results = self.pool.score(samples, timeout_s=rl.wait_timeout_s)
+                totals = [math.nan if result.total is None else result.total for result in results]
+                self.plane.put({"rewards": totals, "reward_results": results}, part)
+        return WorkerReport(intervals=self.timers.drain())
+
+    def score_now(self, items: list[dict], responses: list[list[int]]) -> list[RewardResult]:
+        """Scores given responses to prompts: dicts of prompt_ids, label and columns, as a PromptDataset gives them."""
+        return self.pool.score(
+            [
+                self._sample(item["prompt_ids"], response, item["label"], item["columns"], False)
+                for item, response in zip(items, responses)
+            ],
+            timeout_s=self.cfg.rl_config.wait_timeout_s,
+        )
+
+    def _sample(
+        self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict, truncated: bool
+    ) -> RewardSample:
+        return RewardSample(
+            prompt=self.tokenizer.decode(prompt_ids, skip_special_tokens=False),
+            response=self.tokenizer.decode(response_ids, skip_special_tokens=True),
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            label=label if label is not None else "",
+            columns=columns,
+            truncated=truncated,
+            max_response_length=self.max_tokens,
+        )
+
+    def close(self) -> None:
+        """Ends the pool's processes."""
+        self.pool.close()

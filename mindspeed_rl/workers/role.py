@@ -1,0 +1,109 @@
+"""One model role on this rank: engine, where its weights are, what it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, dtype_keys, read_json
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, iteration_folder, load_checkpoint
+from mindspeed_rl.engine.offload import Offloader
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.workers.model_source import ModelSource
+
+
+class Role:
+    """Actor, reference, critic or reward model. Methods are collective over the training world.
+
+    Attributes:
+        resumed: what `load_checkpoint` returned when training state was restored, else None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: MegatronConfig,
+        plan: ModelPlan,
+        source: ModelSource,
+        *,
+        packed: bool,
+        pad_id: int,
+        temperature: float,
+        steps_per_iteration: int | None,
+    ) -> None:
+        """Builds the model, loads its weights and, where it trains, its optimizer.
+
+        Args:
+            steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
+        """
+        self.name = name
+        self.config = config
+        self.source = source
+        self.resumed: dict[str, Any] | None = None
+        self.model: BuiltModel = build_model(config, plan, trainable=steps_per_iteration is not None)
+        self.engine = TrainEngine(
+            config, self.model, batch_shape(config, packed=packed, pad_id=pad_id), temperature=temperature
+        )
+        self._load(steps_per_iteration)
+        self.offloader = Offloader(self.engine)
+        self.stream = WeightStream(self.model)
+        self._saver = CheckpointSaver(self.engine, config.save) if config.save and steps_per_iteration is not None else None
+
+    def _load(self, steps_per_iteration: int | None) -> None:
+        if self.source.kind == "hf":
+            load_weights(self.model, HfFolder(self.source.weights))
+        elif self.source.kind == "megatron":
+            from mindspeed_rl.checkpoint.megatron_source import open_megatron
+
+            load_weights(self.model, open_megatron(self.source.weights, self.model.plan.architecture, self.model.plan.network))
+        if steps_per_iteration is not None:
+            self.engine.start_training(steps_per_iteration)
+        if self.source.kind == "training":
+            loaded = load_checkpoint(self.engine, self.source.weights)
+            if steps_per_iteration is not None and not self.config.finetune:
+                self.resumed = loaded
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that the model computes with."""
+        return torch.bfloat16 if self.config.bf16 else torch.float32
+
+    def save(self, iteration: int, run_state: dict[str, Any]) -> None:
+        """Writes a training checkpoint and, with `save_hf`, a Hugging Face folder beside it."""
+        if self._saver is None:
+            return
+        self._saver.save(iteration, run_state)
+        if self.config.save_hf:
+            self.save_hf(iteration_folder(Path(self.config.save) / "hf", iteration))
+
+    def poll_save(self) -> None:
+        """Completes a background save that is through."""
+        if self._saver is not None:
+            self._saver.poll()
+
+    def finish_saves(self) -> None:
+        """Returns when all checkpoints are complete."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def save_hf(self, folder: Path) -> None:
+        """Writes the weights as a folder that transformers and vLLM load."""
+        if dist.get_rank() == 0:
+            changes = dtype_keys(read_json(self.source.hf_folder / "config.json"), self.dtype)
+            if folder.exists():
+                import shutil
+
+                shutil.rmtree(folder)
+            with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:
+                writer.add_all(self.stream.named_tensors())
+        else:
+            for _ in self.stream.named_tensors():
+                pass
+        dist.barrier()
