@@ -1,6 +1,5 @@
 """The pool: the right scores in the right order, and a run that goes on whatever a scorer does."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -103,10 +102,11 @@ def test_many_failures_of_every_kind_are_all_counted_and_the_rest_is_scored(host
 
 
 def test_what_a_scorer_leaves_behind_dies_with_the_pool() -> None:
-    others = _descendants(os.getpid())
+    others = psutil.Process().children()
     with RewardPool(["hostile"], settings=settings()) as pool:
         pool.score(samples("leave a child", "leave a child"))
-        family = [process for process in _descendants(os.getpid()) if process not in others]
+        (spawner,) = [process for process in psutil.Process().children() if process not in others]
+        family = [spawner, *_descendants(spawner.pid)]
         assert len(family) >= 5  # spawner, two workers, two left behind
     _assert_gone(family)
 
