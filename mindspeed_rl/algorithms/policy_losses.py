@@ -67,6 +67,7 @@ class PolicyLossSettings:
         max_response_length: L_max in tokens, for dr_grpo.
         rollout_correction: a mode of `corrections`; the thresholds are its bounds.
         off_policy_sequence_mask_delta: OPSM's delta; None is off.
+        log_rollout_metrics: measure the distance to the inference engine wherever rollout_log_probs are given.
     """
 
     loss_type: str = "grpo"
@@ -87,6 +88,7 @@ class PolicyLossSettings:
     rollout_correction: str | None = None
     rollout_threshold: float = 2.0
     rollout_threshold_min: float | None = None
+    log_rollout_metrics: bool = True
 
     def __post_init__(self) -> None:
         kind = self.kind()
@@ -155,6 +157,7 @@ class PolicyLossSettings:
             rollout_correction=rl_config.rollout_importance_sampling_mode,
             rollout_threshold=rl_config.rollout_importance_sampling_threshold,
             rollout_threshold_min=rl_config.rollout_importance_sampling_threshold_min,
+            log_rollout_metrics=rl_config.log_rollout_offpolicy_metrics,
         )
 
     def kind(self) -> PolicyLossKind:
@@ -204,7 +207,7 @@ def policy_loss(batch: PolicyBatch, settings: PolicyLossSettings) -> LossOutput:
         )
         policy = policy * weights
         metrics["rollout/weight_mean"] = masked_mean(weights, mask)
-    if rollout_log_probs is not None:
+    if rollout_log_probs is not None and settings.log_rollout_metrics:
         metrics |= mismatch_metrics(old_log_probs, rollout_log_probs, mask)
 
     def total(token_losses: Tensor) -> tuple[Tensor, Tensor]:

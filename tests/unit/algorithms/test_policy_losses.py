@@ -318,6 +318,13 @@ def test_the_kl_to_the_reference_is_logged_even_when_it_is_not_in_the_loss():
     assert with_kl.loss_sum.item() == without.loss_sum.item()
 
 
+def test_the_distance_to_the_rollout_engine_is_logged_unless_switched_off():
+    log_probs, arrays = random_arrays()
+    for wanted in (True, False):
+        output = policy_loss(as_batch(log_probs, arrays), PolicyLossSettings("dapo", log_rollout_metrics=wanted))
+        assert ("rollout/ess" in output.metrics) is wanted
+
+
 def test_the_old_entropy_decides_which_tokens_are_kept():
     mask = torch.ones(1, 2, dtype=torch.bool)
     batch = PolicyBatch(torch.zeros(1, 2), torch.tensor([[1.0, 2.0]]), mask, entropy_threshold=0.5)
