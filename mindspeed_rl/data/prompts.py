@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -20,6 +20,10 @@ from mindspeed_rl.data.tokenizer import set_eos_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: how raw rows with a `prompt` column and no Alpaca columns are read
+PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
 
 
 class PromptItem(TypedDict):
@@ -168,6 +172,8 @@ def _load_raw(
         numbered = read_chunk(chunk)
         if handler is None:
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
+            if settings.map_keys is None and "prompt" in first and "instruction" not in first:
+                settings = replace(settings, map_keys=PLAIN_COLUMNS)
             kind = handler_class(settings.handler_name or _handler_for(first, keys, settings.map_keys))
             handler = kind(
                 HandlerSettings(

@@ -14,10 +14,10 @@ from mindspeed_rl.data.tokenizer import set_eos_token
 T = Trained
 TWO_TURNS = [user("Q1"), assistant("A1"), user("Q2"), assistant("A2")]
 R1 = (
-    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first "
-    "thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and answer are "
-    "enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think>"
-    "<answer> answer here </answer>. Put your final answer within \\boxed{}."
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
+    "The assistant first thinks about the reasoning process in the mind and then provides the user with the answer. "
+    "The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., "
+    "<think> reasoning process here </think><answer> answer here </answer>. Put your final answer within \\boxed{}."
 )
 SYS = "<|im_start|>system\n{}<|im_end|>\n"
 USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

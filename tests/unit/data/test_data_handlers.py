@@ -1,0 +1,507 @@
+"""What each handler writes, as exact arrays read back with megatron-core, from hand-written rows."""
+
+import json
+
+import pytest
+from byte_tokenizer import Trained as T
+from byte_tokenizer import build_tokenizer
+
+from mindspeed_rl.cli.preprocess import main
+from mindspeed_rl.data import HANDLERS, handler_class
+
+BYTES = build_tokenizer()
+
+
+def ids(text):
+    return BYTES(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture
+def preprocess(tmp_path, tokenizer_folder, write_jsonl, read_columns, capsys):
+    """Write rows through the command line; return the columns, or the error text where the command failed."""
+
+    def run(handler, rows, *flags, template="default", folder=None):
+        prefix = str(tmp_path / "out")
+        command = ["--input", write_jsonl(rows), "--tokenizer-name-or-path", folder or tokenizer_folder]
+        command += ["--output-prefix", prefix, "--handler-name", handler]
+        command += ["--prompt-type", template] if template else []
+        code = main([*command, *flags])
+        captured = capsys.readouterr()
+        if code:
+            return captured.err
+        columns = read_columns(prefix)
+        columns["summary"] = captured.out
+        return columns
+
+    return run
+
+
+def sft(columns):
+    """(input_ids, labels) rows of a supervised dataset; its attention mask must be ones."""
+    assert columns["attention_mask"] == [[1] * len(row) for row in columns["input_ids"]]
+    return list(zip(columns["input_ids"], columns["labels"], strict=True))
+
+
+ALPACA = [
+    ({"instruction": "Add", "input": "1 and 2", "output": "3"}, ["Human: Add\n1 and 2\nAssistant:", T("3</s>")]),
+    ({"instruction": "Hi", "input": "", "output": "Hello"}, ["Human: Hi\nAssistant:", T("Hello</s>")]),
+    ({"instruction": "Hi", "output": "Hello"}, ["Human: Hi\nAssistant:", T("Hello</s>")]),
+    ({"instruction": "Hi", "input": None, "output": "Hello"}, ["Human: Hi\nAssistant:", T("Hello</s>")]),
+    ({"instruction": "", "input": "only this", "output": "x"}, ["Human: only this\nAssistant:", T("x</s>")]),
+    ({"instruction": "你好", "output": "再见"}, ["Human: 你好\nAssistant:", T("再见</s>")]),
+    ({"instruction": "a\nb", "input": "c\n", "output": " d\n"}, ["Human: a\nb\nc\n\nAssistant:", T(" d\n</s>")]),
+    ({"instruction": "n", "output": 42}, ["Human: n\nAssistant:", T("42</s>")]),
+    ({"instruction": "s", "output": "o", "system": "Be short."}, ["Be short.\nHuman: s\nAssistant:", T("o</s>")]),
+    (
+        {"instruction": "q3", "output": "a3", "history": [["q1", "a1"], ["q2", "a2"]]},
+        [
+            "Human: q1\nAssistant:",
+            T("a1</s>"),
+            "\nHuman: q2\nAssistant:",
+            T("a2</s>"),
+            "\nHuman: q3\nAssistant:",
+            T("a3</s>"),
+        ],
+    ),
+    (
+        {"instruction": "q2", "input": "i", "output": "a2", "system": "S", "history": [["q1", "a1"]]},
+        ["S\nHuman: q1\nAssistant:", T("a1</s>"), "\nHuman: q2\ni\nAssistant:", T("a2</s>")],
+    ),
+    ({"instruction": "{{content}}", "output": "<s>"}, ["Human: {{content}}\nAssistant:", T("<s></s>")]),
+]
+
+
+def test_alpaca_rows(preprocess, expected):
+    columns = preprocess("AlpacaStyleInstructionHandler", [row for row, _ in ALPACA])
+    assert sft(columns) == [expected(*pieces) for _, pieces in ALPACA]
+
+
+def test_alpaca_map_keys_rename_and_switch_off_columns(preprocess, expected):
+    rows = [{"question": "Q", "input": "not used", "answer": "A", "persona": "P", "system": "not used"}]
+    keys = {"prompt": "question", "query": "", "response": "answer", "system": "persona"}
+    columns = preprocess("AlpacaStyleInstructionHandler", rows, "--map-keys", json.dumps(keys))
+    assert sft(columns) == [expected("P\nHuman: Q\nAssistant:", T("A</s>"))]
+
+
+SHAREGPT = [
+    ([("human", "Q"), ("gpt", "A")], None, ["Human: Q\nAssistant:", T("A</s>")]),
+    ([("system", "S"), ("human", "Q"), ("gpt", "A")], None, ["S\nHuman: Q\nAssistant:", T("A</s>")]),
+    ([("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", T("A</s>")]),
+    ([("system", "S"), ("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", T("A</s>")]),
+    (
+        [("human", "1"), ("gpt", "2"), ("human", "3"), ("gpt", "4")],
+        None,
+        ["Human: 1\nAssistant:", T("2</s>"), "\nHuman: 3\nAssistant:", T("4</s>")],
+    ),
+    (
+        [("human", "W?"), ("function_call", '{"name": "f", "arguments": {"c": 1}}'), ("observation", "9"), ("gpt", "9!")],
+        None,
+        [
+            "Human: W?\nAssistant:",
+            T('Action: f\nAction Input: {"c": 1}</s>'),
+            "\nHuman: 9\nAssistant:",
+            T("9!</s>"),
+        ],
+    ),
+    (
+        [("human", "W?"), ("function_call", 'Look. [{"name": "f", "arguments": "{}"}, {"name": "g"}]')],
+        None,
+        ["Human: W?\nAssistant:", T("Look.\nAction: f\nAction Input: {}\nAction: g\nAction Input: {}</s>")],
+    ),
+]
+
+
+def test_sharegpt_rows(preprocess, expected):
+    rows = []
+    for turns, system, _ in SHAREGPT:
+        row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+        rows.append({**row, "system": system} if system else row)
+    assert sft(preprocess("SharegptStyleInstructionHandler", rows)) == [expected(*pieces) for *_, pieces in SHAREGPT]
+
+
+def test_sharegpt_tags_left_out_keep_their_defaults(preprocess, expected):
+    rows = [{"talk": [{"who": "me", "value": "Q"}, {"who": "gpt", "value": "A"}]}]
+    keys = {"messages": "talk", "tags": {"role_tag": "who", "user_tag": "me"}}
+    columns = preprocess("SharegptStyleInstructionHandler", rows, "--map-keys", json.dumps(keys))
+    assert sft(columns) == [expected("Human: Q\nAssistant:", T("A</s>"))]
+
+
+def test_sharegpt_tools_are_written(preprocess):
+    tool = {"name": "f", "description": "does f", "parameters": {"type": "object", "properties": {}}}
+    row = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "tools": json.dumps([tool])}
+    columns = preprocess("SharegptStyleInstructionHandler", [row], template="qwen_lf")
+    text = BYTES.decode(columns["input_ids"][0])
+    assert '<tools>\n{"type": "function", "function": {"name": "f", "description": "does f"' in text
+
+
+OPENAI = [
+    ([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}], ["Human: Q\nAssistant:", T("A</s>")]),
+    (
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+        ["S\nHuman: Q\nAssistant:", T("A</s>")],
+    ),
+    (
+        [{"role": "user", "content": "Q"}, {"role": "user", "content": "R"}, {"role": "assistant", "content": "A"}],
+        ["Human: Q\nR\nAssistant:", T("A</s>")],
+    ),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": "A"}],
+        ["Human: Q\nAssistant:", T("A</s>")],
+    ),
+    (
+        [
+            {"role": "user", "content": "W?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"c": 1}'}}],
+            },
+            {"role": "tool", "content": "8"},
+            {"role": "tool", "content": "9"},
+            {"role": "assistant", "content": "17"},
+        ],
+        ["Human: W?\nAssistant:", T('Action: f\nAction Input: {"c": 1}</s>'), "\nHuman: 8\n9\nAssistant:", T("17</s>")],
+    ),
+]
+
+
+def test_openai_rows(preprocess, expected):
+    columns = preprocess("OpenAIInstructionHandler", [{"messages": messages} for messages, _ in OPENAI])
+    assert sft(columns) == [expected(*pieces) for _, pieces in OPENAI]
+
+
+def test_openai_reasoning_content_becomes_a_thought(preprocess, expected):
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "hm"}]
+    columns = preprocess("OpenAIInstructionHandler", [{"messages": messages}], template="qwen3")
+    read = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+    assert sft(columns) == [expected(read, T("<think>\nhm\n</think>\n\nA<|im_end|>\n"))]
+
+
+def test_hunyuan_uses_the_tokenizers_chat_template(preprocess, expected, chat_tokenizer_folder):
+    folder = chat_tokenizer_folder("chatml", eos_token="<|im_end|>")
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
+    columns = preprocess("HunyuanInstructionHandler", [{"messages": messages}], template=None, folder=folder)
+    assert sft(columns) == [
+        expected(
+            "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n",
+            T("a<|im_end|>"),
+            "\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n",
+            T("a<|im_end|>"),
+            "\n",
+        )
+    ]
+
+
+def test_hunyuan_wants_its_roles_in_turn(preprocess, chat_tokenizer_folder):
+    folder = chat_tokenizer_folder("chatml", eos_token="<|im_end|>")
+    messages = [{"role": role, "content": "x"} for role in ("user", "user", "assistant")]
+    error = preprocess("HunyuanInstructionHandler", [{"messages": messages}], template=None, folder=folder)
+    assert "row 1: assistant must speak at turn 1, not 'user'" in error
+
+
+PAIRS = [
+    ({"instruction": "Q", "input": "i", "chosen": "good", "rejected": "bad"}, "Human: Q\ni\nAssistant:"),
+    ({"instruction": "Q", "chosen": ["good"], "rejected": ["bad"], "system": "S"}, "S\nHuman: Q\nAssistant:"),
+    (
+        {"instruction": "Q", "chosen": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}],
+         "rejected": {"from": "gpt", "value": "bad"}},
+        "Human: Q\nAssistant:",
+    ),
+    (
+        {"instruction": "Q", "chosen": "good", "rejected": "bad", "history": [["h", "a"]]},
+        "Human: h\nAssistant:a</s>\nHuman: Q\nAssistant:",
+    ),
+]  # fmt: skip
+
+
+def pairs(columns):
+    chosen = zip(columns["chosen_input_ids"], columns["chosen_labels"], strict=True)
+    rejected = zip(columns["rejected_input_ids"], columns["rejected_labels"], strict=True)
+    return list(zip(chosen, rejected, strict=True))
+
+
+def test_alpaca_pairs_train_the_last_answer_only(preprocess, expected):
+    columns = preprocess("AlpacaStylePairwiseHandler", [row for row, _ in PAIRS])
+    assert sorted(set(columns) - {"summary"}) == ["chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"]
+    wanted = [(expected(prompt, T("good</s>")), expected(prompt, T("bad</s>"))) for _, prompt in PAIRS]
+    assert pairs(columns) == wanted
+
+
+def test_sharegpt_pairs(preprocess, expected):
+    rows = [
+        {
+            "conversations": [{"from": "human", "value": "Q"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+        {
+            "conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}, {"from": "human", "value": "Q"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": "bad",
+        },
+    ]
+    prompts = ["Human: Q\nAssistant:", "Human: 1\nAssistant:2</s>\nHuman: Q\nAssistant:"]
+    wanted = [(expected(prompt, T("good</s>")), expected(prompt, T("bad</s>"))) for prompt in prompts]
+    assert pairs(preprocess("SharegptStylePairwiseHandler", rows)) == wanted
+
+
+def test_pairs_with_efficient_eos_end_with_one_trained_end_token(preprocess, expected):
+    rows = [{"instruction": "Q", "chosen": "good", "rejected": "bad", "history": [["h", "a"]]}]
+    columns = preprocess("AlpacaStylePairwiseHandler", rows, template="baichuan2")
+    prompt = "<reserved_106>h<reserved_107>a<reserved_106>Q<reserved_107>"
+    assert pairs(columns) == [(expected(prompt, T("good</s>")), expected(prompt, T("bad</s>")))]
+
+
+def test_equal_or_empty_answers_are_dropped_and_counted(preprocess):
+    rows = [
+        {"instruction": "Q", "chosen": "same", "rejected": "same"},
+        {"instruction": "Q", "chosen": "good", "rejected": " "},
+        {"instruction": "Q", "chosen": "good", "rejected": "bad"},
+    ]
+    columns = preprocess("AlpacaStylePairwiseHandler", rows)
+    assert len(columns["chosen_input_ids"]) == 1
+    assert "rows read 3, kept 1, dropped 2" in columns["summary"]
+    assert "dropped, chosen equals rejected: 1" in columns["summary"] and "dropped, empty answer: 1" in columns["summary"]
+
+
+def test_ppo_writes_prompts_only(preprocess):
+    rows = [{"prompt": "Q"}, {"prompt": "R"}]
+    keys = '{"prompt":"prompt", "query":"", "response": "prompt", "system":""}'
+    columns = preprocess("PPOAlpacaStyleInstructionHandler", rows, "--map-keys", keys, template="llama3")
+    head = "<s><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert columns["input_ids"] == [ids(head.format("Q")), ids(head.format("R"))]
+    assert sorted(set(columns) - {"summary"}) == ["attention_mask", "input_ids"]
+
+
+def test_r1_writes_prompts_answers_and_additional_columns(preprocess):
+    rows = [{"problem": "1+1", "answer": "2", "source": {"book": 3}}]
+    keys = '{"prompt":"problem","query":"","response":"answer","system":""}'
+    flags = ["--map-keys", keys, "--dataset-additional-keys", "labels", "source"]
+    columns = preprocess("R1AlpacaStyleInstructionHandler", rows, *flags)
+    assert columns["input_ids"] == [ids("Human: 1+1\nAssistant:")]
+    assert columns["attention_mask"] == [[1] * len(columns["input_ids"][0])]
+    assert columns["labels"] == [ids("2")]
+    assert columns["source"] == [ids('{"book": 3}')]
+
+
+def test_math17k_takes_the_message_and_the_ground_truth(preprocess):
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2", "style": "rule"}},
+        {
+            "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}],
+            "reward_model": {"ground_truth": "7"},
+        },
+    ]
+    columns = preprocess("Math17kAlpacaStyleInstructionHandler", rows, template="default")
+    assert columns["input_ids"] == [ids("Human: 1+1?\nAssistant:"), ids("S\nHuman: Q\nAssistant:")]
+    assert columns["labels"] == [ids("2"), ids("7")]
+
+
+def test_process_reward_labels_sit_on_the_placeholders(preprocess):
+    rows = [{"input": "2+2 ки 4 ки", "value": ["＋", "－"]}]
+    flags = ["--placeholder-token", "ки", "--reward-tokens", "＋", "－"]
+    columns = preprocess("AlpacaStyleProcessRewardHandler", rows, *flags, template=None)
+    tokens = ids("2+2 ки 4 ки")
+    (step,), (good,), (bad,) = ids("ки"), ids("＋"), ids("－")
+    labels = [-100] * len(tokens)
+    first, second = [place for place, token in enumerate(tokens) if token == step]
+    labels[first], labels[second] = good, bad
+    assert columns["input_ids"] == [tokens] and columns["labels"] == [labels]
+    assert columns["attention_mask"] == [[1] * len(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"input": "x ки", "value": ["＋", "－"]}, "has 1 placeholders 'ки', but 2 rewards"),
+        ({"input": "x ки", "value": "＋"}, "must be a list of reward tokens"),
+        ({"input": "x ки", "value": ["no"]}, "reward 'no' is none of reward_tokens"),
+        ({"value": ["＋"]}, "has no column 'input'"),
+    ],
+)
+def test_wrong_process_reward_rows_are_errors(row, problem, preprocess):
+    flags = ["--reward-tokens", "＋", "－"]
+    assert problem in preprocess("AlpacaStyleProcessRewardHandler", [row], *flags, template=None)
+
+
+def test_a_placeholder_of_several_tokens_is_an_error(preprocess):
+    error = preprocess("AlpacaStyleProcessRewardHandler", [{}], "--placeholder-token", "step", template=None)
+    assert "placeholder_token: 'step' is 4 tokens" in error
+
+
+@pytest.fixture
+def pretrain(tmp_path, tokenizer_folder, write_jsonl):
+    """Write a pretraining dataset; return the documents of a key."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    def run(handler, rows, *flags, key="text"):
+        prefix = str(tmp_path / "pre")
+        command = ["--input", write_jsonl(rows), "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", prefix]
+        assert main([*command, "--handler-name", handler, *flags]) == 0
+        dataset = IndexedDataset(f"{prefix}_{key}_document")
+        assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
+        return [dataset[k].tolist() for k in range(len(dataset))]
+
+    return run
+
+
+def test_pretrain_documents_and_end_tokens(pretrain):
+    rows = [{"text": "one\ntwo"}, {"text": "三"}]
+    assert pretrain("GeneralPretrainHandler", rows) == [ids("one\ntwo"), ids("三")]
+    assert pretrain("GeneralPretrainHandler", rows, "--append-eod") == [ids("one\ntwo</s>"), ids("三</s>")]
+
+
+def test_pretrain_padding_fills_up_to_the_multiple_and_no_further(pretrain):
+    rows = [{"text": "12345678"}, {"text": "123456789"}]
+    got = pretrain("GeneralPretrainHandler", rows, "--pad-to-multiple-of", "4")
+    assert got == [ids("12345678"), ids("123456789<pad><pad><pad>")]
+
+
+def test_pretrain_keys_each_get_a_file(pretrain):
+    rows = [{"title": "T", "body": "B"}]
+    flags = ["--json-keys", "title", "body"]
+    assert pretrain("GeneralPretrainHandler", rows, *flags, key="title") == [ids("T")]
+    assert pretrain("GeneralPretrainHandler", rows, *flags, key="body") == [ids("B")]
+
+
+def test_alpaca_and_sharegpt_pretraining_texts(pretrain):
+    (alpaca,) = pretrain("AlpacaPretrainHandler", [{"instruction": "Add", "input": "1 2", "output": "3"}])
+    assert BYTES.decode(alpaca).endswith("questions. USER: Add\n1 2 ASSISTANT: 3")
+    turns = [{"from": "human", "value": "Q"}, {"role": "assistant", "content": "A"}]
+    assert pretrain("SharegptPretrainHandler", [{"conversations": turns}]) == [ids("Q\nA")]
+
+
+@pytest.mark.parametrize(
+    ("handler", "row", "problem"),
+    [
+        ("AlpacaStyleInstructionHandler", {"instruction": "Q"}, "has no column 'output' (for 'response'); it has instruction"),
+        ("AlpacaStyleInstructionHandler", {"instruction": ["Q"], "output": "A"}, "column 'instruction' must be text, not list"),
+        ("AlpacaStyleInstructionHandler", {"instruction": "Q", "output": "A", "history": ["x"]}, "[question, answer] pairs"),
+        ("SharegptStyleInstructionHandler", {"conversations": []}, "must be a list of turns"),
+        (
+            "SharegptStyleInstructionHandler",
+            {"conversations": [{"from": "gpt", "value": "A"}]},
+            "message 0 is from 'assistant', but user or observation must speak there",
+        ),
+        ("SharegptStyleInstructionHandler", {"conversations": [{"from": "human", "value": "Q"}]}, "not from the assistant"),
+        ("SharegptStyleInstructionHandler", {"conversations": [{"from": "bob", "value": "Q"}]}, "turn 0 is from 'bob'"),
+        (
+            "SharegptStyleInstructionHandler",
+            {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "{oops"}]},
+            "a function call turn is not JSON",
+        ),
+        ("OpenAIInstructionHandler", {"messages": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'"),
+        ("OpenAIInstructionHandler", {"messages": [{"role": "user", "content": {"a": 1}}]}, "content that is not text"),
+        ("R1AlpacaStyleInstructionHandler", {"instruction": "Q"}, "has no column 'output'"),
+        ("Math17kAlpacaStyleInstructionHandler", {"prompt": "Q", "reward_model": {}}, "has no ground_truth"),
+        (
+            "AlpacaStylePairwiseHandler",
+            {"instruction": "Q", "chosen": 3, "rejected": "b"},
+            "column 'chosen' must hold an answer",
+        ),
+    ],
+)
+def test_a_malformed_row_is_an_error_that_names_file_and_row(handler, row, problem, preprocess):
+    good = {
+        "instruction": "Q", "output": "A", "chosen": "g", "rejected": "b", "prompt": "Q", "reward_model": {"ground_truth": "1"},
+        "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
+        "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+    }  # fmt: skip
+    error = preprocess(handler, [good, row, good])
+    assert "rows.jsonl, row 2: " in error and problem in error
+    columns = preprocess(handler, [good, row, good], "--on-bad-row", "skip")
+    assert "rows read 3, kept 2, dropped 1" in columns["summary"] and "dropped, malformed: 1" in columns["summary"]
+    assert "rows.jsonl, row 2: " in columns["summary"]
+
+
+def test_empty_answers_are_dropped_and_counted(preprocess):
+    rows = [{"instruction": "Q", "output": ""}, {"instruction": " ", "output": "A"}, {"instruction": "Q", "output": "A"}]
+    columns = preprocess("AlpacaStyleInstructionHandler", rows)
+    assert len(columns["input_ids"]) == 1
+    assert "dropped, empty answer: 1" in columns["summary"] and "dropped, empty prompt: 1" in columns["summary"]
+
+
+@pytest.mark.parametrize("name", sorted(set(HANDLERS) - {"HunyuanInstructionHandler"}))
+def test_an_unknown_map_key_is_an_error_that_lists_those_read(name, preprocess):
+    template = "default" if handler_class(name).needs_template else None
+    error = preprocess(name, [{}], "--map-keys", '{"promt": "x"}', template=template)
+    assert "map_keys has 'promt', which" in error and name in error
+
+
+def test_an_unknown_handler_is_an_error_that_lists_all(preprocess):
+    error = preprocess("AlpacaStyleInstructHandler", [{}])
+    assert "did you mean AlpacaStyleInstructionHandler?" in error
+    assert all(name in error for name in HANDLERS)
+
+
+def test_a_handler_of_the_users_own_is_named_by_module_and_class():
+    assert handler_class("mindspeed_rl.data.handlers.prompt:PPOAlpacaStyleInstructionHandler").__name__.startswith("PPO")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        handler_class("mindspeed_rl.data.handlers.prompt:Nothing")
+
+
+def llamafactory_folder(tmp_path, write_jsonl):
+    write_jsonl([{"instruction": f"a{k}", "output": "A"} for k in range(4)], "alpaca.jsonl")
+    write_jsonl([{"conversations": [{"from": "human", "value": "s0"}, {"from": "gpt", "value": "A"}]}], "share.jsonl")
+    write_jsonl([{"messages": [{"role": "user", "content": "o0"}, {"role": "assistant", "content": "A"}]}], "openai.jsonl")
+    info = {
+        "alpaca": {"file_name": "alpaca.jsonl"},
+        "share": {"file_name": "share.jsonl", "formatting": "sharegpt", "columns": {"messages": "conversations"}},
+        "openai": {
+            "file_name": "openai.jsonl",
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages"},
+            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+        },
+        "ranked": {"file_name": "alpaca.jsonl", "ranking": True},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def mix(tmp_path, tokenizer_folder, write_jsonl, read_columns, capsys):
+    def run(names, *flags):
+        folder = llamafactory_folder(tmp_path, write_jsonl)
+        prefix = str(tmp_path / "mixed")
+        command = [
+            "--input",
+            names,
+            "--dataset-dir",
+            folder,
+            "--tokenizer-name-or-path",
+            tokenizer_folder,
+            "--output-prefix",
+            prefix,
+        ]
+        if main([*command, "--handler-name", "LlamaFactoryInstructionHandler", "--prompt-type", "default", *flags]):
+            return capsys.readouterr().err
+        return [BYTES.decode(row)[len("Human: ") : len("Human: ") + 2] for row in read_columns(prefix)["input_ids"]]
+
+    return run
+
+
+def test_datasets_of_dataset_info_follow_each_other(mix):
+    assert mix("alpaca,share,openai") == ["a0", "a1", "a2", "a3", "s0", "o0"]
+    assert mix("share,alpaca", "--max-samples", "2") == ["s0", "a0", "a1"]
+
+
+def test_datasets_interleave_until_one_or_all_are_used_up(mix):
+    assert mix("alpaca,share", "--mix-strategy", "interleave_under") == ["a0", "s0"]
+    taken = ["a0", "s0", "a1", "s0", "a2", "s0", "a3"]
+    assert mix("alpaca,share", "--mix-strategy", "interleave_over") == taken
+
+
+def test_interleaving_with_shares_is_repeatable_and_depends_on_the_seed(mix):
+    flags = ["--mix-strategy", "interleave_over", "--interleave-probs", "0.5", "0.5", "--seed"]
+    draws = [mix("alpaca,share", *flags, seed) for seed in ("1", "1", "2", "3")]
+    assert draws[0] == draws[1] and len({tuple(draw) for draw in draws}) > 1
+    assert all({"a0", "a1", "a2", "a3", "s0"} <= set(draw) for draw in draws)
+
+
+def test_wrong_mixtures_are_errors(mix):
+    assert "input='alpaka' is not in" in mix("alpaka") and "did you mean 'alpaca'" in mix("alpaka")
+    assert "ranking dataset" in mix("ranked")
+    assert "share for each of the 2 datasets" in mix(
+        "alpaca,share", "--mix-strategy", "interleave_under", "--interleave-probs", "1"
+    )

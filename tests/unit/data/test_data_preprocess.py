@@ -1,0 +1,437 @@
+"""The run as a whole: independence of workers and parts, every input format, bad rows, interruptions, reports."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import yaml
+from byte_tokenizer import TEST_DATA
+
+from mindspeed_rl.cli.preprocess import build_config, load_dataset_config, main
+from mindspeed_rl.data import HANDLERS
+from mindspeed_rl.data.sources import open_source, read_rows
+from mindspeed_rl.data.summary import histogram
+
+ROOT = Path(__file__).parents[3]
+GSM8K = str(TEST_DATA / "gsm8k" / "sample.jsonl")
+GSM8K_KEYS = '{"prompt":"question","query":"","response":"answer"}'
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Cut the input finely, so that a small file makes many chunks."""
+    from mindspeed_rl.data import sources
+
+    monkeypatch.setattr(sources, "LINES_BYTES", 700)
+    monkeypatch.setattr(sources, "BATCH_ROWS", 3)
+
+
+@pytest.fixture
+def gsm8k(tmp_path, tokenizer_folder):
+    """Preprocess the GSM8K sample with flags; return name -> bytes of the files written."""
+
+    def run(*flags, name="out", source=GSM8K):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        command = ["--input", source, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(folder / "g")]
+        command += ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "qwen", "--map-keys", GSM8K_KEYS]
+        assert main([*command, *flags]) == 0
+        return {file: (folder / file).read_bytes() for file in sorted(os.listdir(folder))}
+
+    return run
+
+
+PACK = ["--pack", "--seq-length", "1500"]
+
+
+@pytest.mark.parametrize("mode", [[], PACK, [*PACK, "--neat-pack"]], ids=["plain", "pack", "neat"])
+def test_files_do_not_depend_on_workers_and_parts(mode, gsm8k, small_chunks):
+    one = gsm8k(*mode, name="one")
+    assert sorted(one) == [
+        f"g_packed_{column}_document.{suffix}"
+        for column in ("attention_mask", "input_ids", "labels")
+        for suffix in ("bin", "idx")
+    ]
+    for flags in (["--workers", "3"], ["--n-subs", "4"], ["--workers", "2", "--n-subs", "7"], ["--n-subs", "100"]):
+        assert gsm8k(*mode, *flags, name="-".join(flags)) == one
+
+
+def test_merging_parts_gives_the_file_of_the_whole(gsm8k, tmp_path, capsys):
+    lines = Path(GSM8K).read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = gsm8k(name="whole")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for number, part in enumerate((lines[:11], lines[11:12], lines[12:])):
+        source = tmp_path / f"part{number}.jsonl"
+        source.write_text("".join(part), encoding="utf-8")
+        for name, content in gsm8k(name=f"part{number}", source=str(source)).items():
+            (parts / f"00{number}_{name}").write_bytes(content)
+    (tmp_path / "merged").mkdir()
+    keys = ["input_ids", "attention_mask", "labels"]
+    assert main(["--input", str(parts), "--output-prefix", str(tmp_path / "merged" / "m"), "--merge-group-keys", *keys]) == 0
+    for key in keys:
+        for suffix in ("bin", "idx"):
+            assert (tmp_path / "merged" / f"m_{key}.{suffix}").read_bytes() == whole[f"g_packed_{key}_document.{suffix}"]
+
+
+def test_merging_with_a_missing_twin_or_key_is_an_error(gsm8k, tmp_path, capsys):
+    gsm8k(name="out")
+    (tmp_path / "out" / "g_packed_labels_document.idx").unlink()
+    merge = ["--input", str(tmp_path / "out"), "--output-prefix", str(tmp_path / "m"), "--merge-group-keys"]
+    assert main([*merge, "labels"]) == 2
+    assert "g_packed_labels_document.idx does not exist" in capsys.readouterr().err
+    assert main([*merge, "nothing"]) == 2
+    assert "has 'nothing' in its name" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def in_every_format(tmp_path):
+    """The GSM8K sample as each format, by name."""
+    rows = rows_of(GSM8K)
+    table = pa.Table.from_pylist(rows)
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    (tmp_path / "lines.json").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    pyarrow.parquet.write_table(table, tmp_path / "table.parquet", row_group_size=7)
+    table.to_pandas().to_csv(tmp_path / "table.csv", index=False)
+    with pa.OSFile(str(tmp_path / "stream.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("not data")
+    for number, part in enumerate((table.slice(0, 9), table.slice(9))):
+        pyarrow.parquet.write_table(part, tmp_path / "folder" / f"part-{number}.parquet")
+    from datasets import Dataset, DatasetDict
+
+    dataset = Dataset(table)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    DatasetDict({"train": dataset, "test": dataset.select(range(2))}).save_to_disk(str(tmp_path / "saved_splits"))
+    return tmp_path
+
+
+FORMATS = [
+    "array.json", "lines.json", "table.parquet", "table.csv", "stream.arrow", "file.arrow", "folder", "saved", "saved_splits",
+]  # fmt: skip
+
+
+def test_every_format_gives_the_same_files(in_every_format, gsm8k, small_chunks):
+    wanted = gsm8k(name="jsonl")
+    for number, name in enumerate(FORMATS):
+        workers = "1" if number % 2 else "2"
+        assert gsm8k("--workers", workers, name=f"from-{name}", source=str(in_every_format / name)) == wanted, name
+
+
+def test_rows_are_numbered_within_their_file(in_every_format, small_chunks):
+    for name in ("array.json", "lines.json", "table.csv", "stream.arrow"):
+        rows = list(read_rows(open_source(str(in_every_format / name))))
+        assert [number for _, number, _ in rows] == list(range(1, 41))
+    numbers = [number for _, number, _ in read_rows(open_source(str(in_every_format / "folder")))]
+    assert numbers == [*range(1, 10), *range(1, 32)]
+
+
+def test_weights_add_up_to_the_total(in_every_format, small_chunks):
+    for name in FORMATS:
+        source = open_source(str(in_every_format / name))
+        assert sum(chunk.weight for chunk in source.chunks()) == source.total_weight(), name
+
+
+def test_a_text_file_has_one_document_a_line(tmp_path, tokenizer_folder):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    command = ["--input", str(tmp_path / "a.txt"), "--tokenizer-name-or-path", tokenizer_folder]
+    assert main([*command, "--output-prefix", str(tmp_path / "t")]) == 0
+    assert IndexedDataset(str(tmp_path / "t_text_document")).sequence_lengths.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", '{"question": "Q", "answer": "A"}\n{"question": \n', "a.jsonl, row 2: is not valid JSON"),
+        ("a.jsonl", '{"question": "Q", "answer": "A"}\n\n[1]\n', "a.jsonl, row 3: must be an object"),
+        ("a.json", '[{"question": "Q", "answer": "A"}, {"question": ]', "a.json, row 2: is not valid JSON"),
+        ("a.json", '[{"question": "Q", "answer": "A"}', "a.json, row 2: is not valid JSON (the array is not closed)"),
+        ("a.csv", "question,answer\nQ,A\nQ\n", "a.csv, row 2: has another number of fields than the header"),
+        ("a.csv", "question,answer\nQ,A,B\n", "a.csv, row 1: has another number of fields than the header"),
+    ],
+)
+def test_broken_files_name_the_row(name, content, problem, tmp_path, tokenizer_folder, capsys):
+    (tmp_path / name).write_text(content)
+    command = ["--input", str(tmp_path / name), "--tokenizer-name-or-path", tokenizer_folder, "--prompt-type", "default"]
+    command += ["--output-prefix", str(tmp_path / "o"), "--handler-name", "AlpacaStyleInstructionHandler"]
+    assert main([*command, "--map-keys", GSM8K_KEYS]) == 2
+    assert problem in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_sources_that_cannot_be_read_are_errors(tmp_path):
+    (tmp_path / "a.xml").write_text("x")
+    with pytest.raises(ValueError, match="unknown format '.xml'"):
+        open_source(str(tmp_path / "a.xml"))
+    with pytest.raises(ValueError, match="holds no .jsonl"):
+        open_source(str(tmp_path))
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "a.csv").write_text("a\n1")
+    with pytest.raises(ValueError, match="holds as many .* files"):
+        open_source(str(tmp_path))
+    with pytest.raises(ValueError, match="does not exist"):
+        open_source(str(tmp_path / "nothing.jsonl"))
+
+
+def test_packs_hold_every_sample_once_and_neat_masks_count_them(gsm8k, tmp_path, read_columns):
+    gsm8k(name="plain")
+    plain = read_columns(str(tmp_path / "plain" / "g"))
+    gsm8k(*PACK, "--neat-pack", name="neat")
+    packed = read_columns(str(tmp_path / "neat" / "g"))
+    found = []
+    for input_ids, mask, labels in zip(packed["input_ids"], packed["attention_mask"], packed["labels"], strict=True):
+        assert len(input_ids) == len(mask) == len(labels) == 1500
+        for number in range(1, max(mask) + 1):
+            places = [place for place, value in enumerate(mask) if value == number]
+            assert places == list(range(places[0], places[-1] + 1))
+            found.append(([input_ids[place] for place in places], [labels[place] for place in places]))
+        assert all(labels[place] == -100 and input_ids[place] == 0 for place, value in enumerate(mask) if value == 0)
+    assert sorted(found) == sorted(zip(plain["input_ids"], plain["labels"], strict=True))
+
+
+def test_over_long_samples_are_dropped_or_cut_and_always_counted(gsm8k, tmp_path, read_columns, capsys):
+    gsm8k(name="all")
+    lengths = [len(row) for row in read_columns(str(tmp_path / "all" / "g"))["input_ids"]]
+    limit = sorted(lengths)[20]
+    capsys.readouterr()
+    gsm8k("--seq-length", str(limit), name="short")
+    assert f"dropped, too long: {sum(length >= limit for length in lengths)}" in capsys.readouterr().out
+    kept = [len(row) for row in read_columns(str(tmp_path / "short" / "g"))["input_ids"]]
+    assert kept == [length for length in lengths if length < limit]
+    gsm8k("--seq-length", str(limit), "--pack", "--neat-pack", name="neat")
+    summary = capsys.readouterr().out
+    assert "dropped 0" in summary and f"truncated {sum(length >= limit for length in lengths)}" in summary
+
+
+def test_the_summary_counts_and_shows_the_first_sample(gsm8k, tmp_path, read_columns, capsys):
+    gsm8k()
+    summary = capsys.readouterr().out
+    columns = read_columns(str(tmp_path / "out" / "g"))
+    tokens = sum(len(row) for row in columns["input_ids"])
+    trained = sum(label != -100 for row in columns["labels"] for label in row)
+    assert "rows read 40, kept 40, dropped 0, truncated 0" in summary
+    assert f"tokens {tokens}, of them trained {trained}" in summary
+    assert "<|im_start|>assistant\n⟦Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs" in summary
+    assert "#### 18<|im_end|>⟧" in summary
+
+
+def test_the_histogram_counts_every_row():
+    text = histogram(np.array([1, 2, 3, 100]))
+    rows = [line.split() for line in text.splitlines()]
+    assert sum(int(row[3]) for row in rows) == 4
+    assert int(rows[0][0]) == 0 and int(rows[-1][2]) >= 100
+
+
+def test_show_prints_samples_and_writes_nothing(tmp_path, tokenizer_folder, capsys):
+    command = [
+        "--input",
+        GSM8K,
+        "--tokenizer-name-or-path",
+        tokenizer_folder,
+        "--handler-name",
+        "AlpacaStyleInstructionHandler",
+    ]
+    assert main([*command, "--prompt-type", "qwen", "--map-keys", GSM8K_KEYS, "--show", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("--- ") == 2 and "row 2" in printed and "⟦It takes 2/2" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_leaves_older_output_alone_and_nothing_else(gsm8k, tmp_path, tokenizer_folder, write_jsonl):
+    before = gsm8k()
+    broken = write_jsonl([{"question": "Q", "answer": "A"}, {"question": "Q"}])
+    command = ["--input", broken, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(tmp_path / "out" / "g")]
+    command += ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "qwen", "--map-keys", GSM8K_KEYS]
+    assert main(command) == 2
+    assert {file: (tmp_path / "out" / file).read_bytes() for file in sorted(os.listdir(tmp_path / "out"))} == before
+
+
+def test_a_killed_run_leaves_no_file_that_looks_finished_and_parts_are_taken_up_again(
+    gsm8k, tmp_path, tokenizer_folder, small_chunks, capsys
+):
+    wanted = gsm8k(name="whole")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    script = (
+        "import os, signal, sys\n"
+        "from mindspeed_rl.data import sources, preprocess\n"
+        "sources.LINES_BYTES = 700\n"
+        "close = preprocess.PartWriter.close\n"
+        "def close_and_die(self, stamp):\n"
+        "    close(self, stamp)\n"
+        "    if self.number == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "preprocess.PartWriter.close = close_and_die\n"
+        "from mindspeed_rl.cli.preprocess import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    command = ["--input", GSM8K, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(folder / "g")]
+    command += ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "qwen", "--map-keys", GSM8K_KEYS]
+    killed = subprocess.run([sys.executable, "-c", script, *command, "--n-subs", "5"], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert [path.name for path in folder.iterdir()] == [".g.incomplete"]
+    stamps = sorted(path.name for path in (folder / ".g.incomplete").glob("*.json"))
+    assert stamps == ["000_of_004.json", "001_of_004.json", "002_of_004.json"]
+    first = folder / ".g.incomplete" / "000_of_004_g_packed_input_ids_document.bin"
+    written = first.stat().st_mtime_ns
+    seen = []
+    from mindspeed_rl.data import preprocess as module
+
+    class Watched(module.PartWriter):
+        def __init__(self, number, prefixes):
+            seen.append(number)
+            super().__init__(number, prefixes)
+
+    original, module.PartWriter = module.PartWriter, Watched
+    try:
+        assert first.stat().st_mtime_ns == written
+        assert main([*command, "--n-subs", "5"]) == 0
+    finally:
+        module.PartWriter = original
+    assert seen == [3, 4]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == wanted
+    assert "rows read 40, kept 40" in capsys.readouterr().out
+
+
+def test_another_runs_parts_are_not_taken_up(gsm8k, tmp_path, small_chunks):
+    folder = tmp_path / "out"
+    (folder / ".g.incomplete").mkdir(parents=True)
+    (folder / ".g.incomplete" / "fingerprint").write_text("another")
+    (folder / ".g.incomplete" / "000_of_001.json").write_text("{}")
+    assert gsm8k("--n-subs", "2") == gsm8k(name="other")
+
+
+def test_two_runs_cannot_write_the_same_files(gsm8k, tmp_path, tokenizer_folder, capsys):
+    import fcntl
+
+    folder = tmp_path / "out" / ".g.incomplete"
+    folder.mkdir(parents=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [
+            "--input",
+            GSM8K,
+            "--tokenizer-name-or-path",
+            tokenizer_folder,
+            "--output-prefix",
+            str(tmp_path / "out" / "g"),
+        ]
+        assert main([*command, "--json-keys", "question"]) == 2
+    assert "is being written by another run" in capsys.readouterr().err
+
+
+def test_the_shipped_dataset_configs_name_known_handlers_and_templates():
+    from mindspeed_rl.data.templates import template_names
+
+    names = sorted(path.stem for path in (ROOT / "configs" / "datasets").glob("*.yaml"))
+    assert {"deepscaler", "math_17k", "orca_rlhf"} <= set(names)
+    for name in names:
+        config = build_config(load_dataset_config(name, ROOT / "configs" / "datasets"))
+        assert config.handler_name in HANDLERS and config.prompt_type in template_names()
+
+
+def test_a_config_file_and_flags_make_one_run(tmp_path, tokenizer_folder, write_jsonl, read_columns):
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"ground_truth": "2"}}]
+    shipped = yaml.safe_load((ROOT / "configs" / "datasets" / "math_17k.yaml").read_text())
+    settings = {
+        **shipped,
+        "input": write_jsonl(rows),
+        "tokenizer-name-or-path": tokenizer_folder,
+        "output_prefix": str(tmp_path / "x"),
+    }
+    del settings["tokenizer_name_or_path"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["--config-name", "mine", "--config-dir", str(tmp_path), "--workers", "1"]) == 0
+    by_flag = read_columns(str(tmp_path / "x"))
+    assert main(["mine", "--config-dir", str(tmp_path), "--output-prefix", str(tmp_path / "y"), "--workers", "1"]) == 0
+    assert read_columns(str(tmp_path / "y")) == by_flag
+    assert [len(by_flag[name][0]) for name in ("input_ids", "labels")] == [3, 1]
+
+
+def test_the_guides_three_commands_run(tmp_path, tokenizer_folder, write_jsonl):
+    """Pretraining, tuning and RL prompts with the flags of the guide, unchanged but for paths and the number of processes."""
+    os.makedirs(tmp_path / "web")
+    pyarrow.parquet.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "web" / "a.parquet")
+    pretrain = f"""--input {tmp_path}/web/ --tokenizer-name-or-path {tokenizer_folder} --tokenizer-type PretrainedFromHF
+        --handler-name GeneralPretrainHandler --cache-dir {tmp_path}/cache --output-prefix {tmp_path}/open-web-math
+        --json-keys text --workers 2 --n-subs 16 --log-interval 1000"""
+    assert main(pretrain.split()) == 0
+    pyarrow.parquet.write_table(pa.table({"instruction": ["Q"], "input": ["i"], "output": ["A"]}), tmp_path / "alpaca.parquet")
+    tune = f"""--input {tmp_path}/alpaca.parquet --tokenizer-name-or-path {tokenizer_folder} --output-prefix {tmp_path}/alpaca
+        --workers 2 --log-interval 1000 --tokenizer-type PretrainedFromHF --handler-name AlpacaStyleInstructionHandler
+        --prompt-type llama2"""
+    assert main(tune.split()) == 0
+    pyarrow.parquet.write_table(pa.table({"prompt": ["Q"]}), tmp_path / "prompts.parquet")
+    prompts = f"""--input {tmp_path}/prompts.parquet --tokenizer-name-or-path {tokenizer_folder}
+        --output-prefix {tmp_path}/descriptiveness --workers 2 --log-interval 1000 --tokenizer-type PretrainedFromHF
+        --handler-name PPOAlpacaStyleInstructionHandler --prompt-type llama3 --map-keys"""
+    keys = '{"prompt":"prompt", "query":"", "response": "prompt", "system":""}'
+    assert main([*prompts.split(), keys]) == 0
+    written = {path.name for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx")}
+    wanted = ["open-web-math_text", *(f"alpaca_packed_{c}" for c in ("input_ids", "attention_mask", "labels"))]
+    wanted += [f"descriptiveness_packed_{c}" for c in ("input_ids", "attention_mask")]
+    assert written == {f"{name}_document.{suffix}" for name in wanted for suffix in ("bin", "idx")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--neat-pack"], "neat_pack needs pack"),
+        (["--pack"], "pack needs seq_length"),
+        (["--workers", "0"], "workers=0 must be at least 1"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "tokenizer_type='GPT2BPETokenizer' is not supported"),
+        (["--prompt-type", "qwen"], "prompt_type='qwen' has no meaning for GeneralPretrainHandler"),
+        (["--pack", "--seq-length", "8"], "pack has no meaning for GeneralPretrainHandler"),
+        (
+            ["--handler-name", "AlpacaStyleInstructionHandler", "--enable-thinking", "true"],
+            "enable_thinking=true has no meaning",
+        ),
+        (["--handler-name", "AlpacaStyleInstructionHandler", "--reasoning-effort", "max"], "allowed: none for this template"),
+        (["--output-prefix", "/nonexistent/x"], "the folder '/nonexistent' does not exist"),
+        (["--tokenizer-name-or-path", "/nonexistent"], "tokenizer_name_or_path='/nonexistent' is not a folder"),
+        (["--handler-name", "LlamaFactoryInstructionHandler"], "needs dataset_dir"),
+    ],
+)
+def test_wrong_settings_are_one_clear_error(flags, problem, tmp_path, tokenizer_folder, capsys):
+    command = ["--input", GSM8K, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(tmp_path / "o")]
+    assert main([*command, *flags]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_config_keys_name_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match="'handler_nam' is no key of a dataset config; did you mean 'handler_name'"):
+        build_config({"handler_nam": "x"})
+    with pytest.raises(ValueError, match="input is missing"):
+        build_config({"output_prefix": "x"})
+    with pytest.raises(ValueError, match="config_name='nothing': .* does not exist"):
+        load_dataset_config("nothing", tmp_path)
+
+
+def test_preprocessing_of_nothing_usable_is_an_error(tmp_path, tokenizer_folder, write_jsonl, capsys):
+    rows = write_jsonl([{"text": ""}])
+    assert main(["--input", rows, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(tmp_path / "o")]) == 2
+    assert "no row of" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_max_samples_stops_after_so_many_rows(gsm8k, capsys, small_chunks):
+    gsm8k("--max-samples", "7", "--workers", "2")
+    assert "rows read 7, kept 7" in capsys.readouterr().out
