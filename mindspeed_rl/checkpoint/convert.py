@@ -42,7 +42,7 @@ from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import with_mindspeed_mla
 from mindspeed_rl.models.weights import WeightOp
 
-_TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
+TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
 _STATE_NAME = "conversion.json"
 _DONE_NAME = "conversion.done"
 _ITERATION = "iter_0000001"
@@ -316,7 +316,9 @@ def check_destination(destination: Destination) -> None:
         raise ValueError(f"{final} exists already; choose another --save-dir, or pass --overwrite to replace it")
 
 
-def run_plan(plan: Plan, *, workers: int = 1, verify: bool = False, progress: Progress | None = None) -> Path:
+def run_plan(
+    plan: Plan, *, workers: int = 1, verify: bool = False, progress: Progress | None = None, task_bytes: int = TASK_BYTES
+) -> Path:
     """Write the checkpoint and give it its name; the folder that was made.
 
     After an error nothing is left; after an interruption (Ctrl-C, kill) the next run with the same settings continues.
@@ -329,9 +331,9 @@ def run_plan(plan: Plan, *, workers: int = 1, verify: bool = False, progress: Pr
     staging = plan.destination.staging
     try:
         with _clear_errors(plan):
-            _write(plan, workers, progress)
+            _write(plan, workers, progress, task_bytes)
             if verify:
-                _verify(plan, workers, progress)
+                _verify(plan, workers, progress, task_bytes)
     except Exception:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -350,9 +352,9 @@ def _clear_errors(plan: Plan) -> Iterator[None]:
         ) from error
 
 
-def _write(plan: Plan, workers: int, progress: Progress) -> None:
+def _write(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> None:
     staging = plan.destination.staging
-    fingerprint = _fingerprint(plan)
+    fingerprint = _fingerprint(plan, task_bytes)
     state = staging / _STATE_NAME
     if staging.exists() and not (state.is_file() and json.loads(state.read_text()).get("fingerprint") == fingerprint):
         shutil.rmtree(staging)
@@ -364,7 +366,7 @@ def _write(plan: Plan, workers: int, progress: Progress) -> None:
     if fresh:
         # only now: a run that was stopped while making files starts afresh
         state.write_text(json.dumps({"fingerprint": fingerprint}), encoding="utf-8")
-    tasks = _tasks(_jobs(plan.source, targets))
+    tasks = _tasks(_jobs(plan.source, targets), task_bytes)
     done_file = staging / _DONE_NAME
     done = set(map(int, done_file.read_text().split())) if done_file.is_file() else set()
     open_tasks = [(number, jobs) for number, jobs in enumerate(tasks) if number not in done]
@@ -386,11 +388,11 @@ def _jobs(source: Source, targets: Sequence[Target]) -> list[Job]:
     return jobs
 
 
-def _tasks(jobs: Sequence[Job]) -> list[list[Job]]:
+def _tasks(jobs: Sequence[Job], task_bytes: int) -> list[list[Job]]:
     tasks: list[list[Job]] = []
     filled = 0
     for job in jobs:
-        if not tasks or filled + job.num_bytes > _TASK_BYTES:
+        if not tasks or filled + job.num_bytes > task_bytes:
             tasks.append([])
             filled = 0
         tasks[-1].append(job)
@@ -430,9 +432,9 @@ def _check_space(plan: Plan) -> None:
         raise ValueError(f"{plan.destination.path} needs {plan.num_bytes / 1e9:.2f} GB; the disk has {free / 1e9:.2f} GB left")
 
 
-def _fingerprint(plan: Plan) -> str:
+def _fingerprint(plan: Plan, task_bytes: int) -> str:
     """Changes with the source files, the options and the plan: what an interrupted run must share with its successor."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{task_bytes}\n".encode())
     weight_files = sorted(
         p for p in plan.source.path.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".pt", ".distcp")
     )
@@ -474,7 +476,7 @@ def _write_companions(plan: Plan, folder: Path) -> None:
 # ---------------------------------------------------------------------- proof
 
 
-def _verify(plan: Plan, workers: int, progress: Progress) -> None:
+def _verify(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> None:
     """Open the staged result as any reader would and compare every HF tensor with the source, bit for bit."""
     result = _open_result(plan)
     in_source = {name for group in plan.source.groups for name in group.hf}
@@ -487,7 +489,7 @@ def _verify(plan: Plan, workers: int, progress: Progress) -> None:
             raise ValueError(f"verification: {copy} differs from {owner} in the result")
     compared = [_Expected(group) for group in result.groups if group.hf[0] in in_source or group.hf[0] not in result.equal]
     jobs = _jobs(plan.source, compared)
-    tasks = list(enumerate(_tasks(jobs)))
+    tasks = list(enumerate(_tasks(jobs, task_bytes)))
     progress.start("verifying", sum(job.num_bytes for job in jobs), 0)
     for _, num_bytes in _execute(_check_jobs, tasks, (plan.transform,), workers):
         progress.advance(num_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -27,6 +28,9 @@ from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import distributed_name, names_to_try
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.weights import WeightOp
+
+#: Holds the one object that stands for every layer's empty extra state.
+EXTRA_STATE_FILE = "__0_extra_state.distcp"
 
 _METADATA_CLASSES = {
     "Metadata",
@@ -288,13 +292,36 @@ class DistPlan:
                     for start, content in envelopes:
                         stream.seek(start)
                         stream.write(content)
-        metadata = dcp.Metadata(state_dict_metadata=dict(entries), planner_data={}, storage_data=storage)
+        metadata = dcp.Metadata({**entries, **self._extra_states(storage)}, planner_data={}, storage_data=storage)
         with (self.folder / ".metadata").open("wb") as stream:
             pickle.dump(metadata, stream)
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
         (self.folder / "metadata.json").write_text(json.dumps({**config, "common_backend_version": 1}), encoding="utf-8")
         torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 1}, self.folder / "common.pt")
         return targets
+
+    def _extra_states(self, storage: dict[dcp.MetadataIndex, _StorageInfo]) -> dict[str, dcp.BytesStorageMetadata]:
+        """The (empty) extra states of linear layers and attention, which Megatron's loader insists on; all share one object."""
+        empty = io.BytesIO()
+        torch.save([None], empty)
+        path = self.folder / EXTRA_STATE_FILE
+        path.write_bytes(empty.getvalue())
+        info = _StorageInfo(path.name, 0, len(empty.getvalue()))
+        names: dict[str, dcp.BytesStorageMetadata] = {}
+        for file in self.files:
+            for op, _, _ in file.items:
+                module, found, _ = op.mcore.rpartition(".weight")
+                if not found or op.place not in ("layer", "mtp") or not module.rpartition(".")[2].startswith("linear_"):
+                    continue
+                name, index, sizes = distributed_name(self.network, op)
+                position = "/shard_" + ".".join(map(str, index or (0,))) + "_" + ".".join(map(str, sizes or (1,)))
+                names[name.removesuffix(".weight") + "._extra_state" + position] = dcp.BytesStorageMetadata()
+                if module.endswith(".self_attention.linear_proj"):
+                    # TransformerEngine's attention has one as well
+                    attention = name.removesuffix("linear_proj.weight") + "core_attention._extra_state"
+                    names[attention + position] = dcp.BytesStorageMetadata()
+        storage |= {dcp.MetadataIndex(name): info for name in names}
+        return names
 
 
 def plan_dist(

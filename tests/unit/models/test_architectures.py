@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+
+from mindspeed_rl.models import ARCHITECTURES, all_architectures, architecture_for, find_architecture
+from mindspeed_rl.models.architecture import ExpertPacking
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+@pytest.mark.parametrize("kind", ["local", "grouped"])
+def test_the_table_names_every_tensor_that_transformers_saves_with_its_shape(name: str, kind: str, tmp_path) -> None:
+    from mindspeed_rl.checkpoint.hf import HfFolder
+
+    tiny_models.save_hf_model(name, tmp_path)
+    folder = HfFolder(tmp_path)
+    architecture = architecture_for(folder.config)
+    network = architecture.network(folder.config)
+    packing = ExpertPacking(kind, 2 if network.num_moe_experts else 1)
+    shapes = {}
+    for op in architecture.weight_ops(network, packing):
+        if not op.copy_of_tied:
+            assert not shapes.keys() & set(op.hf), f"{op.mcore} repeats an HF tensor"
+            shapes |= dict(zip(op.hf, op.shapes))
+    assert shapes == {name: folder.shape(name) for name in folder.stored_names}
+
+
+def test_every_registered_architecture_loads_under_its_name() -> None:
+    assert [architecture.name for architecture in all_architectures()] == list(ARCHITECTURES)
+
+
+def test_importing_the_registry_loads_no_torch() -> None:
+    code = "import sys, mindspeed_rl.models; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown architecture 'qwen33'; known are llama, .* did you mean 'qwen3'"):
+        find_architecture("qwen33")
+
+
+def test_an_unsupported_config_is_refused_with_the_supported_classes() -> None:
+    with pytest.raises(ValueError, match="'BloomForCausalLM'.* not supported; supported are LlamaForCausalLM"):
+        architecture_for({"architectures": ["BloomForCausalLM"], "model_type": "bloom"})
+
+
+def test_rope_settings_are_read_in_both_spellings() -> None:
+    common = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    common |= {"intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 131072}
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    llama = find_architecture("llama")
+    old = llama.network({**common, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}})
+    new = llama.network({**common, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
+    assert old == new
+    assert (new.rotary_base, new.rope_scaling.type, new.rope_scaling.factor) == (5e5, "llama3", 8.0)
+    assert llama.network({**common, "rope_theta": 5e5}).rope_scaling is None
+
+
+def test_a_rope_type_that_megatron_cannot_express_is_refused() -> None:
+    config = tiny_models.hf_config_of(tiny_models.make_hf_model("llama"))
+    with pytest.raises(ValueError, match="rope type 'dynamic'; supported are default, linear, llama3 and yarn"):
+        architecture_for(config).network({**config, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ValueError, match="config.json has no 'hidden_size'"):
+        find_architecture("qwen2").network({"model_type": "qwen2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"attention_bias": True}, "sets attention_bias"),
+        ("llama", {"hidden_act": "gelu"}, "activation 'gelu'; this architecture is built with silu"),
+        ("deepseek3", {"quantization_config": {"quant_method": "fp8"}}, "convert the checkpoint to bfloat16 first"),
+        ("deepseek3", {"num_experts_per_tok": 4}, "must be 2"),
+        ("deepseek2-lite", {"topk_method": "group_limited_greedy"}, "supported with 'greedy'"),
+    ],
+)
+def test_settings_that_would_compute_something_else_are_refused(name: str, change: dict, message: str) -> None:
+    config = {**tiny_models.hf_config_of(tiny_models.make_hf_model(name)), **change}
+    with pytest.raises(ValueError, match=message):
+        architecture_for(config).network(config)
