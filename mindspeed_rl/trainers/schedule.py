@@ -7,7 +7,7 @@ from typing import Any
 from mindspeed_rl.algorithms.kl import kl_coefficient, kl_controller
 from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.workers.rows import mini_batches
+from mindspeed_rl.workers.order import mini_batches
 
 
 class DisagreementError(RuntimeError):

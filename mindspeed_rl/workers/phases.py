@@ -16,7 +16,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.workers.integrated import UpdateOrder
 from mindspeed_rl.workers.model_source import ModelSource, find_model
-from mindspeed_rl.workers.rows import share_of, to_rows
+from mindspeed_rl.workers.order import share_of
 
 #: seconds that ranks wait for each other in collectives before the run is given up
 _COLLECTIVE_TIMEOUT_S = 1800.0
@@ -332,7 +332,7 @@ class Phases:
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
                 batch = self._fetch(consumer, ["input_ids", "prompt_length"], part)
-                output = role.engine.forward(to_rows(batch, {}), self._batching(limits))
+                output = role.engine.forward(self._rows(batch, {}), self._batching(limits))
                 if self.is_output:
                     data: dict[str, list[Tensor]] = {names[0]: output[0]}
                     if names[1] is not None:
@@ -386,7 +386,7 @@ class Phases:
             self._onload_actor(training=True)
             for rows in order.steps:
                 batch = self._fetch("actor_train", ["input_ids", "prompt_length", *columns.values()], self._step_rows(rows))
-                metrics.merge(self._step(self.actor, to_rows(batch, columns), loss, "actor"))
+                metrics.merge(self._step(self.actor, self._rows(batch, columns), loss, "actor"))
         return metrics
 
     def update_critic(self, steps: list[list[int]]) -> Metrics:
@@ -407,8 +407,13 @@ class Phases:
             self.critic.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in steps:
                 batch = self._fetch("critic_train", ["input_ids", "prompt_length", *columns.values()], self._step_rows(rows))
-                metrics.merge(self._step(self.critic, to_rows(batch, columns), loss, "critic"))
+                metrics.merge(self._step(self.critic, self._rows(batch, columns), loss, "critic"))
         return metrics
+
+    def _rows(self, batch: Any, columns: dict[str, str]) -> Any:
+        from mindspeed_rl.workers.rows import to_rows
+
+        return to_rows(batch, columns)
 
     def _step_rows(self, rows: Sequence[int]) -> list[int]:
         """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""

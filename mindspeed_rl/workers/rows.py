@@ -1,14 +1,12 @@
-"""Between the data plane's columns and the engine's rows, and who works on which rows."""
+"""Between the data plane's columns and the engine's rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from mindspeed_rl.dataplane.records import Batch
-from mindspeed_rl.engine.balance import balance_ranks
 from mindspeed_rl.engine.batching import Rows
 
 
@@ -24,35 +22,3 @@ def to_rows(batch: Batch, columns: Mapping[str, str]) -> Rows:
         prompt_lengths=[int(length) for length in batch["prompt_length"]],
         columns={name: list(batch[source]) for name, source in columns.items()},
     )
-
-
-def mini_batches(
-    num_rows: int, mini_batch_size: int, epochs: int, *, group_size: int, shuffle_seed: int | None
-) -> list[list[int]]:
-    """Rows of each optimizer step of an iteration, in order.
-
-    Args:
-        num_rows: rows of the rollout.
-        mini_batch_size: rows of a step.
-        epochs: passes over the rows.
-        group_size: shuffling moves whole groups, so that a group stays in one step.
-        shuffle_seed: None keeps the order.
-    """
-    steps = []
-    for epoch in range(epochs):
-        order = np.arange(num_rows)
-        if shuffle_seed is not None:
-            groups = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([shuffle_seed, epoch]))).permutation(
-                num_rows // group_size
-            )
-            order = (groups[:, None] * group_size + np.arange(group_size)[None, :]).flatten()
-        steps += [order[first : first + mini_batch_size].tolist() for first in range(0, num_rows, mini_batch_size)]
-    return steps
-
-
-def share_of(rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None) -> list[int]:
-    """This data-parallel rank's rows of a step: consecutive ones, or with lengths a share of equal count and close tokens."""
-    if lengths is None:
-        size = len(rows) // num_ranks
-        return list(rows[rank * size : (rank + 1) * size])
-    return [rows[position] for position in balance_ranks(lengths, num_ranks)[rank]]

@@ -1,0 +1,41 @@
+"""Who works on which rows, in which order: pure arithmetic, also used by the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindspeed_rl.engine.balance import balance_ranks
+
+
+def mini_batches(
+    num_rows: int, mini_batch_size: int, epochs: int, *, group_size: int, shuffle_seed: int | None
+) -> list[list[int]]:
+    """Rows of each optimizer step of an iteration, in order.
+
+    Args:
+        num_rows: rows of the rollout.
+        mini_batch_size: rows of a step.
+        epochs: passes over the rows.
+        group_size: shuffling moves whole groups, so that a group stays in one step.
+        shuffle_seed: None keeps the order.
+    """
+    steps = []
+    for epoch in range(epochs):
+        order = np.arange(num_rows)
+        if shuffle_seed is not None:
+            groups = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([shuffle_seed, epoch]))).permutation(
+                num_rows // group_size
+            )
+            order = (groups[:, None] * group_size + np.arange(group_size)[None, :]).flatten()
+        steps += [order[first : first + mini_batch_size].tolist() for first in range(0, num_rows, mini_batch_size)]
+    return steps
+
+
+def share_of(rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None) -> list[int]:
+    """This data-parallel rank's rows of a step: consecutive ones, or with lengths a share of equal count and close tokens."""
+    if lengths is None:
+        size = len(rows) // num_ranks
+        return list(rows[rank * size : (rank + 1) * size])
+    return [rows[position] for position in balance_ranks(lengths, num_ranks)[rank]]
