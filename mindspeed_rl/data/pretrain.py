@@ -34,7 +34,9 @@ class PretrainData:
 
 
 class _TokenizerFacts:
-    """The three facts that GPTDataset asks a tokenizer for."""
+    """What GPTDataset asks a tokenizer for. Without a vocab_size it reads the token type from the index."""
+
+    vocab_size: int | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.eod: int = tokenizer.eos_token_id
@@ -92,9 +94,13 @@ def build_pretrain_datasets(
         is_built_on_rank: False on ranks that need no data (middle pipeline stages).
     """
     prefixes, weights = blend(data.data_path)
+    import torch
+
     with megatron_import():
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    if len(prefixes) > 1 and data.cache_dir is not None and not torch.distributed.is_initialized():
+        raise ValueError("a blend with a cache_dir needs torch.distributed to run (megatron-core asks for the rank)")
     config = GPTDatasetConfig(
         random_seed=data.seed,
         sequence_length=data.seq_length,

@@ -21,8 +21,7 @@ from mindspeed_rl.data.tokenizer import set_eos_token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-#: how raw rows with a `prompt` column and no Alpaca columns are read
+# How raw rows with a text column `prompt` and no `instruction` are read when nothing else is said.
 PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
 
 
@@ -38,6 +37,7 @@ class PromptItem(TypedDict):
 class PromptSettings:
     """How raw prompts are read; names are those of the run file.
 
+    map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not asked for.
     """
@@ -172,7 +172,7 @@ def _load_raw(
         numbered = read_chunk(chunk)
         if handler is None:
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
-            if settings.map_keys is None and "prompt" in first and "instruction" not in first:
+            if settings.map_keys is None and isinstance(first.get("prompt"), str) and "instruction" not in first:
                 settings = replace(settings, map_keys=PLAIN_COLUMNS)
             kind = handler_class(settings.handler_name or _handler_for(first, keys, settings.map_keys))
             handler = kind(

@@ -1,0 +1,346 @@
+"""The datasets that training reads, over files written here with megatron-core or by preprocessing."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizer import build_tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from mindspeed_rl.cli.preprocess import main
+from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, open_indexed
+from mindspeed_rl.data.preference import PreferenceDataset
+from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datasets
+from mindspeed_rl.data.process_reward import ProcessRewardDataset
+from mindspeed_rl.data.prompts import PromptSettings, open_prompts
+from mindspeed_rl.data.samplers import BatchSampler, epoch_order
+from mindspeed_rl.data.sft import InstructionDataset, pad_batch
+from mindspeed_rl.data.tokenizer import load_tokenizer
+
+BYTES = build_tokenizer()
+
+
+def ids(text):
+    return BYTES(text, add_special_tokens=False)["input_ids"]
+
+
+def write_megatron(prefix, rows):
+    """Write rows the way any Megatron script does."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for row in rows:
+        builder.add_item(torch.tensor(row, dtype=torch.int32))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.fixture
+def write_packed(tmp_path):
+    def write(**columns):
+        for name, rows in columns.items():
+            write_megatron(tmp_path / f"d_packed_{name}_document", rows)
+        return str(tmp_path / "d")
+
+    return write
+
+
+def test_our_writer_writes_the_bytes_of_megatrons_builder(tmp_path):
+    rows = [[1, -100, 3], [7], [2**31 - 1, 0]]
+    write_megatron(tmp_path / "theirs", rows)
+    writer = IndexedWriter(tmp_path / "ours")
+    writer.add_documents(np.array(rows[0], dtype=np.int32), [3])
+    writer.add_documents(np.array(rows[1] + rows[2], dtype=np.int32), [1, 2])
+    writer.close()
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+
+
+def test_sft_rows_come_back_unshifted(write_packed):
+    prefix = write_packed(input_ids=[[5, 6, 7], [8, 9]], attention_mask=[[1, 1, 1], [1, 1]], labels=[[-100, 6, 7], [-100, 9]])
+    dataset = InstructionDataset(prefix)
+    assert len(dataset) == 2 and dataset.lengths.tolist() == [3, 2]
+    row = dataset[0]
+    assert row["input_ids"].tolist() == [5, 6, 7] and row["labels"].tolist() == [-100, 6, 7]
+    assert row["sample_lengths"].tolist() == [3]
+    assert all(values.dtype == np.int64 for values in row.values())
+
+
+def test_a_neat_pack_is_split_by_its_mask_and_loses_its_padding(write_packed):
+    prefix = write_packed(
+        input_ids=[[5, 6, 7, 8, 9, 0, 0]], attention_mask=[[1, 1, 1, 2, 2, 0, 0]], labels=[[-100, 6, 7, -100, 9, -100, -100]]
+    )
+    row = InstructionDataset(prefix)[0]
+    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert row["sample_lengths"].tolist() == [3, 2]
+    cut = InstructionDataset(prefix, seq_length=4)[0]
+    assert cut["input_ids"].tolist() == [5, 6, 7, 8] and cut["sample_lengths"].tolist() == [3, 1]
+
+
+def test_a_full_neat_pack_without_padding_is_split_too(write_packed):
+    prefix = write_packed(input_ids=[[5, 6, 7]], attention_mask=[[1, 1, 2]], labels=[[-100, 6, 7]])
+    assert InstructionDataset(prefix)[0]["sample_lengths"].tolist() == [2, 1]
+
+
+def test_a_plain_pack_is_one_sample_unless_split_at_its_end_tokens(write_packed):
+    end = 2
+    prefix = write_packed(
+        input_ids=[[5, 6, end, 8, 9, end, 0, 0]],
+        attention_mask=[[1] * 8],
+        labels=[[-100, 6, end, -100, 9, end, -100, -100]],
+    )
+    assert InstructionDataset(prefix)[0]["sample_lengths"].tolist() == [8]
+    row = InstructionDataset(prefix, pad_id=0)[0]
+    assert row["sample_lengths"].tolist() == [6]
+    row = InstructionDataset(prefix, pad_id=0, eos_id=end, split_at_eos=True)[0]
+    assert row["sample_lengths"].tolist() == [3, 3]
+
+
+def test_an_end_token_the_model_only_reads_does_not_split(write_packed):
+    prefix = write_packed(input_ids=[[5, 2, 6, 2]], attention_mask=[[1] * 4], labels=[[-100, -100, 6, 2]])
+    assert InstructionDataset(prefix, eos_id=2, split_at_eos=True)[0]["sample_lengths"].tolist() == [4]
+
+
+def test_missing_or_unequal_columns_are_errors(write_packed, tmp_path):
+    prefix = write_packed(input_ids=[[1, 2]], labels=[[1, 2]])
+    with pytest.raises(ValueError, match=r"d_packed_attention_mask_document.idx \(found: input_ids, labels\)"):
+        InstructionDataset(prefix)
+    write_packed(attention_mask=[[1]])
+    with pytest.raises(ValueError, match="input_ids and attention_mask .* differ in length"):
+        InstructionDataset(prefix)
+    write_packed(attention_mask=[[1, 1], [1]])
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        InstructionDataset(prefix)
+    with pytest.raises(ValueError, match="no such files at all"):
+        IndexedColumns(tmp_path / "other", ["input_ids"])
+
+
+def test_half_written_files_are_errors(tmp_path):
+    write_megatron(tmp_path / "a", [[1]])
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(ValueError, match="a.bin does not exist"):
+        open_indexed(tmp_path / "a")
+    (tmp_path / "a.bin").write_bytes(b"1234")
+    (tmp_path / "a.idx").write_bytes(b"")
+    with pytest.raises(ValueError, match="not a Megatron index"):
+        open_indexed(tmp_path / "a")
+
+
+def test_preference_pairs_and_their_length_filter(write_packed):
+    prefix = write_packed(
+        chosen_input_ids=[[1, 2], [3]],
+        chosen_labels=[[-100, 2], [3]],
+        rejected_input_ids=[[1, 4, 5], [6]],
+        rejected_labels=[[-100, 4, 5], [6]],
+    )
+    dataset = PreferenceDataset(prefix)
+    assert {name: values.tolist() for name, values in dataset[0].items()} == {
+        "chosen_input_ids": [1, 2],
+        "chosen_labels": [-100, 2],
+        "rejected_input_ids": [1, 4, 5],
+        "rejected_labels": [-100, 4, 5],
+    }
+    short = PreferenceDataset(prefix, seq_length=2)
+    assert len(short) == 1 and short.num_too_long == 1 and short[0]["rejected_input_ids"].tolist() == [6]
+
+
+def test_process_reward_samples_know_their_steps(write_packed):
+    prefix = write_packed(input_ids=[[1, 9, 2, 9]], attention_mask=[[1] * 4], labels=[[-100, 3, -100, 4]])
+    sample = ProcessRewardDataset(prefix)[0]
+    assert sample["step_positions"].tolist() == [1, 3]
+    assert sample["labels"][sample["step_positions"]].tolist() == [3, 4]
+
+
+RL_ROWS = [
+    {"q": "short", "a": "1", "level": 3},
+    {"q": "much too long", "a": "2", "level": 4},
+    {"q": "tiny", "a": "3", "level": 5},
+]
+RL_KEYS = {"prompt": "q", "query": "", "response": "a", "system": ""}
+
+
+def test_raw_and_preprocessed_prompts_are_the_same(tmp_path, tokenizer_folder, write_jsonl):
+    raw = write_jsonl(RL_ROWS)
+    command = ["--input", raw, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(tmp_path / "rl")]
+    command += ["--handler-name", "R1AlpacaStyleInstructionHandler", "--prompt-type", "qwen", "--map-keys", json.dumps(RL_KEYS)]
+    assert main([*command, "--dataset-additional-keys", "labels", "level"]) == 0
+    settings = PromptSettings(prompt_type="qwen", map_keys=RL_KEYS)
+    options = {"max_prompt_length": 300, "dataset_additional_keys": ["labels", "level"]}
+    indexed = open_prompts(tmp_path / "rl", load_tokenizer(tokenizer_folder), **options)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    loaded = open_prompts(raw, tokenizer, settings=settings, **options)
+    assert len(indexed) == len(loaded) == 3
+    for index in range(3):
+        assert indexed[index]["prompt_ids"] == loaded[index]["prompt_ids"]
+        assert indexed[index]["label"] == loaded[index]["label"] == RL_ROWS[index]["a"]
+        assert indexed[index]["columns"] == {"level": str(RL_ROWS[index]["level"])}
+        assert loaded[index]["columns"] == {"level": RL_ROWS[index]["level"]}
+    wanted = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\ntiny<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert loaded[2]["prompt_ids"] == ids(wanted)
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_prompts_as_long_as_the_limit_are_filtered_and_counted(tmp_path, tokenizer, write_jsonl):
+    raw = write_jsonl([*RL_ROWS, {"q": " ", "a": "x"}])
+    limit = len("much too long")
+    settings = PromptSettings(map_keys=RL_KEYS)
+    prompts = open_prompts(raw, tokenizer, max_prompt_length=limit, settings=settings)
+    assert [prompts[index]["label"] for index in range(len(prompts))] == ["1", "3"]
+    assert (prompts.num_read, prompts.num_too_long, prompts.dropped) == (4, 1, {"empty prompt": 1})
+    assert prompts.describe() == "2 prompts of 4 rows (1 too long, 1 empty prompt)"
+    assert len(open_prompts(raw, tokenizer, max_prompt_length=limit + 1, settings=settings)) == 3
+    with pytest.raises(ValueError, match="no prompt is left"):
+        open_prompts(raw, tokenizer, max_prompt_length=2, settings=settings)
+
+
+def test_raw_prompts_without_labels_and_in_chat_form(tokenizer, write_jsonl):
+    ppo = open_prompts(write_jsonl([{"instruction": "Q"}]), tokenizer, max_prompt_length=9, dataset_additional_keys=[])
+    assert ppo[0] == {"prompt_ids": ids("Q"), "label": None, "columns": {}}
+    chat = [{"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "7"}}]
+    assert open_prompts(write_jsonl(chat), tokenizer, max_prompt_length=9)[0]["label"] == "7"
+    plain = [{"prompt": "Q", "labels": "8", "instruct": "no"}]
+    assert open_prompts(write_jsonl(plain), tokenizer, max_prompt_length=9)[0] == {
+        "prompt_ids": ids("Q"),
+        "label": "8",
+        "columns": {},
+    }
+
+
+def test_malformed_raw_prompts_name_the_row(tokenizer, write_jsonl):
+    raw = write_jsonl([{"instruction": "Q", "output": "A"}, {"instruction": "Q"}])
+    with pytest.raises(ValueError, match="rows.jsonl, row 2: has no column 'output'"):
+        open_prompts(raw, tokenizer, max_prompt_length=9)
+    skipped = open_prompts(raw, tokenizer, max_prompt_length=9, settings=PromptSettings(on_bad_row="skip"))
+    assert len(skipped) == 1 and skipped.dropped == {"malformed": 1}
+    with pytest.raises(ValueError, match="is neither a raw file or folder, nor a prefix"):
+        open_prompts("/nonexistent/x", tokenizer, max_prompt_length=9)
+
+
+def test_the_labels_of_an_sft_dataset_are_not_reference_answers(write_packed, tokenizer):
+    prefix = write_packed(input_ids=[[1, 2]], attention_mask=[[1, 1]], labels=[[-100, 2]])
+    assert open_prompts(prefix, tokenizer, max_prompt_length=9, dataset_additional_keys=[])[0]["label"] is None
+    with pytest.raises(ValueError, match="labels of supervised tuning"):
+        open_prompts(prefix, tokenizer, max_prompt_length=9)
+
+
+@pytest.mark.parametrize("tail", ["wrap", "drop"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_batches_resume_where_they_stopped(tail, shuffle):
+    sampler = BatchSampler(7, seed=3, shuffle=shuffle, tail=tail)
+    stream = sampler.batches(0, 3)
+    whole = [next(stream) for _ in range(12)]
+    for done in range(10):
+        resumed = BatchSampler(7, seed=3, shuffle=shuffle, tail=tail).batches(3 * done, 3)
+        assert [next(resumed) for _ in range(2)] == whole[done : done + 2]
+
+
+def test_wrapping_shows_every_sample_once_an_epoch():
+    stream = BatchSampler(7, seed=3).batches(0, 3)
+    drawn = [index for _ in range(7) for index in next(stream)]
+    assert [sorted(drawn[start : start + 7]) for start in (0, 7, 14)] == [list(range(7))] * 3
+    assert drawn[:7] != drawn[7:14]
+
+
+def test_dropping_leaves_out_what_fills_no_batch():
+    stream = BatchSampler(7, shuffle=False, tail="drop").batches(0, 3)
+    assert [next(stream) for _ in range(4)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="batch size 8 exceeds the dataset's 7 samples"):
+        next(BatchSampler(7, tail="drop").batches(0, 8))
+
+
+def test_a_batch_larger_than_the_dataset_wraps_over_several_epochs():
+    assert next(BatchSampler(2, shuffle=False).batches(0, 5)) == [0, 1, 0, 1, 0]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    orders = {tuple(epoch_order(20, seed=seed, epoch=epoch, shuffle=True)) for seed in (1, 2) for epoch in (0, 1)}
+    assert len(orders) == 4
+    assert np.array_equal(epoch_order(20, seed=1, epoch=1, shuffle=True), epoch_order(20, seed=1, epoch=1, shuffle=True))
+
+
+def test_wrong_samplers_are_errors():
+    with pytest.raises(ValueError, match="holds no samples"):
+        BatchSampler(0)
+    with pytest.raises(ValueError, match="tail='cut' is unknown"):
+        BatchSampler(3, tail="cut")
+    with pytest.raises(ValueError, match="must not be negative"):
+        next(BatchSampler(3).batches(-1, 2))
+
+
+def test_padding_a_batch():
+    rows = [np.array([1, 2, 3]), np.array([4])]
+    assert pad_batch(rows, 0).tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert pad_batch(rows, -100, multiple_of=4).tolist() == [[1, 2, 3, -100], [4, -100, -100, -100]]
+    assert pad_batch(rows, 0, length=5).shape == (2, 5)
+    with pytest.raises(ValueError, match="a row has 3 tokens, more than the length 2"):
+        pad_batch(rows, 0, length=2)
+
+
+def test_blends_read_prefixes_and_weights(tmp_path):
+    for name in "ab":
+        write_megatron(tmp_path / name, [[1, 2, 3]])
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert blend([a]) == ([a], None)
+    assert blend([a, b]) == ([a, b], None)
+    assert blend(["0.3", a, "0.7", b]) == ([a, b], [0.3, 0.7])
+    with pytest.raises(ValueError, match="a weight before every prefix"):
+        blend(["0.3", a, b])
+    with pytest.raises(ValueError, match="positive weight"):
+        blend(["0", a, "1", b])
+    with pytest.raises(ValueError, match="with _text_document"):
+        blend([str(tmp_path / "c")])
+
+
+def test_pretraining_windows_cover_the_documents_in_order_of_tokens(tmp_path, tokenizer):
+    documents = [list(range(10, 30)), list(range(40, 53))]
+    write_megatron(tmp_path / "p_text_document", documents)
+    data = PretrainData([str(tmp_path / "p_text_document")], seq_length=8, cache_dir=str(tmp_path / "cache"))
+    train, valid, test = build_pretrain_datasets(data, tokenizer, (4, 0, 0))
+    assert valid is None and test is None
+    seen = []
+    for index in range(4):
+        item = train[index]
+        assert item["tokens"].shape == (8,) and item["loss_mask"].tolist() == [1.0] * 8
+        assert item["labels"].tolist()[:-1] == item["tokens"].tolist()[1:]
+        seen += item["tokens"].tolist()
+    stream = sum(documents, []), documents[1] + documents[0]
+    windows = {tuple(tokens[start : start + 8]) for tokens in stream for start in range(0, 32, 8)}
+    assert {tuple(seen[start : start + 8]) for start in range(0, 32, 8)} <= windows
+
+
+def test_a_blend_draws_by_weight(tmp_path, tokenizer):
+    for name, token in (("a", 7), ("b", 9)):
+        write_megatron(tmp_path / f"{name}_text_document", [[token] * 400])
+    paths = ["1", str(tmp_path / "a_text_document"), "3", str(tmp_path / "b_text_document")]
+    train, *_ = build_pretrain_datasets(PretrainData(paths, seq_length=4), tokenizer, (40, 0, 0))
+    drawn = [int(train[index]["tokens"][0]) for index in range(40)]
+    assert (drawn.count(7), drawn.count(9)) == (10, 30)
+    with pytest.raises(ValueError, match="a blend with a cache_dir needs torch.distributed"):
+        build_pretrain_datasets(PretrainData(paths, seq_length=4, cache_dir=str(tmp_path)), tokenizer, (40, 0, 0))
+
+
+def test_load_tokenizer_settles_end_and_padding(tmp_path):
+    bare = build_tokenizer()
+    bare.pad_token = None
+    bare.save_pretrained(tmp_path / "nopad")
+    loaded = load_tokenizer(tmp_path / "nopad")
+    assert loaded.pad_token_id == loaded.eos_token_id == BYTES.eos_token_id
+    bare.eos_token = None
+    bare.save_pretrained(tmp_path / "noeos")
+    with pytest.raises(ValueError, match="has no eos_token"):
+        load_tokenizer(tmp_path / "noeos")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        load_tokenizer(tmp_path / "empty")
+    with pytest.raises(ValueError, match="is not a folder"):
+        load_tokenizer(tmp_path / "nothing")
+
+
+def test_importing_the_registry_loads_nothing_heavy():
+    heavy = "('torch', 'transformers', 'megatron', 'numpy', 'datasets')"
+    code = f"import sys, mindspeed_rl.data; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
