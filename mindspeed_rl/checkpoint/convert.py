@@ -413,7 +413,10 @@ def _execute(
         for number, task in tasks:
             yield number, function(task, *extra)
         return
-    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn")) as pool:
+    # a fork server imports torch once and has no threads that a fork could break
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["mindspeed_rl.checkpoint.convert"])
+    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
         futures = {pool.submit(function, task, *extra): number for number, task in tasks}
         try:
             for future in as_completed(futures):
