@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ class AdvantageStage:
         self.entropy_threshold: float | None = None
 
     def run(self, iteration: int, *, kl_coef: float) -> Metrics:
-        """Rows have advantages, returns and loss_mask.
+        """Rows have advantages, returns, scored_mask (what counts at all) and loss_mask (what trains).
 
         Raises:
             RuntimeError: responses come from other weights than the newest.
@@ -63,7 +65,7 @@ class AdvantageStage:
         scored = ~rewards.isnan()
         response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
         metrics = self._score_metrics(batch, rewards[scored])
-        inputs = self._inputs(batch, rewards.nan_to_num(0.0), response_mask, kl_coef, metrics)
+        inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
         advantages, returns, estimator_metrics = compute_advantages(rl.adv_estimator, inputs)
         metrics.merge(estimator_metrics)
         loss_mask = overlong_filter(response_mask, batch["truncated"].tensor().bool()) if rl.overlong_filter else response_mask
@@ -74,6 +76,7 @@ class AdvantageStage:
             {
                 "advantages": [row[:length] for row, length in zip(advantages, lengths.tolist())],
                 "returns": [row[:length] for row, length in zip(returns, lengths.tolist())],
+                "scored_mask": [row[:length] for row, length in zip(response_mask, lengths.tolist())],
                 "loss_mask": [row[:length] for row, length in zip(loss_mask, lengths.tolist())],
             },
             rows,
@@ -82,36 +85,26 @@ class AdvantageStage:
         return metrics
 
     def _inputs(
-        self, batch: Batch, rewards: Tensor, response_mask: Tensor, kl_coef: float, metrics: Metrics
+        self, batch: Batch, rewards: Tensor, scored: Tensor, response_mask: Tensor, kl_coef: float, metrics: Metrics
     ) -> AdvantageInputs:
         rl, width = self._cfg.rl_config, response_mask.size(1)
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            response_mask=response_mask,
-            group_size=self._plan.n_samples_per_prompt,
-            gamma=rl.gamma,
-            lam=rl.lam,
-            scale="group" if rl.scale_rewards == "gdpo" else rl.scale_rewards,
-            eps=rl.adv_epsilon,
-            whiten=rl.advantage_whiten,
-        )
+        tensors: dict[str, Any] = {"scored": scored}
         if rl.use_kl_in_reward:
             old, ref = (batch[name].padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
-            inputs.kl = torch.where(response_mask, kl_penalty(old, ref, rl.kl_penalty, clamp=rl.kl_clamp), 0.0)
-            inputs.kl_coef = kl_coef
-            metrics.add_mean("reward/kl", inputs.kl.sum().item(), response_mask.sum().item())
+            kl = torch.where(response_mask, kl_penalty(old, ref, rl.kl_penalty, clamp=rl.kl_clamp), 0.0)
+            tensors |= {"kl": kl, "kl_coef": kl_coef}
+            metrics.add_mean("reward/kl", kl.sum().item(), response_mask.sum().item())
         if rl.adv_estimator == "gae":
-            inputs.values = batch["values"].padded(0.0, width)
-        if rl.adv_estimator == "gdpo" or rl.scale_rewards == "gdpo":
-            names = list(dict.fromkeys(name for result in batch["reward_results"] for name in result.parts if "/" not in name))
-            inputs.reward_components = torch.tensor(
-                [[float(result.parts.get(name, 0.0)) for name in names] for result in batch["reward_results"]]
-            )
+            tensors["values"] = batch["values"].padded(0.0, width)
+        if "gdpo" in (rl.adv_estimator, rl.scale_rewards):
+            results = batch["reward_results"]
+            names = list(dict.fromkeys(name for result in results for name in result.parts if "/" not in name))
+            tensors["reward_components"] = torch.tensor([[float(r.parts.get(name, 0.0)) for name in names] for r in results])
             weights = dict(zip(rl.verifier_function, rl.verifier_weight))
-            inputs.reward_weights = tuple(weights.get(name, 1.0) for name in names)
+            tensors["reward_weights"] = tuple(weights.get(name, 1.0) for name in names)
         if rl.adv_estimator == "remax":
-            inputs.greedy_rewards = self._greedy_rewards(batch)
-        return inputs
+            tensors["greedy_rewards"] = self._greedy_rewards(batch)
+        return AdvantageInputs.from_config(rl, rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)
 
     def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:
         metrics = Metrics()

@@ -32,6 +32,7 @@ from mindspeed_rl.workers.model_source import find_model
 #: columns of this loop besides those every loop has
 _COLUMNS = {
     "truncated": ColumnSpec("actor_rollout"),
+    "scored_mask": ColumnSpec("compute_advantage"),
     "loss_mask": ColumnSpec("compute_advantage"),
     "reward_results": ColumnSpec("rule_reward"),
 }

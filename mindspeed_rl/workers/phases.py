@@ -358,9 +358,11 @@ class Phases:
             self.rl, self.cfg.stage, max_response_length=self.generate_config.sampling_config.max_tokens
         )
         settings = replace(settings, kl_coef=order.kl_coef if order.use_ref_log_probs else 0.0)
-        columns = {"advantages": "advantages", "rollout_log_probs": "rollout_log_probs", "loss_mask": "loss_mask"}
+        columns = {name: name for name in ("advantages", "rollout_log_probs", "scored_mask", "loss_mask")}
         if order.use_old_log_probs:
             columns["old_log_probs"] = "old_log_probs"
+        if order.entropy_threshold is not None:
+            columns["old_entropy"] = "entropies"
         if order.use_ref_log_probs:
             columns["ref_log_probs"] = "ref_log_probs"
 
@@ -370,12 +372,13 @@ class Phases:
                 PolicyBatch(
                     log_probs=log_probs,
                     advantages=values["advantages"],
-                    response_mask=micro_batch.response_mask,
+                    response_mask=values["scored_mask"] & micro_batch.response_mask,
                     loss_mask=values["loss_mask"] & micro_batch.response_mask,
                     old_log_probs=values.get("old_log_probs"),
                     ref_log_probs=values.get("ref_log_probs"),
                     rollout_log_probs=values["rollout_log_probs"],
                     entropy=entropy,
+                    old_entropy=values.get("old_entropy"),
                     entropy_threshold=order.entropy_threshold,
                 ),
                 settings,
