@@ -10,7 +10,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from mindspeed_rl.rewards.answers import closed_boxed, final_answer, last_number, tagged_answer
-from mindspeed_rl.rewards.grading import decimal_value, grade, math_equal, minerva_normal_form
+from mindspeed_rl.rewards.grading import decimal_value, grade, math_equal, minerva_normal_form, warm_up  # noqa: F401 (the spawner calls warm_up)
 
 _BEFORE_ASSISTANT = re.compile(r"^.*?<\|im_start\|>assistant", re.DOTALL)
 _STOP_WORDS = re.compile(r"</s>|<\|im_end\|>|<\|endoftext\|>")

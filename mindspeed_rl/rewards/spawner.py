@@ -121,8 +121,9 @@ class Spawner:
             self._setup = message
             self._memory_bytes = message["memory_bytes"]
             sys.path[:] = message["sys_path"]
-            for module in message["preload"]:
-                importlib.import_module(module)
+            for module in [importlib.import_module(name) for name in message["preload"]]:
+                if hasattr(module, "warm_up"):
+                    module.warm_up()
             gc.collect()
             gc.freeze()  # keeps the workers' collections off the shared pages
         elif message["op"] == "fork":

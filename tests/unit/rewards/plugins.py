@@ -60,7 +60,9 @@ def summed() -> dict[str, float]:
 
 
 @register("difficulty_batch")
-def difficulty_batch(completions: Sequence[str], difficulty: Sequence[float], prompts: Sequence[str], **columns: object) -> list[float]:
+def difficulty_batch(
+    completions: Sequence[str], difficulty: Sequence[float], prompts: Sequence[str], **columns: object
+) -> list[float]:
     """ms-swift's and TRL's form."""
     assert len(completions) == len(difficulty) == len(prompts)
     return [float(value) * len(text) for text, value in zip(completions, difficulty)]

@@ -1,4 +1,4 @@
-"""Tables of (response, label, score) for the mathematical verifiers. The scores are written down by hand from the references."""
+"""Tables of (response, label, score) for the mathematical verifiers; the scores are written down by hand."""
 
 import json
 from pathlib import Path
@@ -240,7 +240,9 @@ def test_math_verify_reward_looks_at_the_format_first(response: str, label: str,
         ("", "3", 1, -0.9),
     ],
 )
-def test_retool_reward_forgives_a_wrong_answer_a_tenth_for_each_call(response: str, label: str, calls: int, score: float) -> None:
+def test_retool_reward_forgives_a_wrong_answer_a_tenth_for_each_call(
+    response: str, label: str, calls: int, score: float
+) -> None:
     assert retool_reward(response, label, calls) == pytest.approx(score)
 
 

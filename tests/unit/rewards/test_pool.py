@@ -73,7 +73,9 @@ def test_a_pool_without_functions_leaves_everything_to_the_reward_model() -> Non
         ("eat in a child", "memory", "memory"),
     ],
 )
-def test_a_hostile_scorer_costs_one_sample_and_nothing_else(hostile_pool: RewardPool, deed: str, state: str, words: str) -> None:
+def test_a_hostile_scorer_costs_one_sample_and_nothing_else(
+    hostile_pool: RewardPool, deed: str, state: str, words: str
+) -> None:
     before = hostile_pool.counters[state]
     results = hostile_pool.score(samples("a", "b", deed, "c", "d"))
     assert [result.total for result in results] == [1.0, 1.0, None, 1.0, 1.0]
@@ -268,7 +270,9 @@ def test_the_start_up_check_says_which_function_lacks_what(function: str, messag
             pool.check(samples("a")[0])
 
 
-def test_a_function_of_an_importable_module_is_named_by_module_and_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_function_of_an_importable_module_is_named_by_module_and_function(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "my_rewards.py").write_text("def shout(response):\n    return float(response.isupper())\n")
     monkeypatch.syspath_prepend(tmp_path)
     with RewardPool(["my_rewards:shout"], settings=settings(external_plugins=())) as pool:
@@ -296,7 +300,9 @@ def test_workers_load_neither_torch_nor_transformers(tmp_path: Path) -> None:
         "@register('loaded')\ndef loaded():\n"
         "    return float(any(name in sys.modules for name in ('torch', 'transformers', 'vllm', 'ray')))\n"
     )
-    with RewardPool(["acc", "code", "cosine", "loaded"], settings=settings(external_plugins=(str(plugin),), soft_cache_length=1)) as pool:
+    with RewardPool(
+        ["acc", "code", "cosine", "loaded"], settings=settings(external_plugins=(str(plugin),), soft_cache_length=1)
+    ) as pool:
         assert pool.score(samples("x"))[0].parts.get("loaded") == 0.0
 
 

@@ -29,7 +29,9 @@ def test_cosine_makes_right_answers_shorter_and_wrong_ones_longer(answer: str, n
 
 
 def test_cosine_takes_its_own_length_and_values() -> None:
-    settings = RewardSettings(max_tokens=100, cosine_max_len=8, cosine_min_len_value_correct=2.0, cosine_max_len_value_correct=0.0)
+    settings = RewardSettings(
+        max_tokens=100, cosine_max_len=8, cosine_min_len_value_correct=2.0, cosine_max_len_value_correct=0.0
+    )
     assert cosine(r"\boxed{5}", "5", [0] * 8, settings) == pytest.approx(0.0)
     assert cosine(r"\boxed{5}", "5", [0] * 2, settings) == pytest.approx(1 + math.cos(math.pi / 4))
 

@@ -1,0 +1,89 @@
+"""The registry: every entry can be used, and unknown names are loud."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.rewards import REWARDS, find, register
+from mindspeed_rl.rewards.records import RewardSample, RewardSettings, reward_functions
+from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
+
+SETTINGS = RewardSettings(soft_cache_length=10, judge_url="http://127.0.0.1:1/v1")
+UPSTREAM = (
+    "acc format step strict_format base_acc math_17k_acc acc_for_dapo acc_for_ppo math_verify_reward retool_reward".split()
+)
+MS_SWIFT = "accuracy format cosine repetition soft_overlong".split()
+
+
+@pytest.mark.parametrize("name", sorted({*REWARDS, *UPSTREAM, *MS_SWIFT}))
+def test_every_entry_can_be_imported_and_gives_one_number_for_a_sample(name: str) -> None:
+    sample = RewardSample(
+        prompt="1+1", response="2", response_ids=[5], label="2", columns={"pattern": ".*", "tests": ["assert True"]}
+    )
+    scorer = Scorer.of(name, import_scorer(name), SETTINGS)
+    if scorer.is_async:
+        return
+    (value,) = scorer.values(scorer.call([sample], SETTINGS), 1)
+    assert value is not None and name in value[0]
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+def test_no_entry_breaks_on_an_empty_response(name: str) -> None:
+    sample = RewardSample(label="2", columns={"pattern": ".*", "tests": ["assert True"]})
+    scorer = Scorer.of(name, import_scorer(name), SETTINGS)
+    if not scorer.is_async:
+        scorer.values(scorer.call([sample], SETTINGS), 1)
+
+
+def test_an_unknown_name_is_answered_with_the_list_and_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match="unknown reward function 'acurracy'; did you mean 'accuracy'.*base_acc.*external_plugins"
+    ):
+        find("acurracy")
+
+
+def test_a_name_cannot_be_taken_twice() -> None:
+    with pytest.raises(ValueError, match="'acc' is already taken"):
+        register("acc")(lambda response: 1.0)
+
+
+def test_the_registry_loads_no_heavy_library() -> None:
+    heavy = "torch transformers vllm ray sympy numpy".split()
+    program = f"import sys, mindspeed_rl.rewards, mindspeed_rl.rewards.pool; print([n for n in {heavy} if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("returned", [None, 1, True, 0.5])
+def test_a_number_or_nothing_is_a_score(returned: object) -> None:
+    scorer = Scorer.of("x", lambda response: returned, SETTINGS)
+    (value,) = scorer.values(scorer.call([RewardSample()], SETTINGS), 1)
+    assert value is None if returned is None else value == ({"x": float(returned)}, {})
+
+
+@pytest.mark.parametrize("returned", ["1", [1.0], float("inf"), {"a": "b", "c": float("nan")}, object()])
+def test_anything_else_is_an_error(returned: object) -> None:
+    with pytest.raises(ScorerError, match="not a finite number"):
+        Scorer.of("x", lambda response: returned, SETTINGS).values(returned, 1)
+
+
+def test_both_spellings_of_the_configuration_name_the_same_functions() -> None:
+    assert reward_functions(RLConfig(verifier_function=["acc", "format"], verifier_weight=[1.0, 0.5])) == (
+        ["acc", "format"],
+        [1.0, 0.5],
+    )
+    assert reward_functions(RLConfig(rule_reward=False)) == ([], [])
+    judged = RLConfig(verifier_function=["acc"], verifier_weight=[1.0], judge_url="http://127.0.0.1:1/v1", judge_weight=2.0)
+    assert reward_functions(judged) == (["acc", "judge"], [1.0, 2.0])
+    with pytest.raises(ValueError, match="verifier_function has 1 entries but verifier_weight has 2"):
+        reward_functions(RLConfig(verifier_function=["acc"], verifier_weight=[1.0, 1.0]))
+
+
+def test_settings_are_copied_from_the_configuration_and_derived_where_unset() -> None:
+    settings = RewardSettings.from_config(
+        RLConfig(verifier_timeout=7, verifier_parallel=3, repetition_n_grams=4), max_tokens=64
+    )
+    assert (settings.reward_timeout_s, settings.num_reward_workers, settings.repetition_n_grams) == (7.0, 3, 4)
+    assert settings.max_tokens == 64
+    assert RewardSettings.from_config(RLConfig(reward_timeout_s=0.5), max_tokens=64).reward_timeout_s == 0.5
