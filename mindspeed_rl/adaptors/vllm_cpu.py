@@ -97,3 +97,5 @@ class VllmCpuHooks(EngineHooks):
         storage = self._kv_storage(llm)
         if self._kv_bytes and not storage.size():
             storage.resize_(self._kv_bytes)
+            # recycled memory may hold NaN, and a slot that attention masks out still enters the sum, as 0 * NaN
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
