@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.templates import Piece, Rendering, Token
 
@@ -104,17 +106,17 @@ def fit_lengths(source: int, target: int, budget: int, *, keeps_fitting_half: bo
 
 def join_turns(
     turns: Sequence[TurnIds], *, eos_id: int, efficient_eos: bool, budget: int, keeps_fitting_half: bool
-) -> tuple[list[int], list[int], bool]:
-    """Return (input_ids, labels, truncated). Labels are unshifted, IGNORE_INDEX on every source token.
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return (input_ids, labels, truncated), [tokens] int32. Labels are unshifted, IGNORE_INDEX on every source token.
 
     Turns are cut by `fit_lengths`, first turns first; turns past the budget are left out. With `efficient_eos` the label of a
     later turn's first token is the end token, and one end token closes the sample.
     """
     remaining = budget - 1 if efficient_eos else budget
-    input_ids: list[int] = []
-    labels: list[int] = []
+    tokens: list[int] = []
+    sources: list[tuple[int, int]] = []
     truncated = False
-    for number, (source, target) in enumerate(turns):
+    for source, target in turns:
         if remaining <= 0:
             truncated = True
             break
@@ -122,15 +124,16 @@ def join_turns(
         if kept_source < len(source) or kept_target < len(target):
             truncated = True
             source, target = source[:kept_source], target[:kept_target]
-        masked = [IGNORE_INDEX] * len(source)
-        if number and efficient_eos and masked:
-            masked[0] = eos_id
-        input_ids += source
-        input_ids += target
-        labels += masked
-        labels += target
+        sources.append((len(tokens), len(tokens) + len(source)))
+        tokens += source
+        tokens += target
         remaining -= len(source) + len(target)
     if efficient_eos:
-        input_ids.append(eos_id)
-        labels.append(eos_id)
+        tokens.append(eos_id)
+    input_ids = np.array(tokens, dtype=np.int32)
+    labels = input_ids.copy()
+    for number, (start, stop) in enumerate(sources):
+        labels[start:stop] = IGNORE_INDEX
+        if number and efficient_eos and start < stop:
+            labels[start] = eos_id
     return input_ids, labels, truncated

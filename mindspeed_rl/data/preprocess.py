@@ -178,14 +178,9 @@ def encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> ChunkRes
     counts.rows_truncated = sum(row.truncated for row in batch.rows)
     columns = {}
     for name in handler.columns:
-        values = [row.columns[name] for row in batch.rows]
+        values = [np.asarray(row.columns[name], dtype=np.int32) for row in batch.rows]
         lengths = np.fromiter((len(value) for value in values), dtype=np.int32, count=len(values))
-        flat = np.empty(int(lengths.sum()), dtype=np.int32)
-        at = 0
-        for value, length in zip(values, lengths.tolist(), strict=True):
-            flat[at : at + length] = value
-            at += length
-        columns[name] = (flat, lengths)
+        columns[name] = (np.concatenate(values) if values else np.empty(0, dtype=np.int32), lengths)
     counts.tokens, counts.tokens_trained = handler.count_tokens({name: flat for name, (flat, _) in columns.items()})
     return ChunkResult(columns, counts, chunk.weight, first_error)
 

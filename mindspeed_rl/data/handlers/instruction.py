@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, Message, ToolCall, assistant, parse_tools, user
 from mindspeed_rl.data.encoding import TurnIds, join_turns
 from mindspeed_rl.data.handlers.base import (
@@ -62,7 +64,7 @@ class InstructionHandler(Handler):
             budget=budget,
             keeps_fitting_half=self.template.keeps_fitting_half,
         )
-        columns = {"input_ids": input_ids, "attention_mask": [1] * len(input_ids), "labels": labels}
+        columns = {"input_ids": input_ids, "attention_mask": np.ones_like(input_ids), "labels": labels}
         return EncodedRow(columns, truncated)
 
 

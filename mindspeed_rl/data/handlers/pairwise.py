@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mindspeed_rl.data.conversation import SOURCE_ROLES, BadRow, Conversation, DroppedRow, Message, assistant, parse_tools, user
 from mindspeed_rl.data.encoding import TurnIds, join_turns
 from mindspeed_rl.data.handlers.base import (
@@ -54,7 +56,7 @@ class PairwiseHandler(Handler):
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         limit = self.settings.seq_length or DEFAULT_CUTOFF_TOKENS
-        columns: dict[str, list[int]] = {}
+        columns: dict[str, np.ndarray | list[int]] = {}
         for side, rendering, turns in zip(("chosen", "rejected"), draft.renderings, encoded, strict=True):
             answers = [number for number, (_, target) in enumerate(turns) if target]
             prompt_tokens = sum(len(source) + len(target) for source, target in turns[: answers[-1]]) + len(
@@ -69,8 +71,9 @@ class PairwiseHandler(Handler):
             )
             if len(input_ids) >= limit:
                 raise DroppedRow(TOO_LONG)
+            labels[:prompt_tokens] = IGNORE_INDEX
             columns[f"{side}_input_ids"] = input_ids
-            columns[f"{side}_labels"] = [IGNORE_INDEX] * prompt_tokens + labels[prompt_tokens:]
+            columns[f"{side}_labels"] = labels
         return EncodedRow(columns)
 
 

@@ -82,7 +82,7 @@ class PromptHandler(Handler):
         input_ids = [token for source, target in encoded[0] for token in (*source, *target)]
         if len(input_ids) >= (self.settings.seq_length or DEFAULT_CUTOFF_TOKENS):
             raise DroppedRow(TOO_LONG)
-        columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": [1] * len(input_ids)}
+        columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int32)}
         for name, turns in zip(self.extra_columns, encoded[1:], strict=True):
             if not turns[0][0]:
                 raise DroppedRow("empty answer" if name == LABELS else f"empty {name}")

@@ -139,7 +139,7 @@ def encode(template, tokenizer, conversation, thinking="none", **options):
         turns, eos_id=encoder.eos_id, efficient_eos=rendering.efficient_eos, budget=100_000, keeps_fitting_half=False
     )
     assert not truncated
-    return input_ids, labels
+    return input_ids.tolist(), labels.tolist()
 
 
 def test_every_template_is_covered_here():
