@@ -87,11 +87,7 @@ def pack_within_budget(
     Raises:
         ValueError: a sequence alone exceeds the budget.
     """
-    for index, length in enumerate(lengths):
-        if length > budget:
-            raise ValueError(
-                f"sample {index} has {length} tokens, more than the packing budget of {budget} (max_packing_token_size)."
-            )
+    _check_each(lengths, budget)
     bins: list[list[int]] = []
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -114,3 +110,33 @@ def pack_within_budget(
         largest = max((part for part in bins if len(part) > 1), key=len)
         bins.append([largest.pop()])
     return [sorted(part) for part in bins]
+
+
+def pad_within_budget(lengths: Sequence[int], budget: int, *, max_rows: int | None = None) -> list[list[int]]:
+    """Puts sequences of similar length together, so that rows x longest exceeds the budget in no part.
+
+    Args:
+        lengths: tokens of each sequence.
+        budget: most tokens of a part in which every sequence is padded to the longest.
+        max_rows: most sequences in a part.
+
+    Raises:
+        ValueError: a sequence alone exceeds the budget.
+    """
+    _check_each(lengths, budget)
+    parts: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        last = parts[-1] if parts else []
+        if last and (len(last) + 1) * lengths[last[0]] <= budget and (max_rows is None or len(last) < max_rows):
+            last.append(index)
+        else:
+            parts.append([index])
+    return [sorted(part) for part in parts]
+
+
+def _check_each(lengths: Sequence[int], budget: int) -> None:
+    for index, length in enumerate(lengths):
+        if length > budget:
+            raise ValueError(
+                f"sample {index} has {length} tokens, more than the packing budget of {budget} (max_packing_token_size)."
+            )

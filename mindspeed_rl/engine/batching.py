@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mindspeed_rl.engine.balance import pack_within_budget
+from mindspeed_rl.engine.balance import pack_within_budget, pad_within_budget
 from mindspeed_rl.engine.sequence_layout import PackedLayout, zigzag_positions
 
 
@@ -74,6 +74,15 @@ class BatchShape:
         """Tokens that a sequence of this length takes in a packed micro-batch."""
         return _round_up(length, self.sequence_multiple)
 
+    @property
+    def packed_multiple(self) -> int:
+        """What the tokens of a packed micro-batch are a multiple of, over all context-parallel ranks."""
+        return self.total_multiple * self.cp_size * (2 if self.cp_size > 1 else 1)
+
+    def row_width(self, longest: int) -> int:
+        """Width of a padded micro-batch whose longest sequence has this length."""
+        return _round_up(max(self.fixed_width, longest), self.total_multiple * self.sequence_multiple)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -127,12 +136,11 @@ def build_micro_batch(batch: Rows, indexes: Sequence[int], shape: BatchShape, de
     count, width = len(rows), max(max(rows.response_lengths), 1)
     if shape.packed:
         padded = [shape.padded_length(length) for length in rows.lengths]
-        tail = _round_up(sum(padded), shape.total_multiple * shape.cp_size * (2 if shape.cp_size > 1 else 1)) - sum(padded)
+        tail = _round_up(sum(padded), shape.packed_multiple) - sum(padded)
         if tail:
             padded.append(tail)  # a sequence of its own: nothing attends to it
     else:
-        unit = shape.total_multiple * shape.sequence_multiple
-        padded = [_round_up(max(shape.fixed_width, *rows.lengths), unit)] * count
+        padded = [shape.row_width(max(rows.lengths))] * count
     total = sum(padded)
     ids = torch.full((total,), shape.pad_id, dtype=torch.int64)
     positions = torch.cat([torch.arange(length) for length in padded])
@@ -198,7 +206,8 @@ def split_micro_batches(
         micro_batch_size: rows of a micro-batch when there is no token budget.
         token_budget: most tokens of a micro-batch, padding included (`use_dynamic_bsz`); a hard limit.
         max_rows: with a budget, most rows of a micro-batch.
-        min_count: at least so many micro-batches, because other ranks need as many.
+        min_count: with a budget and packing, at least so many micro-batches where there are rows enough, because other
+            ranks need as many.
 
     Raises:
         ValueError: a row alone exceeds the budget.
@@ -208,5 +217,9 @@ def split_micro_batches(
             list(range(first, min(first + micro_batch_size, len(lengths))))
             for first in range(0, len(lengths), micro_batch_size)
         ]
+    if not shape.packed:
+        return pad_within_budget([shape.row_width(length) for length in lengths], token_budget, max_rows=max_rows)
     padded = [shape.padded_length(length) for length in lengths]
-    return pack_within_budget(padded, token_budget, min_bins=min_count, max_rows=max_rows)
+    # the micro-batch as a whole is rounded up as well
+    usable = token_budget - token_budget % shape.packed_multiple
+    return pack_within_budget(padded, usable, min_bins=min_count, max_rows=max_rows)

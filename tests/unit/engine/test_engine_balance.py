@@ -1,0 +1,115 @@
+"""Partitions by length: known answers, hard budgets, nothing lost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from mindspeed_rl.engine.balance import balance_ranks, karmarkar_karp, pack_within_budget
+
+LENGTHS = [10, 9, 8, 7, 6, 5, 4, 3]
+
+
+def sums(parts: list[list[int]], lengths: list[int] = LENGTHS) -> list[int]:
+    return [sum(lengths[i] for i in part) for part in parts]
+
+
+def random_lengths(seed: int, most: int = 50) -> list[int]:
+    source = random.Random(seed)
+    return [source.randint(1, most) for _ in range(source.randint(1, 30))]
+
+
+def assert_partition(parts: list[list[int]], count: int) -> None:
+    assert sorted(itertools.chain(*parts)) == list(range(count))
+    assert all(parts)
+
+
+def test_largest_differencing_gives_the_known_sums() -> None:
+    assert sorted(sums(karmarkar_karp(LENGTHS, 3))) == [17, 17, 18]
+    equal = karmarkar_karp(LENGTHS, 2, equal_size=True)
+    assert sums(equal) == [26, 26] and [len(part) for part in equal] == [4, 4]
+
+
+def test_rank_balance_gives_the_known_shares() -> None:
+    assert sums(balance_ranks(LENGTHS, 2)) == [26, 26]
+    assert sums(balance_ranks(LENGTHS, 4)) == [13, 13, 13, 13]
+    assert balance_ranks([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_part_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> None:
+    lengths = random_lengths(seed)
+    for parts in range(1, min(len(lengths), 6) + 1):
+        assert_partition(karmarkar_karp(lengths, parts), len(lengths))
+        if len(lengths) % parts == 0:
+            equal = karmarkar_karp(lengths, parts, equal_size=True)
+            assert_partition(equal, len(lengths))
+            shares = balance_ranks(lengths, parts)
+            assert_partition(shares, len(lengths))
+            assert {len(part) for part in equal} == {len(part) for part in shares} == {len(lengths) // parts}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_spread_of_sums_is_at_most_the_longest_sequence(seed: int) -> None:
+    lengths = random_lengths(seed)
+    for parts in range(1, min(len(lengths), 6) + 1):
+        totals = sums(karmarkar_karp(lengths, parts), lengths)
+        assert max(totals) - min(totals) <= max(lengths)
+
+
+def test_two_parts_of_few_sequences_are_close_to_the_best_there_is() -> None:
+    for seed in range(20):
+        lengths = random_lengths(seed)[:9] + [7, 11]
+        half = sum(lengths) / 2
+        subsets = itertools.chain.from_iterable(itertools.combinations(lengths, n) for n in range(len(lengths) + 1))
+        best = max(sum(subset) for subset in subsets if sum(subset) <= half)
+        assert max(sums(karmarkar_karp(lengths, 2), lengths)) <= 1.15 * (sum(lengths) - best)
+
+
+def test_counts_that_do_not_divide_are_errors() -> None:
+    with pytest.raises(ValueError, match="3 sequences cannot be split in 4 non-empty parts"):
+        karmarkar_karp([1, 2, 3], 4)
+    with pytest.raises(ValueError, match="5 sequences cannot be split in 2 parts of equal count"):
+        karmarkar_karp([1] * 5, 2, equal_size=True)
+    with pytest.raises(ValueError, match="5 sequences cannot be given to 2 ranks in equal counts"):
+        balance_ranks([1] * 5, 2)
+
+
+def test_the_case_in_which_plain_differencing_overshoots_keeps_the_budget() -> None:
+    lengths = [2, 7, 19, 12, 18, 20, 1, 4, 10]  # three bins by differencing alone: 32, 31, 30
+    bins = pack_within_budget(lengths, 31)
+    assert max(sums(bins, lengths)) <= 31
+    assert_partition(bins, len(lengths))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_bin_exceeds_the_budget_or_the_rows_whatever_the_lengths(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = random_lengths(seed)
+    budget = max(lengths) + source.randint(0, 60)
+    max_rows = source.choice([None, 1, 2, 5])
+    min_bins = source.randint(1, 8)
+    bins = pack_within_budget(lengths, budget, min_bins=min_bins, max_rows=max_rows)
+    assert_partition(bins, len(lengths))
+    assert max(sums(bins, lengths)) <= budget
+    assert max(map(len, bins)) <= (max_rows or len(lengths))
+    assert len(bins) >= min(min_bins, len(lengths))
+    assert bins == [sorted(part) for part in bins]
+
+
+def test_few_bins_are_used() -> None:
+    for seed in range(30):
+        lengths = random_lengths(seed)
+        used = len(pack_within_budget(lengths, 60))
+        assert used <= 1.5 * -(-sum(lengths) // 60) + 1
+
+
+def test_a_sample_above_the_budget_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"sample 1 has 33 tokens, more than the packing budget of 32"):
+        pack_within_budget([4, 33, 5], 32)
+
+
+def test_nothing_to_pack_gives_no_bins() -> None:
+    assert pack_within_budget([], 8) == []

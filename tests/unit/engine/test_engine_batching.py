@@ -1,0 +1,142 @@
+"""Micro-batches: each response token is predicted once, from the token before it, whatever the layout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches
+
+CPU = torch.device("cpu")
+
+
+def random_rows(seed: int, count: int = 6) -> Rows:
+    source = random.Random(seed)
+    prompts = [source.randint(1, 5) for _ in range(count)]
+    responses = [source.choice([0, 1, 2, source.randint(1, 9)]) for _ in range(count)]
+    ids = [torch.tensor([source.randint(1, 999) for _ in range(p + r)]) for p, r in zip(prompts, responses)]
+    return Rows(
+        input_ids=ids,
+        prompt_lengths=prompts,
+        columns={
+            "weights": [torch.arange(1.0, r + 1) + 100 * i for i, r in enumerate(responses)],
+            "score": [torch.tensor(float(i)) for i in range(count)],
+        },
+    )
+
+
+def predictions(micro_batch: MicroBatch) -> Iterator[tuple[int, int, int, int]]:
+    """(slot, token that is looked at, its position, token to be predicted), as the model would meet them."""
+    if micro_batch.packed is None:
+        ids, positions = micro_batch.input_ids.t().flatten(), micro_batch.position_ids.t().flatten()
+    else:
+        ids, positions = micro_batch.input_ids[0], micro_batch.position_ids[0]
+    index = micro_batch.hidden_index
+    return zip(micro_batch.slots.tolist(), ids[index].tolist(), positions[index].tolist(), micro_batch.labels.tolist())
+
+
+def shapes(packed: bool) -> Iterator[list[BatchShape]]:
+    """One shape a context-parallel rank, for several settings."""
+    for cp_size, total_multiple in ((1, 1), (1, 2), (2, 1), (2, 4), (3, 2)):
+        multiple = 2 * cp_size if cp_size > 1 else 1
+        yield [BatchShape(packed, cp_size, rank, multiple, total_multiple, pad_id=7) for rank in range(cp_size)]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_response_token_is_predicted_once_from_the_token_before_it(packed: bool, seed: int) -> None:
+    rows = random_rows(seed)
+    indexes = [4, 0, 5, 2]
+    chosen = rows.select(indexes)
+    width = max(1, *chosen.response_lengths)
+    expected = []
+    for row, (ids, prompt) in enumerate(zip(chosen.input_ids, chosen.prompt_lengths)):
+        for t in range(len(ids) - prompt):
+            expected.append((row * width + t, int(ids[prompt + t - 1]), prompt + t - 1, int(ids[prompt + t])))
+    for ranks in shapes(packed):
+        found: list[tuple[int, int, int, int]] = []
+        for shape in ranks:
+            micro_batch = build_micro_batch(rows, indexes, shape, CPU)
+            assert (micro_batch.rows, micro_batch.width) == (4, width)
+            assert micro_batch.indexes == (4, 0, 5, 2)
+            assert micro_batch.num_tokens == sum(chosen.lengths)
+            found += predictions(micro_batch)
+        assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_columns_lie_under_their_tokens_and_the_mask_marks_real_ones(packed: bool) -> None:
+    rows = random_rows(1)
+    micro_batch = build_micro_batch(rows, [3, 1], BatchShape(packed), CPU)
+    for row, index in enumerate([3, 1]):
+        length = rows.response_lengths[index]
+        assert micro_batch.columns["weights"][row, :length].tolist() == rows.columns["weights"][index].tolist()
+        assert not micro_batch.columns["weights"][row, length:].any()
+        assert micro_batch.response_mask[row].tolist() == [t < length for t in range(micro_batch.width)]
+    assert micro_batch.columns["score"].tolist() == [3.0, 1.0]
+
+
+def test_every_size_is_the_multiple_that_the_layout_needs() -> None:
+    rows = random_rows(2)
+    for packed in (True, False):
+        for ranks in shapes(packed):
+            for shape in ranks:
+                micro_batch = build_micro_batch(rows, range(6), shape, CPU)
+                held = micro_batch.input_ids.size(1)
+                assert held % shape.total_multiple == 0  # sequence parallelism cuts a rank's slice again
+                if packed:
+                    assert all(length % shape.sequence_multiple == 0 for length in micro_batch.packed.lengths)
+                    assert sum(micro_batch.packed.lengths) == held * shape.cp_size
+
+
+def test_the_tail_that_fills_a_packed_micro_batch_is_a_sequence_of_its_own() -> None:
+    rows = Rows([torch.tensor([5, 6, 8])], [1])
+    micro_batch = build_micro_batch(rows, [0], BatchShape(True, total_multiple=4, pad_id=7), CPU)
+    assert micro_batch.input_ids.tolist() == [[5, 6, 8, 7]]
+    assert micro_batch.position_ids.tolist() == [[0, 1, 2, 0]]
+    assert micro_batch.packed.lengths == (3, 1)
+
+
+def test_a_padded_micro_batch_can_have_a_fixed_width() -> None:
+    rows = Rows([torch.tensor([5, 6]), torch.tensor([8, 9, 10])], [1, 1])
+    micro_batch = build_micro_batch(rows, [0, 1], BatchShape(False, fixed_width=5, pad_id=0), CPU)
+    assert micro_batch.input_ids.tolist() == [[5, 6, 0, 0, 0], [8, 9, 10, 0, 0]]
+
+
+def test_micro_batches_without_a_budget_are_consecutive_rows() -> None:
+    shape = BatchShape(packed=True)
+    assert split_micro_batches([3] * 5, shape, micro_batch_size=2, token_budget=None) == [[0, 1], [2, 3], [4]]
+
+
+def test_the_budget_counts_the_padding_of_context_parallelism() -> None:
+    shape = BatchShape(packed=True, cp_size=2, sequence_multiple=4)
+    parts = split_micro_batches([5, 5, 5], shape, micro_batch_size=1, token_budget=16)
+    assert sorted(map(len, parts)) == [1, 2]  # 8 tokens each with padding: two fit, three would have without it
+    with pytest.raises(ValueError, match="sample 0 has 8 tokens"):
+        split_micro_batches([5], shape, micro_batch_size=1, token_budget=7)
+
+
+@pytest.mark.parametrize("total_multiple", [1, 2, 4])
+def test_a_built_micro_batch_holds_the_budget_with_all_its_padding(total_multiple: int) -> None:
+    for seed in range(10):
+        rows = random_rows(seed)
+        for cp_size in (1, 2):
+            shape = BatchShape(True, cp_size, 0, 2 * cp_size if cp_size > 1 else 1, total_multiple)
+            for part in split_micro_batches(rows.lengths, shape, micro_batch_size=1, token_budget=27):
+                micro_batch = build_micro_batch(rows, part, shape, CPU)
+                assert micro_batch.input_ids.size(1) * cp_size <= 27
+
+
+@pytest.mark.parametrize("total_multiple", [1, 2, 4])
+def test_a_padded_micro_batch_holds_the_budget_too(total_multiple: int) -> None:
+    for seed in range(10):
+        rows = random_rows(seed)
+        shape = BatchShape(False, total_multiple=total_multiple)
+        parts = split_micro_batches(rows.lengths, shape, micro_batch_size=1, token_budget=32)
+        assert sorted(sum(parts, [])) == list(range(6))
+        assert all(build_micro_batch(rows, part, shape, CPU).input_ids.numel() <= 32 for part in parts)
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens"):
+        split_micro_batches([3, 9], BatchShape(False), micro_batch_size=1, token_budget=8)

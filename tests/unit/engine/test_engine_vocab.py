@@ -1,0 +1,95 @@
+"""Chunked log-probs and entropy against torch's log_softmax, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_rl.engine.vocab import vocab_log_probs
+
+
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, padding: int, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ weight[: len(weight) - padding].t()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_softmax = (logits / temperature).log_softmax(-1)
+    return log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def inputs(tokens: int = 11, vocab: int = 37, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens + vocab)
+    hidden = torch.randn(tokens, 16, generator=generator)
+    weight = torch.randn(vocab, 16, generator=generator)
+    labels = torch.randint(0, vocab - padding, (tokens,), generator=generator)
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("uses_entropy", [False, True])
+def test_values_and_gradients_equal_log_softmax(
+    temperature: float, padding: int, softcap: float | None, uses_entropy: bool
+) -> None:
+    hidden, weight, labels = inputs(padding=padding)
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    got = vocab_log_probs(*ours, labels, temperature=temperature, chunk_size=4, padding=padding, softcap=softcap)
+    expected = reference(*theirs, labels, temperature, padding, softcap)
+    direction = torch.randn(2, 11, generator=torch.Generator().manual_seed(3))
+    for (log_probs, entropy), row in ((got, direction), (expected, direction.double())):
+        ((log_probs * row[0]).sum() + (entropy * row[1]).sum() * uses_entropy).backward()
+    for mine, true in zip(got, expected):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=2e-6)
+    for mine, true in zip(ours, theirs):
+        torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 11, 1000])
+def test_the_chunk_size_does_not_change_the_result(chunk_size: int) -> None:
+    hidden, weight, labels = inputs()
+    whole = vocab_log_probs(hidden, weight, labels)
+    parts = vocab_log_probs(hidden, weight, labels, chunk_size=chunk_size)
+    for ours, theirs in zip(parts, whole):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_padded_rows_get_no_probability_and_no_gradient() -> None:
+    hidden, weight, labels = inputs(padding=4)
+    weight[-4:] = 100.0  # the largest logits of all, were they real
+    weight.requires_grad_()
+    log_probs, entropy = vocab_log_probs(hidden, weight, labels, padding=4)
+    expected = reference(hidden, weight.detach(), labels, 1.0, 4, None)
+    torch.testing.assert_close(log_probs.detach(), expected[0], rtol=1e-5, atol=1e-6)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert torch.equal(weight.grad[-4:], torch.zeros(4, 16))
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
+    hidden, weight, labels = inputs(tokens=0)
+    weight.requires_grad_()
+    log_probs, entropy = vocab_log_probs(hidden, weight, labels)
+    assert log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden, weight, labels = inputs()
+    hidden = (hidden * 1e3).requires_grad_()
+    log_probs, entropy = vocab_log_probs(hidden, weight, labels)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert log_probs.isfinite().all() and entropy.isfinite().all() and hidden.grad.isfinite().all()
+
+
+def test_half_precision_inputs_are_computed_in_float32_and_keep_their_gradient_type() -> None:
+    hidden, weight, labels = inputs()
+    half = [hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()]
+    log_probs, _ = vocab_log_probs(*half, labels)
+    expected, _ = reference(half[0].detach().float(), half[1].detach().float(), labels, 1.0, 0, None)
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs.detach(), expected, rtol=0, atol=0.1)
+    log_probs.sum().backward()
+    assert half[0].grad.dtype == half[1].grad.dtype == torch.bfloat16
