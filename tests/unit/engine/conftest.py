@@ -1,0 +1,70 @@
+"""A world of one process with Megatron's groups, and tiny engines in it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.models.weights import MemorySource
+
+
+@pytest.fixture(scope="module")
+def one_process_world() -> Iterator[None]:
+    """A training world of this process alone; gone afterwards."""
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}.items():
+            patch.setenv(name, value)
+        probe.close()
+        parallel.init_process_group(parallel.RankInfo(0, 1, 0), 60)
+        parallel.init_model_parallel(MegatronConfig(), 1, 60)
+        yield
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def make_engine(
+    one_process_world: None, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., TrainEngine]:
+    """(keys of MegatronConfig) -> an engine in training on a random two-layer Qwen2, always with the same weights."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    hf = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=67,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+    Path(folder, "config.json").write_text(json.dumps(hf.config.to_dict(), default=str))
+    weights = MemorySource({name: tensor.detach().clone() for name, tensor in hf.state_dict().items()})
+
+    def make(**keys: Any) -> TrainEngine:
+        config = MegatronConfig(**{"bf16": False, "lr": 1e-2, "train_iters": 10, "lr_decay_style": "constant", **keys})
+        parallel.seed_all(1)
+        model = build_model(config, plan_model(config, folder), trainable=True)
+        load_weights(model, weights)
+        engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
+        engine.start_training(1)
+        return engine
+
+    return make

@@ -1,0 +1,44 @@
+"""Saved generators draw again what they drew."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from safetensors.torch import load_file, save_file
+
+from mindspeed_rl.engine import parallel, random_state
+
+
+def draws() -> list[object]:
+    """Some numbers of every generator, among them the second of a normal pair, which is kept back between calls."""
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        inside = torch.rand(3).tolist()
+    return [
+        *(random.gauss(0, 1), random.random(), random.getrandbits(40)),
+        *(np.random.normal(), np.random.randint(1 << 30)),
+        *(torch.rand(3).tolist(), torch.randn(2).tolist(), inside),
+    ]
+
+
+def test_all_generators_continue_where_they_were_saved(one_process_world: None, tmp_path: Path) -> None:
+    parallel.seed_all(5)
+    random.gauss(0, 1)
+    np.random.normal()
+    save_file(random_state.capture(), tmp_path / "random.safetensors")
+    first, second = draws(), draws()
+    assert first != second
+    parallel.seed_all(99)
+    random_state.restore(load_file(tmp_path / "random.safetensors"))
+    assert [draws(), draws()] == [first, second]
+
+
+def test_capturing_draws_nothing(one_process_world: None) -> None:
+    parallel.seed_all(5)
+    expected = draws()
+    parallel.seed_all(5)
+    random_state.capture()
+    assert draws() == expected
