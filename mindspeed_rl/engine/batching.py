@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,12 +20,18 @@ class Rows:
     Attributes:
         input_ids: one [length] int64 tensor a row: prompt and response.
         prompt_lengths: tokens of each row in front of the first predicted one (at least 1).
-        columns: name -> one tensor a row: [length - prompt_length] aligned with the predicted tokens, or a scalar.
+        columns: name -> one tensor a row: [predicted tokens of the row], or a scalar.
+        targets: one [n] int64 tensor a row: what its positions prompt_length - 1 ... prompt_length + n - 2 are to predict;
+            n is at most one more than the tokens behind the prompt. None: the tokens behind the prompt.
+        group_sizes: adjacent rows that share a micro-batch (the two of a pair, the samples of a pack); limits in rows then
+            count groups. None: every row is on its own.
     """
 
     input_ids: list[Tensor]
     prompt_lengths: list[int]
     columns: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    targets: list[Tensor] | None = None
+    group_sizes: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -37,14 +44,22 @@ class Rows:
     @property
     def response_lengths(self) -> list[int]:
         """Predicted tokens of each row."""
-        return [len(ids) - prompt for ids, prompt in zip(self.input_ids, self.prompt_lengths)]
+        return [len(predicted) for predicted in self.predicted]
+
+    @property
+    def predicted(self) -> list[Tensor]:
+        """The predicted tokens of each row."""
+        if self.targets is not None:
+            return self.targets
+        return [ids[prompt:] for ids, prompt in zip(self.input_ids, self.prompt_lengths)]
 
     def select(self, indexes: Sequence[int]) -> Rows:
-        """The rows at these indexes, in that order."""
+        """The rows at these indexes, in that order, each on its own."""
         return Rows(
             input_ids=[self.input_ids[i] for i in indexes],
             prompt_lengths=[self.prompt_lengths[i] for i in indexes],
             columns={name: [values[i] for i in indexes] for name, values in self.columns.items()},
+            targets=None if self.targets is None else [self.targets[i] for i in indexes],
         )
 
 
@@ -115,6 +130,11 @@ class MicroBatch:
     indexes: tuple[int, ...]
     num_tokens: int
 
+    @property
+    def is_filler(self) -> bool:
+        """True for a micro-batch without rows, run only because other ranks have one more; it must add no loss and no count."""
+        return self.indexes == (-1,)
+
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -147,11 +167,11 @@ def build_micro_batch(batch: Rows, indexes: Sequence[int], shape: BatchShape, de
     labels = torch.zeros(total, dtype=torch.int64)
     slots = torch.full((total,), -1, dtype=torch.int64)
     start = 0
-    for row, (tokens, prompt) in enumerate(zip(rows.input_ids, rows.prompt_lengths)):
-        end, first = start + len(tokens), start + prompt - 1
-        ids[start:end] = tokens
-        labels[start : end - 1] = tokens[1:]
-        slots[first : end - 1] = row * width + torch.arange(len(tokens) - prompt)
+    for row, (tokens, prompt, predicted) in enumerate(zip(rows.input_ids, rows.prompt_lengths, rows.predicted)):
+        first = start + prompt - 1
+        ids[start : start + len(tokens)] = tokens
+        labels[first : first + len(predicted)] = predicted
+        slots[first : first + len(predicted)] = row * width + torch.arange(len(predicted))
         start += padded[row]
     if shape.packed:
         held = _held_positions(padded, shape)
@@ -198,6 +218,7 @@ def split_micro_batches(
     token_budget: int | None,
     max_rows: int | None = None,
     min_count: int = 1,
+    group_sizes: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Which rows form which micro-batch.
 
@@ -208,18 +229,23 @@ def split_micro_batches(
         max_rows: with a budget, most rows of a micro-batch.
         min_count: with a budget and packing, at least so many micro-batches where there are rows enough, because other
             ranks need as many.
+        group_sizes: adjacent rows that stay together; `micro_batch_size` and `max_rows` count these groups.
 
     Raises:
-        ValueError: a row alone exceeds the budget.
+        ValueError: a row (or group) alone exceeds the budget.
     """
+    ends = list(accumulate(group_sizes)) if group_sizes is not None else list(range(1, len(lengths) + 1))
+    groups = [list(range(first, end)) for first, end in zip([0, *ends], ends)]
     if token_budget is None:
-        return [
-            list(range(first, min(first + micro_batch_size, len(lengths))))
-            for first in range(0, len(lengths), micro_batch_size)
+        chosen = [
+            list(range(first, min(first + micro_batch_size, len(groups)))) for first in range(0, len(groups), micro_batch_size)
         ]
-    if not shape.packed:
-        return pad_within_budget([shape.row_width(length) for length in lengths], token_budget, max_rows=max_rows)
-    padded = [shape.padded_length(length) for length in lengths]
-    # the micro-batch as a whole is rounded up as well
-    usable = token_budget - token_budget % shape.packed_multiple
-    return pack_within_budget(padded, usable, min_bins=min_count, max_rows=max_rows)
+    elif not shape.packed:
+        widths = [max(shape.row_width(lengths[row]) for row in group) for group in groups]
+        chosen = pad_within_budget(widths, token_budget // max(map(len, groups), default=1), max_rows=max_rows)
+    else:
+        padded = [sum(shape.padded_length(lengths[row]) for row in group) for group in groups]
+        # the micro-batch as a whole is rounded up as well
+        usable = token_budget - token_budget % shape.packed_multiple
+        chosen = pack_within_budget(padded, usable, min_bins=min_count, max_rows=max_rows)
+    return [[row for number in numbers for row in groups[number]] for numbers in chosen]

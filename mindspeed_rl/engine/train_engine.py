@@ -211,6 +211,7 @@ class TrainEngine:
                 token_budget=batching.token_budget,
                 max_rows=batching.max_rows,
                 min_count=min_count,
+                group_sizes=rows.group_sizes,
             )
 
         groups = split()
