@@ -70,6 +70,11 @@ class VllmCpuHooks(EngineHooks):
     def __init__(self) -> None:
         self._kv_bytes = 0
 
+    def engine_arguments(self) -> dict[str, Any]:
+        # A prompt cut over two engine steps is sampled once too often, and vLLM then rewinds the request's generator,
+        # which a CPU generator cannot do ("CPU Generator does not use offset").
+        return {"enable_chunked_prefill": False}
+
     def before_build(self, run_id: str) -> None:
         if torch.distributed.is_initialized():
             _name_segments_uniquely(run_id)

@@ -66,7 +66,7 @@ class VllmEngine:
             "distributed_executor_backend": "external_launcher" if tp_size > 1 else "uni",
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len),
             "enable_prefix_caching": config.enable_prefix_caching,
             "enable_chunked_prefill": True,
             # tempered log-probs, as the trainer computes them; with cut-offs those would be renormalised over what is kept
