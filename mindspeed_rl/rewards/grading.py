@@ -189,6 +189,9 @@ def _same_element(given: str, wanted: str) -> bool:
         return False
     if _is_integer(plain_given) != _is_integer(plain_wanted):
         return False
+    rationals = [_rational(plain, decimal_value(plain)) for plain in (plain_given, plain_wanted)]
+    if None not in rationals:
+        return rationals[0] == rationals[1]
     if not (_worth_evaluating(plain_given) and _worth_evaluating(plain_wanted)):
         return False
     parsed_given, parsed_wanted = parse_answer(given), parse_label(wanted)

@@ -97,8 +97,10 @@ class Spawner:
                 selector.register(self._pool_pidfd, selectors.EVENT_READ, "pool")
             while self._serve({key.data for key, _ in selector.select(_WATCH_INTERVAL_S)}, woken):
                 pass
-        for child in _children(os.getpid()):
-            _kill_tree(child)
+        while _children(os.getpid()):  # until nothing is left: what the dead leave behind becomes ours
+            for child in _children(os.getpid()):
+                _kill_tree(child)
+                os.waitpid(child, 0)
 
     def _serve(self, events: set[str], woken: socket.socket) -> bool:
         """Handle what happened; False once the pool is gone."""
