@@ -42,8 +42,8 @@ class CpuPlatform(Platform):
 
     def memory_stats(self) -> MemoryStats:
         resident = psutil.Process().memory_info().rss / _GIB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
-        return MemoryStats(allocated_gib=resident, reserved_gib=resident, peak_gib=peak)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB  # the kernel updates it with a delay
+        return MemoryStats(allocated_gib=resident, reserved_gib=resident, peak_gib=max(peak, resident))
 
     def reset_peak_memory(self) -> None:
         """The kernel keeps one peak for the life of the process: nothing to reset."""

@@ -38,9 +38,7 @@ def one_process_world() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def make_engine(
-    one_process_world: None, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., TrainEngine]:
+def make_engine(one_process_world: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainEngine]:
     """(keys of MegatronConfig) -> an engine in training on a random two-layer Qwen2, always with the same weights."""
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)

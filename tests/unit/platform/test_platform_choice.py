@@ -1,0 +1,70 @@
+"""Choosing a platform, and what the CPU one says of itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_rl import platform
+
+
+def test_unknown_and_unusable_platforms_are_errors_that_say_what_there_is() -> None:
+    with pytest.raises(ValueError, match="platform: 'tpu' is not one of auto, npu, cuda, cpu"):
+        platform.select("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="platform: 'cuda' was asked for, but no such device is usable"):
+            platform.select("cuda")
+    assert platform.current().name == "cpu"
+
+
+def test_choosing_a_platform_imports_no_other_kinds_packages() -> None:
+    code = (
+        "import sys; from mindspeed_rl import platform; platform.select('cpu'); platform.current().set_device(1);"
+        "print(sorted({'torch_npu', 'mindspeed', 'vllm', 'megatron', 'ray'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_the_cpu_platform_knows_its_memory_and_draws_from_torchs_generator() -> None:
+    cpu = platform.select("cpu")
+    stats = cpu.memory_stats()
+    assert 0 < stats.allocated_gib <= stats.peak_gib
+    state = cpu.rng_state()
+    first = torch.rand(3)
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    cpu.manual_seed(3)
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
+
+
+def test_deterministic_mode_can_be_switched_on_and_off() -> None:
+    cpu = platform.select("cpu")
+    try:
+        cpu.set_deterministic(True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        cpu.set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_workers_on_the_cpu_get_one_thread_each_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = platform.select("cpu")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert cpu.worker_env()["OMP_NUM_THREADS"] == "1"
+    threads = str(random.randint(2, 9))
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert cpu.worker_env()["OMP_NUM_THREADS"] == threads
+
+
+def test_a_profiled_block_leaves_a_trace(tmp_path: Path) -> None:
+    with platform.select("cpu").profile(str(tmp_path)):
+        torch.ones(4).sum()
+    assert list(tmp_path.glob("*.json"))

@@ -1,0 +1,36 @@
+"""Seeds of samples and what counts as the whole distribution."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.seeds import sample_seed
+
+
+def test_every_sample_has_a_seed_of_its_own_that_fits_31_bits() -> None:
+    places = list(itertools.product(range(3), range(5), range(40), range(16)))
+    seeds = [sample_seed(*place) for place in places]
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    # 9600 draws of 2^31: 0.02 equal pairs are to be expected, numbers that ran together would give thousands
+    assert len(set(seeds)) >= len(places) - 1
+
+
+def test_numbers_do_not_run_together() -> None:
+    assert sample_seed(1, 23, 4, 5) != sample_seed(12, 3, 4, 5)
+    assert sample_seed(0, 0, 1, 0) != sample_seed(0, 0, 0, 1)
+
+
+def test_seeds_are_the_same_in_every_run_of_every_version() -> None:
+    # from `printf 1/2/3/4 | b2sum -l 64`, first 8 hex digits, without the lowest bit
+    assert sample_seed(1, 2, 3, 4) == 0xAAC61176 >> 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [({}, True), ({"top_p": 0.9}, False), ({"top_k": 5}, False), ({"min_p": 0.1}, False), ({"top_k": 0}, True)],
+)
+def test_only_cut_offs_make_a_distribution_partial(changes: dict, whole: bool) -> None:
+    assert Sampling(temperature=0.7, max_tokens=4, stop_token_ids=(1,), **changes).whole_distribution is whole

@@ -1,0 +1,44 @@
+"""Which rows go into which step and to which rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rl.workers.order import mini_batches, share_of
+
+
+def test_steps_are_consecutive_rows_and_every_epoch_sees_each_row_once() -> None:
+    assert mini_batches(8, 4, 2, group_size=2, shuffle_seed=None) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+
+
+def test_shuffling_keeps_groups_together_and_differs_between_epochs_and_seeds() -> None:
+    steps = mini_batches(40, 8, 2, group_size=4, shuffle_seed=3)
+    epochs = [sum(steps[:5], []), sum(steps[5:], [])]
+    assert epochs[0] != epochs[1] != list(range(40))
+    for rows in epochs:
+        assert sorted(rows) == list(range(40))
+        for first in range(0, 40, 4):
+            assert rows[first : first + 4] == list(range(rows[first], rows[first] + 4)) and rows[first] % 4 == 0
+    assert steps == mini_batches(40, 8, 2, group_size=4, shuffle_seed=3)
+    assert steps != mini_batches(40, 8, 2, group_size=4, shuffle_seed=4)
+
+
+def test_ranks_get_consecutive_equal_shares() -> None:
+    assert [share_of([5, 3, 9, 1], 2, rank) for rank in range(2)] == [[5, 3], [9, 1]]
+
+
+def test_balanced_shares_have_equal_counts_and_close_tokens() -> None:
+    rows, lengths = [10, 11, 12, 13], [100, 1, 99, 2]
+    shares = [share_of(rows, 2, rank, lengths) for rank in range(2)]
+    assert sorted(sum(shares, [])) == rows
+    tokens = dict(zip(rows, lengths))
+    assert [sum(tokens[row] for row in share) for share in shares] == [101, 101] or [len(s) for s in shares] == [2, 2]
+    assert max(sum(tokens[row] for row in share) for share in shares) <= 102
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_shares_are_a_partition_of_the_step(num_ranks: int) -> None:
+    rows = [7, 2, 5, 0, 1, 3, 6, 4]
+    plain = [share_of(rows, num_ranks, rank) for rank in range(num_ranks)]
+    balanced = [share_of(rows, num_ranks, rank, [3, 1, 4, 1, 5, 9, 2, 6]) for rank in range(num_ranks)]
+    assert sorted(sum(plain, [])) == sorted(sum(balanced, [])) == sorted(rows)
