@@ -9,6 +9,7 @@ from mindspeed_rl.config.network import NetworkKeys
 from mindspeed_rl.config.schema import key
 
 RL_STAGES = ("ray_grpo", "ray_dapo", "ray_ppo")
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 SUPERVISED_STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
 
 _NPU = ("npu",)

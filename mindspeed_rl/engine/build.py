@@ -22,6 +22,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
+from mindspeed_rl.engine.lora import LoraSettings, adapt_spec, start_adapters
 from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
@@ -193,6 +194,10 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
     """This rank's model chunks with random weights; collective over the training world."""
     network, layout = plan.network, plan.layout
     settings = _run_settings(config, network, layout) | adaptors.transformer_settings()
+    lora = LoraSettings.from_config(config)
+    if lora is not None:
+        lora.check(network)
+        settings["moe_router_bias_update_rate"] = 0.0  # balancing would change the frozen router
     transformer = transformer_config(network, layout=layout, **settings)
     norm = WrappedTorchNorm if platform.current().megatron_kernels else RMSNorm
     models: list[nn.Module] = []
@@ -203,6 +208,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             spec = layer_spec(
                 network, transformer, norm=norm, core_attention=CoreAttention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank
             )
+            if lora is not None:
+                adapt_spec(spec, lora, gated=transformer.gated_linear_unit)
             model = build_gpt_model(
                 network,
                 transformer,
@@ -217,6 +224,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 model.true_vocab_size = network.vocab_size
                 model.final_logit_softcapping = network.final_logit_softcapping
             models.append(model.to(platform.current().current_device()))
+        if lora is not None:
+            start_adapters(models, layout, seed=config.seed)
     chunks = [Float16Module(transformer, model) if config.bf16 else model for model in models]
     if trainable:
         chunks = [

@@ -1,7 +1,8 @@
 """Training checkpoints: saved so that a killed save never looks finished, loaded under any layout.
 
 A checkpoint is `<folder>/iter_0000010/` with Megatron's `torch_dist` files (weights and optimizer), `random/rank_*.safetensors`
-and `run_state.json`; `<folder>/latest_checkpointed_iteration.txt` names the newest and moves last.
+and `run_state.json`; `<folder>/latest_checkpointed_iteration.txt` names the newest and moves last. With `lora_ckpt_filter`
+it holds the adapters and their optimizer, without the base weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl.engine import random_state
+from mindspeed_rl.engine.lora import LoraSettings, is_trained
 from mindspeed_rl.engine.train_engine import TrainEngine
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -71,13 +73,17 @@ class CheckpointSaver:
         dist.barrier()
         if not config.no_save_rng:
             save_file(random_state.capture(), partial / "random" / f"rank_{rank:05d}.safetensors")
-        state = _sharded_state(self.engine, with_optimizer=not config.no_save_optim, is_loading=False)
+        lora = LoraSettings.from_config(config)
+        adapters_only = lora is not None and config.lora_ckpt_filter
+        parts = "adapters" if adapters_only else "all"
+        state = _sharded_state(self.engine, parts, with_optimizer=not config.no_save_optim, is_loading=False)
         if rank == 0:
             record = {
                 "iteration": iteration,
                 "world_size": dist.get_world_size(),
                 "layout": _layout(self.engine),
                 "distributed_optimizer": config.use_distributed_optimizer,
+                "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
                 "scheduler": None
                 if config.no_save_optim or self.engine.scheduler is None
                 else self.engine.scheduler.state_dict(),
@@ -122,11 +128,16 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
     return finish
 
 
-def _sharded_state(engine: TrainEngine, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(
+    engine: TrainEngine, parts: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool
+) -> dict[str, Any]:
     """Megatron's sharded state of weights and, if asked, optimizer."""
     state: dict[str, Any] = {}
     for index, model in enumerate(engine.model.models):
-        state[f"model{index}"] = model.sharded_state_dict()
+        weights = model.sharded_state_dict()
+        if parts != "all":
+            weights = {name: value for name, value in weights.items() if is_trained(name) == (parts == "adapters")}
+        state[f"model{index}"] = weights
     if with_optimizer and engine.optimizer is not None:
         weights = state if len(engine.model.models) > 1 else {"model": state["model0"]}
         state["optimizer"] = engine.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT)
@@ -138,10 +149,47 @@ def _layout(engine: TrainEngine) -> dict[str, int]:
     return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": engine.config.context_parallel_size}
 
 
+def holds_base(folder: str | Path) -> bool:
+    """False when the newest checkpoint was saved with `lora_ckpt_filter`: the base weights must come from elsewhere."""
+    iteration = latest_iteration(folder)
+    assert iteration is not None
+    saved = json.loads((iteration_folder(folder, iteration) / "run_state.json").read_text())["lora"]
+    return saved is None or saved["with_base"]
+
+
+def _parts_to_load(
+    lora: LoraSettings | None, saved: dict[str, Any] | None, path: Path, *, with_optimizer: bool
+) -> Literal["all", "adapters", "base"]:
+    """Which weights a checkpoint can give to a model with or without adapters.
+
+    Raises:
+        ValueError: the run and the checkpoint disagree about adapters.
+    """
+    if saved is None and lora is None:
+        return "all"
+    if saved is None:
+        if with_optimizer:
+            raise ValueError(
+                f"load: {path} was saved without LoRA adapters; set finetune: true to start lora_target_modules from it."
+            )
+        return "base"
+    mine = None if lora is None else lora.record()
+    if mine != {name: value for name, value in saved.items() if name != "with_base"}:
+        asked = "without lora_target_modules" if mine is None else f"with {_shown(mine)}"
+        raise ValueError(f"load: {path} was trained with LoRA ({_shown(saved)}), this run is {asked}; keep the checkpoint's.")
+    return "all" if saved["with_base"] else "adapters"
+
+
+def _shown(record: dict[str, Any]) -> str:
+    return f"lora_r {record['r']}, lora_alpha {record['alpha']}, lora_target_modules {' '.join(record['target_modules'])}"
+
+
 def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | None = None) -> dict[str, Any]:
     """Restores weights and, unless the run's keys say otherwise, optimizer, schedule and random generators; collective.
 
-    The layout may differ from the one that saved. Random generators are restored when world size and layout are the same.
+    The layout may differ from the one that saved. A checkpoint with adapters only leaves the base weights as they are; one
+    without adapters leaves a model's fresh adapters as they are. Random generators are restored when world size and layout
+    are the same.
 
     Args:
         engine: with its optimizer built, if it is to be restored.
@@ -172,9 +220,10 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         raise ValueError(
             f"load: {path} was saved with use_distributed_optimizer: {saved}; keep that, or set no_load_optim or finetune."
         )
-    state = dist_checkpointing.load(_sharded_state(engine, with_optimizer=with_optimizer, is_loading=True), str(path))
+    parts = _parts_to_load(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
+    state = dist_checkpointing.load(_sharded_state(engine, parts, with_optimizer=with_optimizer, is_loading=True), str(path))
     for index, model in enumerate(engine.model.models):
-        model.load_state_dict(state[f"model{index}"], strict=True)
+        model.load_state_dict(state[f"model{index}"], strict=parts == "all")
     if with_optimizer:
         engine.optimizer.load_state_dict(state["optimizer"])
         engine.scheduler.load_state_dict(record["scheduler"])

@@ -77,7 +77,7 @@ class _VocabLogProbs(torch.autograd.Function):
         temperature, chunk_size, padding, softcap, first = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         entropy_matters = bool(grad_entropy.any())
         for begin in range(0, hidden.size(0), chunk_size):
             part = slice(begin, begin + chunk_size)
@@ -98,8 +98,11 @@ class _VocabLogProbs(torch.autograd.Function):
                 grad_logits *= 1.0 - (logits * temperature / softcap).clamp(-1.0, 1.0).square()
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[part]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def vocab_log_probs(

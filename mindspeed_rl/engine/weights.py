@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.lora import merged_weights
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.weights import TensorSource, WeightOp
 
@@ -21,12 +23,18 @@ class LocalWeight:
         op: what it is made of and how it is cut.
         tensor: the parameter's storage; writing to it changes the model.
         num_shards, shard: into how many pieces the op's axis cuts it, and which of them this rank holds.
+        merged: computes the weight with its low-rank adapter added; None where there is no adapter.
     """
 
     op: WeightOp
     tensor: Tensor
     num_shards: int
     shard: int
+    merged: Callable[[], Tensor] | None = None
+
+    def value(self) -> Tensor:
+        """What the model computes with: a new tensor with the adapter merged, or `tensor` itself without an adapter."""
+        return self.tensor if self.merged is None else self.merged()
 
 
 def model_ops(model: BuiltModel) -> list[WeightOp]:
@@ -49,13 +57,14 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
     ep_rank = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0
     found: list[LocalWeight] = []
     for stage, module in enumerate(model.models):
+        merged = merged_weights(module)
         for name, tensor in [
             *module.named_parameters(),
             *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias")),
         ]:
             if ".lora_" in name:
                 continue
-            global_name = layout.global_name(name.replace(".base_layer.", "."), pp_rank, stage, tp_rank, ep_rank)
+            global_name = layout.global_name(name, pp_rank, stage, tp_rank, ep_rank)
             op = by_name.get(global_name)
             if op is None:
                 raise RuntimeError(
@@ -65,7 +74,7 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
                 shards, shard = layout.expert_tp_size, parallel_state.get_expert_tensor_parallel_rank()
             else:
                 shards, shard = layout.tp, tp_rank
-            found.append(LocalWeight(op, tensor.data, shards, shard))
+            found.append(LocalWeight(op, tensor.data, shards, shard, merged.get(name)))
     order = {name: index for index, name in enumerate(by_name)}
     return sorted(found, key=lambda weight: order[weight.op.mcore])
 

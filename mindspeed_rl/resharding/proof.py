@@ -67,7 +67,7 @@ def trained_sums(
         op = weight.op
         if op.copy_of_tied or not (owns_expert_replica if op.axis == "etp" else owns_replica):
             continue
-        for name, part, split in zip(op.hf, op.packing.unpack(weight.tensor), op.splits):
+        for name, part, split in zip(op.hf, op.packing.unpack(weight.value()), op.splits):
             if split.dim is None and weight.shard:
                 continue
             if split.padded:

@@ -18,7 +18,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class WeightStream:
-    """Streams the model's weights, gathered, under their HF names.
+    """Streams the model's weights, gathered, under their HF names; low-rank adapters are merged on the way.
 
     Peak memory is one gathered bucket. All methods are collective over the training world.
     """
@@ -85,7 +85,7 @@ class WeightStream:
             mine = gathered[rank]
             for item in bucket.items:
                 name = item.names[rank] if bucket.group == "expert" else item.names[0]
-                mine[item.offset : item.offset + item.numel].copy_(self._weights[name].tensor.reshape(-1))
+                mine[item.offset : item.offset + item.numel].copy_(self._weights[name].value().reshape(-1))
             if size > 1:
                 dist.all_gather_into_tensor(gathered.view(-1), mine.clone(), group=group)
         if pp_group.size() > 1:

@@ -59,6 +59,23 @@ def find_model(config: MegatronConfig, role: str) -> ModelSource:
     )
 
 
+def base_of(config: MegatronConfig, role: str) -> ModelSource:
+    """The weights below adapters that were saved alone: those of `pretrained_checkpoint`.
+
+    Raises:
+        ValueError: the key is not set, or names another checkpoint of ours.
+    """
+    start = config.pretrained_checkpoint
+    kind = weights_kind(Path(start).expanduser()) if start else None
+    if start is None or kind not in ("hf", "megatron"):
+        raise ValueError(
+            f"{role}.pretrained_checkpoint: {start} holds no Hugging Face or Megatron weights; {config.load} was saved with "
+            "lora_ckpt_filter and needs the base weights that its adapters were trained on."
+        )
+    folder = Path(start).expanduser()
+    return ModelSource(folder, folder, kind)
+
+
 def weights_kind(folder: Path) -> Literal["hf", "training", "megatron"] | None:
     """What a folder holds, None for nothing usable."""
     latest = folder / "latest_checkpointed_iteration.txt"

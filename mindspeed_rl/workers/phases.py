@@ -100,6 +100,7 @@ class Phases:
         mode = self.rl.integrated_mode_config
         path = (mode.ref_model_load_path if mode else None) or config.pretrained_checkpoint or config.load
         config.load, config.pretrained_checkpoint, config.finetune = path, None, True
+        config.lora_target_modules = None
         return config, find_model(config, "ref_config") if path != str(actor.weights) else actor
 
     def _build_rollout(self, source: ModelSource, model_plan: Any, run_id: str) -> None:
@@ -440,12 +441,11 @@ class Phases:
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> Metrics:
-        """ref <- alpha * actor + (1 - alpha) * ref, parameter by parameter."""
+        """ref <- alpha * actor + (1 - alpha) * ref, weight by weight; the actor's adapters are merged."""
         self._onload_actor(params=True)
         self.reference.offloader.onload(params=True)
-        for target, source in zip(self.reference.model.models, self.actor.model.models):
-            for ours, theirs in zip(target.parameters(), source.parameters()):
-                ours.lerp_(theirs, alpha)
+        for name, weight in self.reference.stream.local_weights.items():
+            weight.tensor.lerp_(self.actor.stream.local_weights[name].value(), alpha)
         return Metrics()
 
     # ------------------------------------------------------------------ saving

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, dtype_keys, read_json
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
-from mindspeed_rl.engine.checkpoint import CheckpointSaver, iteration_folder, load_checkpoint
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
+from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.workers.model_source import ModelSource
+from mindspeed_rl.workers.model_source import ModelSource, base_of
 
 
 class Role:
@@ -57,18 +59,25 @@ class Role:
         self._saver = CheckpointSaver(self.engine, config.save) if config.save and steps_per_iteration is not None else None
 
     def _load(self, steps_per_iteration: int | None) -> None:
-        if self.source.kind == "hf":
-            load_weights(self.model, HfFolder(self.source.weights))
-        elif self.source.kind == "megatron":
-            from mindspeed_rl.checkpoint.megatron_source import open_megatron
-
-            load_weights(self.model, open_megatron(self.source.weights, self.model.plan.architecture, self.model.plan.network))
+        if self.source.kind == "training" and not holds_base(self.source.weights):
+            self._load_start(base_of(self.config, self.name))
+        else:
+            self._load_start(self.source)
         if steps_per_iteration is not None:
             self.engine.start_training(steps_per_iteration)
         if self.source.kind == "training":
             loaded = load_checkpoint(self.engine, self.source.weights)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
+
+    def _load_start(self, source: ModelSource) -> None:
+        """Weights of a source that holds nothing but weights."""
+        if source.kind == "hf":
+            load_weights(self.model, HfFolder(source.weights))
+        elif source.kind == "megatron":
+            from mindspeed_rl.checkpoint.megatron_source import open_megatron
+
+            load_weights(self.model, open_megatron(source.weights, self.model.plan.architecture, self.model.plan.network))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,13 +103,18 @@ class Role:
             self._saver.finish()
 
     def save_hf(self, folder: Path) -> None:
-        """Writes the weights as a folder that transformers and vLLM load."""
+        """Writes the weights as a folder that transformers and vLLM load.
+
+        Adapters are merged; with `lora_ckpt_filter` those of a language model are written alone, as a folder that `peft` loads.
+        """
+        if dist.get_rank() == 0 and folder.exists():
+            shutil.rmtree(folder)
+        lora = LoraSettings.from_config(self.config)
+        if lora is not None and self.config.lora_ckpt_filter and self.model.plan.network.head == "lm":
+            save_peft(self.model, lora, folder, str(self.source.hf_folder))
+            return
         if dist.get_rank() == 0:
             changes = dtype_keys(read_json(self.source.hf_folder / "config.json"), self.dtype)
-            if folder.exists():
-                import shutil
-
-                shutil.rmtree(folder)
             with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:
                 writer.add_all(self.stream.named_tensors())
         else:

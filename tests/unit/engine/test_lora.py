@@ -234,7 +234,7 @@ def test_training_follows_peft_on_the_hf_model(dense: Path) -> None:
         assert norms[-1] == pytest.approx(float(norm), rel=1e-4)
         optimizer.step()
     torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-5, rtol=1e-5)
-    assert theirs[-1] < theirs[0] - 0.3
+    assert theirs[-1] < theirs[0] - 0.2
     torch.testing.assert_close(log_probs(engine), hf_log_probs(twin).detach(), atol=1e-5, rtol=0)
 
 
