@@ -97,6 +97,8 @@ class Spawner:
                 selector.register(self._pool_pidfd, selectors.EVENT_READ, "pool")
             while self._serve({key.data for key, _ in selector.select(_WATCH_INTERVAL_S)}, woken):
                 pass
+        for worker in self._workers:
+            _kill_tree(worker)
         while _children(os.getpid()):  # until nothing is left: what the dead leave behind becomes ours
             for child in _children(os.getpid()):
                 _kill_tree(child)

@@ -306,6 +306,20 @@ def test_workers_load_neither_torch_nor_transformers(tmp_path: Path) -> None:
         assert pool.score(samples("x"))[0].parts.get("loaded") == 0.0
 
 
+def test_a_pool_whose_spawner_is_gone_raises_instead_of_waiting() -> None:
+    others = psutil.Process().children()
+    with RewardPool(["hostile"], settings=settings(num_reward_workers=1)) as pool:
+        (spawner,) = [process for process in psutil.Process().children() if process not in others]
+        family = _descendants(spawner.pid)
+        ticket = pool.submit(samples("sleep"))
+        spawner.kill()
+        with pytest.raises(RuntimeError, match="spawner process ended"):
+            pool.collect(ticket)
+        with pytest.raises(RuntimeError, match="spawner process ended"):
+            pool.submit(samples("a"))
+    _assert_gone(family)
+
+
 def test_a_closed_pool_says_so() -> None:
     pool = RewardPool(["exact_match"], settings=settings(num_reward_workers=1))
     pool.close()
