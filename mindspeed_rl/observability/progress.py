@@ -117,7 +117,7 @@ class IterationProgress:
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Iteration number `iteration` (the first is 1) is done: its line is shown, the bar moves on."""
-        if iteration % self._every == 0 or iteration == self.total or "eval/accuracy" in metrics:
+        if iteration % self._every == 0 or iteration == self.total or any(name.startswith("eval/") for name in metrics):
             self.note(metric_line(iteration, self.total, metrics, self._eta_s(iteration)))
         if self._bar is not None:
             self._bar.update(self._task, completed=iteration)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -98,7 +98,7 @@ def _seconds(name: str, group: Sequence[Interval]) -> float:
     return max(totals.values())
 
 
-def throughput_metrics(timing: dict[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
+def throughput_metrics(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
     """Tokens (prompt and response) per second and device over the iteration, the update and the rollout."""
     phases = {"e2e_tps": "timing/all", "update_tps": "timing/update", "vllm_tps": "timing/rollout"}
     return {name: num_tokens / num_devices / timing[phase] for name, phase in phases.items() if timing.get(phase, 0.0) > 0.0}

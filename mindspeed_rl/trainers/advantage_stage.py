@@ -16,7 +16,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.records import Batch
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
-from mindspeed_rl.trainers.journal import Journal
+from mindspeed_rl.trainers.rollout_journal import RolloutJournal
 
 #: prefix of the score metrics by stage
 SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
@@ -30,7 +30,7 @@ class AdvantageStage:
     """
 
     def __init__(
-        self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, journal: Journal, greedy_rewards: object | None = None
+        self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, journal: RolloutJournal, greedy_rewards: object | None = None
     ) -> None:
         """
         Args:

@@ -1,36 +1,30 @@
-"""Where a run's figures go: console, metrics.jsonl, TensorBoard, timeline, completions."""
+"""Where a run's figures go: console, metrics.jsonl, trackers, timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from mindspeed_rl.config import BatchPlan, RunConfig
-from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.observability.completions import Completion, CompletionWriter
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.timeline import Timeline
-from mindspeed_rl.observability.timers import Interval, throughput_metrics, timing_metrics
+from mindspeed_rl.observability.timers import Interval, timing_metrics
 from mindspeed_rl.observability.trackers import Trackers
 
 
 class Journal:
-    """Writes one record an iteration."""
+    """Writes one record an iteration.
 
-    def __init__(
-        self, cfg: RunConfig, plan: BatchPlan, run_dir: Path, trackers: Trackers, progress: IterationProgress, tokenizer: Any
-    ) -> None:
-        rl = cfg.rl_config
-        self._cfg, self._plan = cfg, plan
-        self._trackers, self._progress, self._tokenizer = trackers, progress, tokenizer
+    Attributes:
+        last: figures of the last iteration, with those of the last evaluation.
+        first: figures of the evaluation before the first iteration.
+    """
+
+    def __init__(self, run_dir: Path, trackers: Trackers, progress: IterationProgress) -> None:
+        self._trackers, self._progress = trackers, progress
         self._timeline = Timeline(run_dir / "timeline.json")
-        interval = rl.log_completions_interval if rl.log_completions else 0
-        self._completions = CompletionWriter(run_dir / "completions.jsonl", interval, rl.log_completions_keep)
         self.last: Mapping[str, float] = {}
+        self.first: Mapping[str, float] = {}
 
     def note(self, text: str) -> None:
         """A line for the user."""
@@ -38,52 +32,16 @@ class Journal:
 
     def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
         """Records iteration number `iteration` (the first is 1)."""
-        results = metrics.results()
-        timing = timing_metrics(intervals)
-        push = {name: timing[name] for name in ("timing/resharding_to_infer",) if name in timing}
-        results |= timing | ({"timing/update_weights": push["timing/resharding_to_infer"]} if push else {})
-        results |= throughput_metrics(timing, self._num_tokens(results), self._plan.world_size)
+        results = metrics.results() | timing_metrics(intervals)
+        results |= self.derived(results)
         self._timeline.add(iteration, intervals)
         self._trackers.log(iteration, results)
         self._progress.update(iteration, results)
-        self.last = results
+        self.last = {name: value for name, value in self.last.items() if name.startswith("eval/")} | results
 
-    def _num_tokens(self, results: Mapping[str, float]) -> float:
-        """Prompt and response tokens of the iteration, by mean lengths or, as MindSpeed-RL counts, by the longest."""
-        kind = "max" if self._cfg.rl_config.log_max_throughput and self._cfg.stage == "ray_grpo" else "mean"
-        length = results.get(f"response_length/{kind}", 0.0) + results.get(f"prompt_length/{kind}", 0.0)
-        return length * self._plan.num_samples
-
-    def completions(self, iteration: int, plane: DataPlane, advantages: Tensor, response_mask: Tensor) -> None:
-        """Writes the first rows of the batch to completions.jsonl, in the iterations that are due."""
-        if not self._completions.wants(iteration):
-            return
-        count = min(self._cfg.rl_config.log_completions_keep, len(advantages))
-        batch, _ = plane.get(
-            "metrics",
-            ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated"],
-            indexes=range(count),
-            timeout_s=60.0,
-        )
-        prompts = self._tokenizer.batch_decode([ids.tolist() for ids in batch["prompt_ids"]])
-        responses = self._tokenizer.batch_decode([ids.tolist() for ids in batch["responses"]])
-        means = (advantages * response_mask).sum(1) / response_mask.sum(1).clamp(min=1)
-        self._completions.write(
-            iteration,
-            [
-                Completion(
-                    prompt,
-                    response,
-                    float(reward),
-                    result.parts,
-                    float(mean),
-                    {"label": label, "truncated": bool(cut), "state": result.state},
-                )
-                for prompt, response, reward, result, mean, label, cut in zip(
-                    prompts, responses, batch["rewards"], batch["reward_results"], means, batch["labels"], batch["truncated"]
-                )
-            ],
-        )
+    def derived(self, results: Mapping[str, float]) -> dict[str, float]:
+        """Further figures of an iteration, made of its metrics and timings."""
+        return {}
 
     def close(self) -> None:
         """Files are complete."""

@@ -44,7 +44,9 @@ class RLTrainer:
         """Runs all iterations that are left."""
         self._collect(self.workers.push_weights(self.start_iteration))
         if self.schedule.evaluates_first:
-            self.journal.note(self.evaluator.describe(self.evaluator.run()))
+            before = self.evaluator.run()
+            self.journal.first = before.results()
+            self.journal.note(self.evaluator.describe(before))
         for iteration in range(self.start_iteration, self.schedule.train_iters):
             with self._iteration(iteration):
                 self.generate(iteration)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +15,16 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompt
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import make_data_plane
 from mindspeed_rl.dataplane.records import ColumnSpec, rl_columns
-from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.progress import IterationProgress
-from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.advantage_stage import AdvantageStage
 from mindspeed_rl.trainers.evaluation import Evaluator
-from mindspeed_rl.trainers.journal import Journal
 from mindspeed_rl.trainers.rl import RLTrainer
+from mindspeed_rl.trainers.rollout_journal import RolloutJournal
 from mindspeed_rl.trainers.rollout_stage import PromptFeed, make_rollout
+from mindspeed_rl.trainers.run_folder import absolute_paths, recorded_run
 from mindspeed_rl.trainers.schedule import Schedule
+from mindspeed_rl.workers.integrated import IntegratedWorker
 from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup, cluster, worker_environment
 from mindspeed_rl.workers.model_source import find_model
 
@@ -36,11 +35,6 @@ _COLUMNS = {
     "loss_mask": ColumnSpec("compute_advantage"),
     "reward_results": ColumnSpec("rule_reward"),
 }
-
-
-def default_run_dir(cfg: RunConfig) -> Path:
-    """runs/<run file>-<time>, below the working directory."""
-    return Path("runs", f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def run_rl(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
@@ -62,26 +56,12 @@ def run_rl(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
     prompts = _open(cfg, actor.data_path, tokenizer, "data_path")
     held_out = _open(cfg, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
-    run_dir = (Path(cfg.run_dir) if cfg.run_dir else default_run_dir(cfg)).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    set_up_logging(run_dir / "run.log")
-    cfg = _absolute_paths(cfg)
-    outcome, journal = "failed", None
-    try:
-        with _built(cfg, plan, chosen, run_dir, tokenizer, tokenizer_path, prompts, held_out) as trainer:
-            journal = trainer.journal
+    with recorded_run(cfg) as record:
+        cfg = absolute_paths(cfg)
+        with _built(cfg, plan, chosen, record.folder, tokenizer, tokenizer_path, prompts, held_out) as trainer:
+            record.journal = trainer.journal
             trainer.fit()
-        outcome = "finished"
-    except KeyboardInterrupt:
-        outcome = "interrupted"
-        raise
-    except BaseException as error:
-        outcome = f"failed: {type(error).__name__}: {error}"
-        raise
-    finally:
-        results = {name: value for name, value in (journal.last if journal else {}).items() if name.startswith("eval/")}
-        write_report(run_dir, dataclasses.asdict(cfg), title=cfg.config_name, outcome=outcome, results=results)
-    return run_dir
+    return record.folder
 
 
 def _open(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
@@ -100,22 +80,6 @@ def _open(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
 def _existing(path: str | None) -> str | None:
     """The template file of the run file when there is one; the built-in templates otherwise."""
     return path if path and Path(path).is_file() else None
-
-
-def _absolute_paths(cfg: RunConfig) -> RunConfig:
-    """Paths of a run file are relative to where the command was given; workers run elsewhere."""
-    for config in {
-        id(c): c for c in (cfg.megatron_training, cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config)
-    }.values():
-        if config is None:
-            continue
-        for key in ("load", "save", "pretrained_checkpoint", "tokenizer_name_or_path"):
-            value = getattr(config, key)
-            if value and (key == "save" or Path(value).expanduser().exists()):
-                setattr(config, key, str(Path(value).expanduser().resolve()))
-    rl = cfg.rl_config
-    rl.external_plugins = [str(Path(path).expanduser().resolve()) for path in rl.external_plugins]
-    return cfg
 
 
 @contextlib.contextmanager
@@ -138,16 +102,16 @@ def _built(
         stack.enter_context(cluster(plan, platform_name))
         plane = make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, columns=rl_columns() | _COLUMNS)
         stack.callback(plane.close)
-        workers = WorkerGroup(cfg, plan, platform_name, run_dir, run_id=uuid.uuid4().hex[:12])
+        workers = WorkerGroup(IntegratedWorker, cfg, plan, platform_name, run_dir, plane)
         stack.callback(workers.close)
         rewards = RewardGroup(cfg, plan, plane, tokenizer_path, run_dir, worker_environment(cfg, platform_name))
         stack.callback(rewards.close)
         first = prompts[0]
         rewards.check(first["prompt_ids"], first["label"], first["columns"])
-        resumed = workers.set_up(plane)
+        resumed = workers.set_up(plane, uuid.uuid4().hex[:12])
         start = resumed.get("iteration", 0)
         progress = stack.enter_context(IterationProgress(schedule.train_iters, Path(cfg.config_name).stem, start=start))
-        journal = Journal(cfg, plan, run_dir, trackers, progress, tokenizer)
+        journal = RolloutJournal(cfg, plan, run_dir, trackers, progress, tokenizer)
         stack.callback(journal.close)
         feed = PromptFeed(prompts, plane, plan, seed=actor.seed, shuffle=not actor.no_shuffle)
         rollout = make_rollout(cfg, plan, feed, workers, rewards, plane)

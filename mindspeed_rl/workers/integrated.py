@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.observability.logging import redirect_output, set_up_logging
-from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.timers import Interval, Timers
-
-
-@dataclass
-class WorkerReport:
-    """What a worker tells the driver after a phase: its part of the metrics, and when it did what."""
-
-    metrics: Metrics = field(default_factory=Metrics)
-    intervals: list[Interval] = field(default_factory=list)
+from mindspeed_rl.workers.worker import Worker, WorkerReport
 
 
 @dataclass(frozen=True)
@@ -44,32 +30,10 @@ class UpdateOrder:
     use_ref_log_probs: bool
 
 
-class IntegratedWorker:
-    """Actor, reference, critic and rollout engine of one rank. A plain class; the launcher makes it a Ray actor.
-
-    Heavy libraries are imported in `set_up`, after the environment of the process is complete.
-    """
-
-    def __init__(self, cfg: RunConfig, plan: BatchPlan, rank: int, run_dir: str) -> None:
-        self.cfg = cfg
-        self.plan = plan
-        self.rank = rank
-        self.run_dir = Path(run_dir)
-        self.timers = Timers(worker=f"rank {rank}")
-        self.plane: DataPlane | None = None
+class IntegratedWorker(Worker):
+    """Actor, reference, critic and rollout engine of one rank."""
 
     # ------------------------------------------------------------------ start
-
-    def address(self) -> tuple[str, int]:
-        """This host's address and a free port on it, for the rendezvous of all ranks."""
-        host = "127.0.0.1" if self.plan.num_nodes == 1 else socket.gethostbyname(socket.gethostname())
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
-
-    def pid(self) -> int:
-        """Process id, for messages."""
-        return os.getpid()
 
     def set_up(self, master: tuple[str, int], local_rank: int, plane: DataPlane, run_id: str) -> dict[str, Any]:
         """Joins the training world, builds all roles and the rollout engine; collective over all workers.
@@ -77,21 +41,10 @@ class IntegratedWorker:
         Returns:
             {"iteration": ..., "run_state": ...} of a resumed run, else an empty dict.
         """
-        log_dir = self.run_dir / "logs"
-        log_dir.mkdir(parents=True, exist_ok=True)
-        redirect_output(log_dir / f"rank_{self.rank}.log")
-        set_up_logging(self.run_dir / "run.log", worker=f"rank {self.rank}", console=False)
-        os.environ.update(
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.plan.world_size),
-            LOCAL_RANK=str(local_rank),
-            MASTER_ADDR=master[0],
-            MASTER_PORT=str(master[1]),
-        )
+        self._take_place(master, local_rank)
         from mindspeed_rl.workers.phases import Phases
 
-        self.plane = plane
-        self.phases = Phases(self.cfg, self.plan, self.plane, self.timers, run_id=run_id)
+        self.phases = Phases(self.cfg, self.plan, plane, self.timers, run_id=run_id)
         return self.phases.resumed or {}
 
     # ------------------------------------------------------------------ phases
@@ -139,10 +92,3 @@ class IntegratedWorker:
     def export_hf(self, folder: str) -> None:
         """The actor lies in `folder` as a Hugging Face model."""
         self.phases.actor.save_hf(Path(folder))
-
-    def memory_gib(self) -> float:
-        """Peak memory of this process."""
-        return platform.current().memory_stats().peak_gib
-
-    def _report(self, metrics: Metrics | None) -> WorkerReport:
-        return WorkerReport(metrics or Metrics(), self.timers.drain())

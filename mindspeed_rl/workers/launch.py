@@ -14,13 +14,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import BatchPlan, RLConfig, RunConfig
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rewards.records import RewardResult
-from mindspeed_rl.workers.integrated import IntegratedWorker, WorkerReport
 from mindspeed_rl.workers.reward import RewardWorker
+from mindspeed_rl.workers.worker import Worker, WorkerReport
 
 #: logical CPUs of a cluster we start ourselves, beside one a worker: room for data plane, rewards and the driver's tasks
 _SPARE_CPUS = 16
@@ -99,17 +99,24 @@ def _wait_for_devices(resource: str, wanted: int, deadline_s: float) -> None:
 
 
 class WorkerGroup:
-    """All integrated workers of a run, called together.
+    """The workers of a run, one a device, called together.
 
     Each method with a phase's name runs that phase on every worker and returns their reports. When one worker fails, the
     data plane is aborted so that nobody waits for it, and the failure is raised with the worker's name.
     """
 
-    def __init__(self, cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path, run_id: str) -> None:
-        self._plan, self._cfg = plan, cfg
-        self._run_id = run_id
+    def __init__(
+        self,
+        worker_class: type[Worker],
+        cfg: RunConfig,
+        plan: BatchPlan,
+        platform_name: str,
+        run_dir: Path,
+        plane: DataPlane | None = None,
+    ) -> None:
+        self._worker_class, self._plan, self._plane = worker_class, plan, plane
         resource = platform_class(platform_name).ray_resource
-        cpus = 1 if resource is None else cfg.rl_config.num_cpus_for_placement_group
+        cpus = 1 if resource is None else (cfg.rl_config or RLConfig()).num_cpus_for_placement_group
         bundle: dict[str, float] = {"CPU": cpus}
         if resource is not None:
             bundle[resource] = 1
@@ -117,7 +124,7 @@ class WorkerGroup:
         if not self._placement.wait(timeout_seconds=120):
             raise TimeoutError(f"Ray could not place {plan.world_size} workers with {bundle} each within 120 s.")
         env = {"env_vars": worker_environment(cfg, platform_name)}
-        remote = ray.remote(IntegratedWorker)
+        remote = ray.remote(worker_class)
         self._actors: list[Any] = []
         for rank in range(plan.world_size):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
@@ -131,21 +138,19 @@ class WorkerGroup:
                 options["resources"] = {resource: 1}
             self._actors.append(remote.options(**options).remote(cfg, plan, rank, str(run_dir)))
         self._names = {actor: f"worker {rank}" for rank, actor in enumerate(self._actors)}
-        self._plane: DataPlane | None = None
 
-    def set_up(self, plane: DataPlane) -> dict[str, Any]:
-        """All workers have built their models; returns the state of a resumed run."""
-        self._plane = plane
+    def set_up(self, *arguments: Any) -> dict[str, Any]:
+        """All workers have joined the training world and built their models; returns the state of a resumed run."""
         master = ray.get(self._actors[0].address.remote(), timeout=120)
         per_node = self._plan.world_size // self._plan.num_nodes
-        return self._call("set_up", lambda rank: (master, rank % per_node, plane, self._run_id))[0]
+        return self._call("set_up", lambda rank: (master, rank % per_node, *arguments))[0]
 
     def _call(self, method: str, arguments: Callable[[int], tuple]) -> list[Any]:
         futures = [getattr(actor, method).remote(*arguments(rank)) for rank, actor in enumerate(self._actors)]
         return wait_all(futures, [f"worker {rank}" for rank in range(len(futures))], method, self._plane)
 
     def __getattr__(self, method: str) -> Callable[..., list[Any]]:
-        if method.startswith("_") or not hasattr(IntegratedWorker, method):
+        if method.startswith("_") or not hasattr(self._worker_class, method):
             raise AttributeError(method)
         return lambda *arguments: self._call(method, lambda rank: arguments)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl import adaptors, platform
+from mindspeed_rl import platform
 from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
@@ -17,23 +17,14 @@ from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.workers.integrated import UpdateOrder
 from mindspeed_rl.workers.model_source import ModelSource, find_model
 from mindspeed_rl.workers.order import share_of
-
-#: seconds that ranks wait for each other in collectives before the run is given up
-_COLLECTIVE_TIMEOUT_S = 1800.0
-
-
-def _prepare_process(cfg: RunConfig) -> None:
-    """Platform and adaptors, before Megatron is imported."""
-    platform.select(cfg.platform)
-    adaptors.apply("train")
-    adaptors.configure(cfg.actor_config)
+from mindspeed_rl.workers.world import join_world, prepare_process
 
 
 class Phases:
     """The roles of this rank and the phases of an iteration. Every public method is collective over the workers."""
 
     def __init__(self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, timers: Timers, *, run_id: str) -> None:
-        _prepare_process(cfg)
+        prepare_process(cfg)
         from mindspeed_rl.engine import parallel
         from mindspeed_rl.engine.build import plan_model
 
@@ -41,12 +32,7 @@ class Phases:
         self.rl, self.generate_config = cfg.rl_config, cfg.generate_config
         source = find_model(cfg.actor_config, "actor_config")
         model_plan = plan_model(cfg.actor_config, source.hf_folder)
-        info = parallel.RankInfo.from_env()
-        platform.current().set_device(info.local_rank)
-        platform.current().set_deterministic(cfg.actor_config.deterministic or cfg.actor_config.npu_deterministic)
-        parallel.init_process_group(info, _COLLECTIVE_TIMEOUT_S)
-        parallel.init_model_parallel(cfg.actor_config, model_plan.layout.vpp, _COLLECTIVE_TIMEOUT_S)
-        parallel.seed_all(cfg.actor_config.seed)
+        join_world(cfg.actor_config, model_plan)
         self.control = parallel.ControlGroup()
         self.is_source, self.is_output = parallel.is_data_source(), parallel.is_output_source()
         from mindspeed_rl.data.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.rewards.records import RewardResult, RewardSample
-from mindspeed_rl.workers.integrated import WorkerReport
+from mindspeed_rl.workers.worker import WorkerReport
 
 
 class RewardWorker:

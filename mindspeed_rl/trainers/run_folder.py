@@ -1,0 +1,87 @@
+"""The folder of a run: where it is, and the report that is in it however the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rl.config import RunConfig
+from mindspeed_rl.observability.logging import set_up_logging
+from mindspeed_rl.observability.report import write_report
+from mindspeed_rl.trainers.journal import Journal
+
+
+@dataclass
+class RunRecord:
+    """What the report is made of.
+
+    Attributes:
+        folder: of the run.
+        journal: set as soon as there is one; its last evaluation stands on top of the report.
+    """
+
+    folder: Path
+    journal: Journal | None = None
+
+
+def default_run_dir(cfg: RunConfig) -> Path:
+    """runs/<run file>-<time>, below the working directory."""
+    return Path("runs", f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+@contextlib.contextmanager
+def recorded_run(cfg: RunConfig) -> Iterator[RunRecord]:
+    """The run folder exists and takes the logs; a report with the outcome is in it when the block ends."""
+    folder = (Path(cfg.run_dir) if cfg.run_dir else default_run_dir(cfg)).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    set_up_logging(folder / "run.log")
+    record = RunRecord(folder)
+    outcome = "failed"
+    try:
+        yield record
+        outcome = "finished"
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise
+    except BaseException as error:
+        outcome = f"failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        last = record.journal.last if record.journal else {}
+        results = {name: value for name, value in last.items() if name.startswith("eval/")}
+        write_report(folder, dataclasses.asdict(cfg), title=cfg.config_name, outcome=outcome, results=results)
+
+
+def absolute_paths(cfg: RunConfig) -> RunConfig:
+    """Paths of a run file are relative to where the command was given; workers run elsewhere."""
+    roles = (cfg.megatron_training, cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config)
+    for config in {id(role): role for role in roles if role is not None}.values():
+        for key in ("load", "save", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model"):
+            value = getattr(config, key)
+            if value and (key == "save" or Path(value).expanduser().exists()):
+                setattr(config, key, _absolute(value))
+        if cfg.is_supervised:  # the workers read the data; elsewhere the driver does
+            if isinstance(config.data_path, list):
+                config.data_path = [item if _is_number(item) else _absolute(str(item)) for item in config.data_path]
+            elif config.data_path is not None:
+                config.data_path = _absolute(config.data_path)
+            if config.eval_data_path is not None:
+                config.eval_data_path = _absolute(config.eval_data_path)
+    if cfg.rl_config is not None:
+        cfg.rl_config.external_plugins = [_absolute(path) for path in cfg.rl_config.external_plugins]
+    return cfg
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
+
+
+def _is_number(item: str | float) -> bool:
+    with contextlib.suppress(ValueError):
+        float(item)
+        return True
+    return False

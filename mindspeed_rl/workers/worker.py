@@ -1,0 +1,68 @@
+"""What every device's worker has, whatever it trains: an address, log files, its place in the training world, reports."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindspeed_rl import platform
+from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.observability.logging import redirect_output, set_up_logging
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.timers import Interval, Timers
+
+
+@dataclass
+class WorkerReport:
+    """What a worker tells the driver after a phase: its part of the metrics, and when it did what."""
+
+    metrics: Metrics = field(default_factory=Metrics)
+    intervals: list[Interval] = field(default_factory=list)
+
+
+class Worker:
+    """One rank's process. Subclasses are plain classes with a `set_up`; the launcher makes them Ray actors.
+
+    Heavy libraries are imported in `set_up`, after the environment of the process is complete.
+    """
+
+    def __init__(self, cfg: RunConfig, plan: BatchPlan, rank: int, run_dir: str) -> None:
+        self.cfg = cfg
+        self.plan = plan
+        self.rank = rank
+        self.run_dir = Path(run_dir)
+        self.timers = Timers(worker=f"rank {rank}")
+
+    def address(self) -> tuple[str, int]:
+        """This host's address and a free port on it, for the rendezvous of all ranks."""
+        host = "127.0.0.1" if self.plan.num_nodes == 1 else socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def pid(self) -> int:
+        """Process id, for messages."""
+        return os.getpid()
+
+    def memory_gib(self) -> float:
+        """Peak memory of this process."""
+        return platform.current().memory_stats().peak_gib
+
+    def _take_place(self, master: tuple[str, int], local_rank: int) -> None:
+        """Output goes to the run folder, and the environment says which rank this is."""
+        log_dir = self.run_dir / "logs"
+        log_dir.mkdir(parents=True, exist_ok=True)
+        redirect_output(log_dir / f"rank_{self.rank}.log")
+        set_up_logging(self.run_dir / "run.log", worker=f"rank {self.rank}", console=False)
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.plan.world_size),
+            LOCAL_RANK=str(local_rank),
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+        )
+
+    def _report(self, metrics: Metrics | None) -> WorkerReport:
+        return WorkerReport(metrics or Metrics(), self.timers.drain())
