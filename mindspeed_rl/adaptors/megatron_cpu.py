@@ -9,7 +9,6 @@ without a GPU could only raise.
 | jit | jit.jit_fuser | torch.compile at import time would need a C++ compiler |
 | rng | tensor_parallel.random get/set state, tracker fork | they reach into the CUDA generators |
 | type names | optimizer, distrib_optimizer, clip_grads | they compare `tensor.type()` with "torch.cuda.FloatTensor" |
-| fp8 | distrib_optimizer.quantize_param_shard | raises without TransformerEngine even when no parameter is fp8 |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
 | MLA | multi_latent_attention.HAVE_TE | true without TransformerEngine; its classes are then mocks, no types |
@@ -158,8 +157,6 @@ def _optimizer(module: types.ModuleType) -> None:
 def _distributed_optimizer(module: types.ModuleType) -> None:
     _rename_types_in(module.DistributedOptimizer)
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = AdamW, True, True
-    quantize = module.quantize_param_shard
-    module.quantize_param_shard = lambda params, *args, **kwargs: quantize(params, *args, **kwargs) if params else None
 
 
 def _clip_grads(module: types.ModuleType) -> None:

@@ -1,0 +1,96 @@
+"""The CPU adaptor changes Megatron and nothing else, and only what still has to be changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rl.adaptors import megatron_cpu
+from mindspeed_rl.adaptors.torch_facade import facade
+
+HERE = Path(__file__).parent
+
+
+def printed_by(program: str) -> dict[str, Any]:
+    """The last line of a program that runs in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / f"{program}.py")]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_every_loaded_megatron_module_sees_the_facade_and_torch_itself_is_untouched() -> None:
+    found = printed_by("adapted_engine")
+    assert found["modules"] > 100
+    assert found["real torch"] == []
+    assert found["torch unchanged"] and found["cuda available"] == [False, False]
+    assert found["facade device"] == "cpu" and found["facade is a device type"]
+    assert found["other libraries"] == []
+
+
+def test_every_patch_is_still_needed() -> None:
+    needed = printed_by("unadapted_megatron")
+    assert {symbol for symbol, is_needed in needed.items() if not is_needed} == set()
+    assert {symbol.split(" ")[0] for symbol in needed} == {"facade", "Tensor.cuda", *megatron_cpu.PATCHES}
+
+
+def test_the_adaptor_refuses_to_come_late() -> None:
+    code = (
+        "import warnings; warnings.filterwarnings('ignore'); import megatron.core.parallel_state\n"
+        "from mindspeed_rl.adaptors import megatron_cpu; megatron_cpu.apply()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "megatron.core was imported before its CPU adaptor" in result.stderr
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_equals_torchs_bit_for_bit(weight_decay: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((7, 5), (11,), (3, 2, 2))]
+    ours, theirs = ([torch.nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+    keys = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
+    optimizers = megatron_cpu.AdamW(ours, **keys), torch.optim.AdamW(theirs, **keys, foreach=False)
+    for step in range(20):
+        for mine, true in zip(ours, theirs):
+            gradient = torch.randn(mine.shape, generator=generator)
+            mine.grad, true.grad = gradient.clone(), gradient.clone()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 3e-3 / (step + 1)
+            optimizer.step()
+        assert all(torch.equal(mine, true) for mine, true in zip(ours, theirs))
+
+
+def test_adamw_counts_steps_by_group_and_skips_parameters_without_gradient() -> None:
+    with_gradient, without = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = megatron_cpu.AdamW([with_gradient, without], lr=0.1)
+    with_gradient.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 2
+    assert without not in optimizer.state and torch.equal(without, torch.ones(2))
+    assert "step" not in optimizer.state[with_gradient]
+
+
+def test_factories_read_cuda_as_the_cpu_and_pass_everything_else_on() -> None:
+    assert facade.empty(2, device="cuda").device == facade.tensor([1.0], device=torch.device("cuda", 3)).device
+    assert facade.zeros(2, pin_memory=True, dtype=torch.int32).dtype == torch.int32
+    assert facade.device("cuda", 1) == torch.device("cpu") and facade.device("meta") == torch.device("meta")
+    assert facade.nn is torch.nn and facade.float32 is torch.float32
+
+
+def test_events_measure_time_and_streams_are_all_the_same() -> None:
+    start, end = (facade.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    assert 0 <= start.elapsed_time(end) < 60e3
+    assert facade.cuda.Stream() == facade.cuda.current_stream()
+    with facade.cuda.stream(facade.cuda.Stream()):
+        assert facade.cuda.current_device() == torch.device("cpu")

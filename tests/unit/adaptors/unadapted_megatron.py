@@ -1,0 +1,93 @@
+# ruff: noqa: E402  (warnings are silenced first)
+"""Looks at megatron-core as it is installed, without the CPU adaptor: prints, as JSON, which patches are needed.
+
+One entry for each patched symbol: True while the original cannot work on a machine without an accelerator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import types
+import warnings
+from collections.abc import Callable
+
+warnings.filterwarnings("ignore")
+
+import torch
+
+
+def module(name: str) -> types.ModuleType:
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+def raises(call: Callable[[], object]) -> bool:
+    """True when the call fails for want of a device or a library."""
+    try:
+        call()
+    except (RuntimeError, AssertionError, NameError, NotImplementedError):
+        return True
+    return False
+
+
+def names_cuda_types(function: object) -> bool:
+    code = getattr(function, "__func__", function).__code__
+    return any("torch.cuda." in str(constant) and "Tensor" in str(constant) for constant in code.co_consts)
+
+
+def compiles() -> bool:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    return module("jit").jit_fuser(function) is not function
+
+
+def does_not_copy() -> bool:
+    """The writer's copy for a background save shares memory with a weight that training goes on to change."""
+    tensor = torch.ones(2)
+    writer = module("dist_checkpointing.strategies.filesystem_async").FileSystemWriterAsync
+    buckets = writer.preload_tensors([("path", "key", ([], [("item", tensor)]))], non_blocking=False)
+    tensor.zero_()
+    return not buckets[0][2][1][0][1].any()
+
+
+def asks_the_tracker() -> bool:
+    tracker = module("tensor_parallel.random").CudaRNGStatesTracker()
+    tracker.states_["x"] = torch.get_rng_state()
+    return raises(lambda: tracker.fork("x").__enter__())
+
+
+optimizer, distributed = module("optimizer"), module("optimizer.distrib_optimizer")
+rng, experts = module("tensor_parallel.random"), module("transformer.moe.moe_utils")
+files, calls = module("dist_checkpointing.strategies.filesystem_async"), module("dist_checkpointing.strategies.async_utils")
+latent = module("transformer.multi_latent_attention")
+mixed = module("optimizer.optimizer").Float16OptimizerWithFloat16Params
+
+print(
+    json.dumps(
+        {
+            "facade": raises(lambda: torch.zeros(1, device=torch.cuda.current_device())),
+            "Tensor.cuda": raises(lambda: torch.zeros(1).cuda()),
+            "jit": compiles(),
+            "tensor_parallel.random state": raises(lambda: rng._get_cuda_rng_state()),
+            "tensor_parallel.random fork": asks_the_tracker(),
+            "optimizer": optimizer.Adam in (torch.optim.Adam, torch.optim.AdamW),
+            "optimizer.optimizer": any(names_cuda_types(f) for f in vars(mixed).values() if isinstance(f, types.FunctionType)),
+            "optimizer.distrib_optimizer types": any(
+                names_cuda_types(f)
+                for f in vars(distributed.DistributedOptimizer).values()
+                if isinstance(getattr(f, "__func__", f), types.FunctionType)
+            ),
+            "optimizer.distrib_optimizer Adam": not distributed.USING_APEX_OPTIMIZER,
+            "optimizer.clip_grads": names_cuda_types(module("optimizer.clip_grads").clip_grad_by_total_norm_fp32),
+            "transformer.multi_latent_attention": latent.HAVE_TE and not isinstance(latent.TELinear, type),
+            "transformer.moe.token_dispatcher": torch.is_tensor(experts.maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True)),
+            "transformer.moe.moe_utils": "te_general_gemm" not in vars(experts),
+            "transformer.moe.grouped_gemm_util": module("transformer.moe.grouped_gemm_util").grouped_gemm is None,
+            "dist_checkpointing.strategies.filesystem_async copy": does_not_copy(),
+            "dist_checkpointing.strategies.filesystem_async fork": "fork" in inspect.getsource(files.FileSystemWriterAsync),
+            "dist_checkpointing.strategies.async_utils": "fork" in inspect.getsource(calls.TemporalAsyncCaller),
+        }
+    )
+)
