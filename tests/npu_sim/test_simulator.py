@@ -1,0 +1,153 @@
+"""The simulator itself: what is real stays real, what is computed equals the CPU, what is not simulated says so."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import simulator
+import torch
+import torch_npu
+
+from mindspeed_rl import platform
+from mindspeed_rl.platform.npu import NpuPlatform
+
+
+def test_training_a_small_network_is_bit_equal_to_the_cpu() -> None:
+    torch.manual_seed(0)
+    on_cpu = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+    on_npu = copy.deepcopy(on_cpu).to("npu")
+    batch = torch.randn(5, 8)
+    for network, rows in ((on_cpu, batch), (on_npu, batch.to("npu"))):
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            network(rows).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+    for mine, theirs in zip(on_cpu.parameters(), on_npu.parameters()):
+        assert torch.equal(mine, theirs.cpu())
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 64)])
+def test_fused_operators_equal_their_definitions_and_pass_gradients(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).to("npu").requires_grad_()
+    gamma = torch.randn(shape[-1]).to("npu").requires_grad_()
+    cos, sin = torch.randn(shape).to("npu"), torch.randn(shape).to("npu")
+    a, g = (tensor.detach().cpu().requires_grad_() for tensor in (x, gamma))
+    first, second = a.chunk(2, -1)
+    cases = [
+        (torch_npu.npu_rms_norm(x, gamma, 1e-6)[0], torch.nn.functional.rms_norm(a, (shape[-1],), g, 1e-6)),
+        (torch_npu.npu_swiglu(x, -1), torch.nn.functional.silu(first) * second),
+        (torch_npu.npu_rotary_mul(x, cos, sin), a * cos.cpu() + torch.cat([-second, first], -1) * sin.cpu()),
+    ]
+    for got, want in cases:
+        assert torch.allclose(got.cpu(), want, atol=1e-6)
+        upstream = torch.randn_like(want)
+        (mine,) = torch.autograd.grad(got, x, upstream.to("npu"), retain_graph=True)
+        (theirs,) = torch.autograd.grad(want, a, upstream, retain_graph=True)
+        assert torch.allclose(mine.cpu(), theirs, atol=1e-5)
+
+
+def test_random_numbers_follow_the_device_generator() -> None:
+    device = NpuPlatform()
+    device.manual_seed(3)
+    state = device.rng_state()
+    first, second = torch.rand(4, device="npu"), torch.rand(4, device="npu")
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(4, device="npu"), first) and not torch.equal(first, second)
+
+
+def test_the_platform_layer_reports_what_the_allocator_holds() -> None:
+    device = platform.select("npu")
+    device.set_device(0)
+    device.empty_cache()
+    before = device.memory_stats()
+    block = torch.empty(64 << 20, dtype=torch.uint8, device=device.current_device())
+    during = device.memory_stats()
+    assert during.allocated_gib - before.allocated_gib == pytest.approx(1 / 16, rel=1e-3)
+    assert during.peak_gib >= during.allocated_gib
+    del block
+    device.empty_cache()
+    device.reset_peak_memory()
+    assert device.memory_stats().allocated_gib == pytest.approx(before.allocated_gib)
+    assert device.memory_stats().peak_gib == pytest.approx(before.allocated_gib)
+
+
+def test_a_storage_can_be_emptied_and_filled_again() -> None:
+    tensor = torch.arange(1 << 20, dtype=torch.float32, device="npu")
+    host, size = tensor.cpu().pin_memory(), tensor.untyped_storage().size()
+    before = torch.npu.memory_allocated()
+    tensor.untyped_storage().resize_(0)
+    assert 0 <= before - torch.npu.memory_allocated() - size <= 512  # the allocator's rounding
+    tensor.untyped_storage().resize_(size)
+    tensor.copy_(host, non_blocking=True)
+    assert torch.equal(tensor.cpu(), host)
+
+
+def test_memory_beyond_the_devices_is_an_out_of_memory_error() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="NPU out of memory"):
+        torch.empty(65 << 30, dtype=torch.uint8, device="npu")
+
+
+def test_the_profiler_runs_through_the_platform(tmp_path: Path) -> None:
+    with NpuPlatform().profile(str(tmp_path), record_shapes=True) as session:
+        torch.ones(3, device="npu") + 1
+        session.step()
+    assert any(tmp_path.rglob("*")), "the profiler wrote nothing"
+
+
+def test_events_measure_time_and_streams_exist() -> None:
+    start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
+    with torch.npu.stream(torch.npu.Stream()):
+        start.record()
+        end.record()
+    NpuPlatform().synchronize()
+    assert start.elapsed_time(end) >= 0.0
+
+
+def test_the_device_count_comes_from_the_environment() -> None:
+    assert NpuPlatform().device_count() == 8 and NpuPlatform.is_available()
+    with pytest.raises(RuntimeError):
+        NpuPlatform().set_device(77)
+
+
+def test_calls_are_counted_by_operator() -> None:
+    simulator.calls.clear()
+    torch.ones(2, device="npu") + torch.ones(2, device="npu")
+    assert simulator.calls["aten::add.Tensor"] == 1
+
+
+def test_an_operator_without_a_kernel_fails_with_its_name() -> None:
+    x = torch.ones(2, 8, device="npu")
+    with pytest.raises(RuntimeError, match="aclnn"):
+        torch_npu.npu_gelu(x)
+
+
+def test_a_runtime_call_that_is_not_simulated_ends_the_process_and_is_named() -> None:
+    code = "import ctypes; ctypes.CDLL('libascendcl.so').rtKernelLaunch()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode < 0 and "rtKernelLaunch is not simulated" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"actual_seq_qlen": [4, 6], "actual_seq_kvlen": [4, 6]}, "ends at 6 of 8 tokens"),
+        ({}, "needs actual_seq_qlen"),
+        ({"actual_seq_qlen": [8], "actual_seq_kvlen": [8], "sparse_mode": 3}, "2048 x 2048"),
+    ],
+)
+def test_attention_refuses_what_the_kernel_refuses(settings: dict, message: str) -> None:
+    x = torch.randn(8, 2, 16, device="npu")
+    with pytest.raises(RuntimeError, match=message):
+        torch_npu.npu_fusion_attention(x, x, x, 2, "TND", **settings)
+
+
+def test_a_torch_file_written_from_the_device_loads_again(tmp_path: Path) -> None:
+    torch.save({"weight": torch.arange(4.0, device="npu")}, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True, map_location="cpu")
+    assert loaded["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
