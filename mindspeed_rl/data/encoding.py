@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TurnIds = tuple[list[int], list[int]]
+ENCODE_BATCH = 128
 
 
 class TextEncoder:
@@ -34,11 +35,15 @@ class TextEncoder:
         """Token ids of every text."""
         if not texts:
             return []
-        if self._backend is not None:
-            return [
-                encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=self._add_special_tokens)
-            ]
-        return self.tokenizer(list(texts), add_special_tokens=self._add_special_tokens)["input_ids"]
+        if self._backend is None:
+            return self.tokenizer(list(texts), add_special_tokens=self._add_special_tokens)["input_ids"]
+        # Small batches: the encodings are read while they are in the cache, and few of them exist at a time.
+        ids: list[list[int]] = []
+        for start in range(0, len(texts), ENCODE_BATCH):
+            batch = texts[start : start + ENCODE_BATCH]
+            encodings = self._backend.encode_batch_fast(batch, add_special_tokens=self._add_special_tokens)
+            ids.extend(encoding.ids for encoding in encodings)
+        return ids
 
     def special_id(self, token: Token) -> int:
         """Id of a special token.

@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,18 +62,16 @@ class IndexedWriter:
         self._builder.sequence_lengths = array("i")
         self._builder.document_indices = array("q", [0])
 
-    def add_documents(self, tokens: np.ndarray, lengths: Iterable[int]) -> None:
-        """Append consecutive documents of one sequence each; `tokens` is their concatenation."""
-        import torch
+    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int]) -> None:
+        """Append consecutive documents of one sequence each; `tokens` is their concatenation.
 
-        flat = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int32))
-        start = 0
-        for length in lengths:
-            self._builder.add_item(flat[start : start + length])
-            self._builder.end_document()
-            start += length
-        if start != len(tokens):
-            raise AssertionError(f"lengths add up to {start}, but there are {len(tokens)} tokens")
+        The builder takes them as one document of many sequences, which costs one write, and then learns where each ends.
+        """
+        assert sum(lengths) == len(tokens), (sum(lengths), len(tokens))
+        first = len(self._builder.sequence_lengths) + 1
+        self._builder.add_document(tokens, lengths)
+        self._builder.document_indices.pop()
+        self._builder.document_indices.extend(range(first, first + len(lengths)))
 
     def add_dataset(self, path_prefix: str | Path) -> None:
         """Append a whole `.bin/.idx` pair."""

@@ -9,6 +9,7 @@ finished ones.
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -201,15 +202,16 @@ def encode_chunks(handler: Handler, chunks: Iterator[Chunk], *, workers: int, on
     """
     global _worker_handler, _worker_on_bad_row
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if workers == 1:
-        for chunk in chunks:
-            yield encode_chunk(handler, chunk, on_bad_row=on_bad_row)
-        return
+    # What is loaded by now lives to the end: the garbage collector need not look at it, and forks need not copy it.
+    gc.freeze()
     _worker_handler, _worker_on_bad_row = handler, on_bad_row
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
     waiting: deque[Future[ChunkResult]] = deque()
     try:
         for chunk in chunks:
+            if workers == 1:
+                yield encode_chunk(handler, chunk, on_bad_row=on_bad_row)
+                continue
             waiting.append(pool.submit(_encode_in_worker, chunk))
             if len(waiting) >= 3 * workers:
                 yield waiting.popleft().result()
@@ -218,6 +220,7 @@ def encode_chunks(handler: Handler, chunks: Iterator[Chunk], *, workers: int, on
     finally:
         _worker_handler = None
         pool.shutdown(cancel_futures=True)
+        gc.unfreeze()
 
 
 class Progress:

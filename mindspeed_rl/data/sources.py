@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from mindspeed_rl.data.conversation import BadRow
 
+# A chunk holds about this many bytes of lines or tables, and at most so many rows of a table or an array.
 LINES_BYTES = 256 * 1024
 BATCH_ROWS = 512
 FORMATS = {
@@ -235,7 +236,7 @@ def _array_chunks(path: str) -> Iterator[Chunk]:
     with open(path, "rb") as raw:
         for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig"), path):
             rows.append(value)
-            if len(rows) == BATCH_ROWS:
+            if len(rows) == BATCH_ROWS or raw.tell() - position > LINES_BYTES:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = first + len(rows), raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
@@ -245,7 +246,7 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
     """Decode the elements of a JSON array one by one, reading as far as each needs."""
     decoder = json.JSONDecoder()
     whitespace = " \t\r\n"
-    block = 1 << 18
+    block = 1 << 17
     buffer = file.read(block)
     at = buffer.index("[") + 1
     number = 0
@@ -281,10 +282,24 @@ def _csv_chunks(path: str) -> Iterator[Chunk]:
         for number, row in enumerate(csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")), start=1):
             broken = None in row or None in row.values()
             rows.append(BadRow("has another number of fields than the header") if broken else row)
-            if len(rows) == BATCH_ROWS:
+            if len(rows) == BATCH_ROWS or raw.tell() - position > LINES_BYTES:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = number + 1, raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
+
+
+def _table_chunks(path: str, first_row: int, table: Any) -> Iterator[Chunk]:
+    """Cut an Arrow table or record batch; the pieces travel as bytes, because a pickled slice takes its whole table along."""
+    import pyarrow
+
+    rows = max(1, min(BATCH_ROWS, table.num_rows * LINES_BYTES // max(table.nbytes, 1)))
+    for start in range(0, table.num_rows, rows):
+        piece = table.slice(start, rows)
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write(piece)
+        count = piece.num_rows
+        yield Chunk(path, "table", first_row + start, count, count, payload=sink.getvalue().to_pybytes())
 
 
 def _parquet_chunks(path: str) -> Iterator[Chunk]:
@@ -293,7 +308,7 @@ def _parquet_chunks(path: str) -> Iterator[Chunk]:
     row = 1
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
-            yield Chunk(path, "table", row, batch.num_rows, batch.num_rows, payload=batch)
+            yield from _table_chunks(path, row, batch)
             row += batch.num_rows
 
 
@@ -313,17 +328,15 @@ def _arrow_batches(path: str) -> Iterator[Any]:
 
 def _arrow_chunks(path: str) -> Iterator[Chunk]:
     row = 1
-    for whole in _arrow_batches(path):
-        for start in range(0, whole.num_rows, BATCH_ROWS):
-            part = whole.slice(start, BATCH_ROWS)
-            yield Chunk(path, "table", row, part.num_rows, part.num_rows, payload=part)
-            row += part.num_rows
+    for batch in _arrow_batches(path):
+        yield from _table_chunks(path, row, batch)
+        row += batch.num_rows
 
 
 def _dataset_chunks(dataset: Any, name: str) -> Iterator[Chunk]:
     row = 1
     for table in dataset.iter(batch_size=BATCH_ROWS):
-        yield Chunk(name, "table", row, table.num_rows, table.num_rows, payload=table)
+        yield from _table_chunks(name, row, table)
         row += table.num_rows
 
 
@@ -358,7 +371,10 @@ def _chunk_rows(chunk: Chunk) -> list[NumberedRow]:
     if chunk.kind == "rows":
         return list(enumerate(chunk.payload[: chunk.num_rows], start=chunk.first_row))
     if chunk.kind == "table":
-        return list(enumerate(chunk.payload.slice(0, chunk.num_rows).to_pylist(), start=chunk.first_row))
+        import pyarrow
+
+        table = pyarrow.ipc.open_stream(chunk.payload).read_all()
+        return list(enumerate(table.slice(0, chunk.num_rows).to_pylist(), start=chunk.first_row))
     with open(chunk.path, "rb") as file:
         file.seek(chunk.start)
         lines = file.read(chunk.stop - chunk.start).split(b"\n")
