@@ -122,7 +122,7 @@ def _check_keys(config: MegatronConfig, network: Network, path: Path) -> None:
         raise ValueError(f"model: the run file's network keys do not describe the model of {path}: {'; '.join(wrong)}.")
 
 
-def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int) -> BatchShape:
+def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0) -> BatchShape:
     """How this rank lays micro-batches out. Needs Megatron's process groups."""
     cp_size = config.context_parallel_size
     tp_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -132,6 +132,7 @@ def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int) -> BatchSh
         cp_rank=parallel_state.get_context_parallel_rank(),
         sequence_multiple=2 * cp_size if cp_size > 1 else 1,
         total_multiple=tp_multiple if packed else math.lcm(tp_multiple, 1),
+        fixed_width=fixed_width,
         pad_id=pad_id,
     )
 

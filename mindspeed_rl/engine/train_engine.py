@@ -16,14 +16,16 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.algorithms.records import LossOutput
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rl.engine.policy_model import HeadRequest
 from mindspeed_rl.observability.metrics import Metrics
 
-#: (micro-batch, [rows, width] log-probs or values, [rows, width] entropy or None) -> loss sum and count
-LossFunction = Callable[[MicroBatch, Tensor, Tensor | None], LossOutput]
+#: (micro-batch, what the head computes, each [rows, width]) -> loss sum and count. Language models give log-probs and
+#: entropies, restricted to `choices` one logit a choice; models with a value head give values and None.
+LossFunction = Callable[..., LossOutput]
 
 
 class NonFiniteError(RuntimeError):
@@ -129,6 +131,17 @@ class TrainEngine:
                     second[index] = output[1, position, : lengths[index]]
         return first, second
 
+    @torch.no_grad()
+    def measure(self, rows: Rows, batching: MicroBatching, loss: LossFunction) -> Metrics:
+        """The metrics of a loss on these rows, without gradients: this rank's part, empty on ranks that hand none out."""
+        with self._mode(training=False):
+            results = self._run(
+                self._micro_batches(rows, batching),
+                lambda micro_batch, output: loss(micro_batch, *_outputs(output)),
+                forward_only=True,
+            )
+        return self._merged(results)
+
     # ------------------------------------------------------------------ training
 
     def step(self, rows: Rows, batching: MicroBatching, loss: LossFunction) -> StepResult:
@@ -148,7 +161,7 @@ class TrainEngine:
             counted = parallel_state.get_context_parallel_rank() == 0
 
             def evaluate(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-                result = loss(micro_batch, output[0], output[1] if output.size(0) > 1 else None)
+                result = loss(micro_batch, *_outputs(output))
                 if not torch.isfinite(result.loss_sum):
                     broken.append(
                         f"micro-batch {len(broken)} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}"
@@ -163,15 +176,15 @@ class TrainEngine:
             lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
             _, grad_norm, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
+        return StepResult(metrics=self._merged(results), grad_norm=float(grad_norm or 0.0), lr=float(lr))
+
+    def _merged(self, results: Sequence[LossOutput]) -> Metrics:
+        """Metrics of all micro-batches, on the one rank of each model replica that hands results out."""
         metrics = Metrics()
-        if (
-            counted
-            and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        ):
+        if parallel.is_output_source():
             for result in results:
                 metrics.merge(result.metrics)
-        return StepResult(metrics=metrics, grad_norm=float(grad_norm or 0.0), lr=float(lr))
+        return metrics
 
     def _check_finite(self, broken: list[str]) -> None:
         """Raises the same error on every rank when any rank has a non-finite loss or gradient."""
@@ -269,3 +282,8 @@ class TrainEngine:
     def _width(self, micro_batches: list[MicroBatch]) -> int:
         """Sequence length for the schedule; pipelines exchange real shapes, so any rank's will do."""
         return max(micro_batch.input_ids.size(1) for micro_batch in micro_batches) * self.shape.cp_size
+
+
+def _outputs(output: Tensor) -> tuple[Tensor | None, ...]:
+    """What a loss function takes, from the head's [k, rows, width]."""
+    return (output[0], None) if output.size(0) == 1 else output.unbind(0)

@@ -51,8 +51,9 @@ def recorded_run(cfg: RunConfig) -> Iterator[RunRecord]:
         outcome = f"failed: {type(error).__name__}: {error}"
         raise
     finally:
-        last = record.journal.last if record.journal else {}
+        last, first = (record.journal.last, record.journal.first) if record.journal else ({}, {})
         results = {name: value for name, value in last.items() if name.startswith("eval/")}
+        results |= {f"{name}/first": value for name, value in first.items()}
         write_report(folder, dataclasses.asdict(cfg), title=cfg.config_name, outcome=outcome, results=results)
 
 

@@ -39,11 +39,13 @@ class Role:
         pad_id: int,
         temperature: float,
         steps_per_iteration: int | None,
+        fixed_width: int = 0,
     ) -> None:
         """Builds the model, loads its weights and, where it trains, its optimizer.
 
         Args:
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
+            fixed_width: tokens to which padded rows are padded; 0 for the longest of their micro-batch.
         """
         self.name = name
         self.config = config
@@ -51,7 +53,10 @@ class Role:
         self.resumed: dict[str, Any] | None = None
         self.model: BuiltModel = build_model(config, plan, trainable=steps_per_iteration is not None)
         self.engine = TrainEngine(
-            config, self.model, batch_shape(config, packed=packed, pad_id=pad_id), temperature=temperature
+            config,
+            self.model,
+            batch_shape(config, packed=packed, pad_id=pad_id, fixed_width=fixed_width),
+            temperature=temperature,
         )
         self._load(steps_per_iteration)
         self.offloader = Offloader(self.engine)
@@ -85,12 +90,17 @@ class Role:
         return torch.bfloat16 if self.config.bf16 else torch.float32
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> None:
-        """Writes a training checkpoint and, with `save_hf`, a Hugging Face folder beside it."""
+        """Writes a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
         if self._saver is None:
             return
         self._saver.save(iteration, run_state)
         if self.config.save_hf:
-            self.save_hf(iteration_folder(Path(self.config.save) / "hf", iteration))
+            folder = iteration_folder(Path(self.config.save) / "hf", iteration)
+            self.save_hf(folder)
+            if dist.get_rank() == 0:
+                latest = folder.with_name("latest")
+                latest.unlink(missing_ok=True)
+                latest.symlink_to(folder.name)
 
     def poll_save(self) -> None:
         """Completes a background save that is through."""

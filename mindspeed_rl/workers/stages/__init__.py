@@ -1,0 +1,11 @@
+"""What each supervised stage learns from and with which loss; a stage is one class and one line here."""
+
+#: megatron_training.stage -> module:class
+STAGES = {
+    "pretrain": "mindspeed_rl.workers.stages.pretraining:Pretraining",
+    "sft": "mindspeed_rl.workers.stages.instruction:Instruction",
+    "dpo": "mindspeed_rl.workers.stages.preference:DirectPreference",
+    "simpo": "mindspeed_rl.workers.stages.preference:SimplePreference",
+    "orm": "mindspeed_rl.workers.stages.reward_model:OutcomeReward",
+    "prm": "mindspeed_rl.workers.stages.reward_model:ProcessReward",
+}

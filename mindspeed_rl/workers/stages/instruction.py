@@ -1,0 +1,88 @@
+"""Stage sft: the mean negative log-prob of the labelled tokens, over plain rows or packs of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.sft import InstructionDataset, InstructionSample
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.workers.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def token_loss(micro_batch: MicroBatch, log_probs: Tensor, *others: Tensor) -> LossOutput:
+    """-log p summed over the tokens of `loss_mask`, and their number."""
+    mask = micro_batch.columns["loss_mask"] & micro_batch.response_mask
+    return LossOutput(-torch.where(mask, log_probs, 0.0).sum(), mask.sum())
+
+
+def labelled_rows(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> Rows:
+    """Rows that predict the labelled tokens, without log-probs of what lies in front of the first of them.
+
+    Args:
+        pieces: (input_ids, labels) of each row, unshifted, IGNORE_INDEX where nothing is learnt.
+    """
+    input_ids, prompt_lengths, targets, masks = [], [], [], []
+    for ids, labels in pieces:
+        labelled = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
+        first = int(labelled[0]) if len(labelled) else len(ids)
+        mask = torch.from_numpy(labels[first:] != IGNORE_INDEX)
+        input_ids.append(torch.from_numpy(ids))
+        prompt_lengths.append(first)
+        targets.append(torch.from_numpy(labels[first:]) * mask)
+        masks.append(mask)
+    return Rows(input_ids, prompt_lengths, {"loss_mask": masks}, targets)
+
+
+class Instruction(Stage):
+    """Supervised tuning. With `reset_attention_mask` the samples of a pack see only themselves."""
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self.packed = config.reset_attention_mask
+        check_resets(config)
+
+    def open(self, prefix: str | Path) -> InstructionDataset:
+        config = self.config
+        return InstructionDataset(
+            prefix,
+            seq_length=config.seq_length,
+            pad_id=self.tokenizer.pad_token_id,
+            eos_id=self.tokenizer.eos_token_id,
+            split_at_eos=config.pack and config.reset_attention_mask and not config.neat_pack,
+        )
+
+    def rows(self, items: Sequence[InstructionSample]) -> Rows:
+        pieces, group_sizes = [], []
+        for item in items:
+            ends = np.cumsum(item["sample_lengths"]).tolist()
+            cuts = list(zip([0, *ends], ends)) if self.config.reset_attention_mask else [(0, len(item["input_ids"]))]
+            samples = [(item["input_ids"][first:end], item["labels"][first:end]) for first, end in cuts]
+            learnt = [sample for sample in samples if (sample[1][1:] != IGNORE_INDEX).any()] or samples[:1]
+            pieces += learnt
+            group_sizes.append(len(learnt))
+        rows = labelled_rows(pieces)
+        return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, group_sizes)
+
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+        return token_loss(micro_batch, *outputs)
+
+
+def check_resets(config: MegatronConfig) -> None:
+    """Raises ValueError for positions that restart where the attention does not."""
+    if config.reset_position_ids and not config.reset_attention_mask:
+        raise ValueError(
+            "reset_position_ids: true needs reset_attention_mask: true; rotary positions are relative, so they restart "
+            "where the attention does, and nowhere else."
+        )

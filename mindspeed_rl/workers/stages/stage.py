@@ -1,0 +1,129 @@
+"""The interface between a supervised stage and the worker that trains it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import BatchPlan, MegatronConfig
+from mindspeed_rl.data.samplers import BatchSampler
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.workers.order import share_of
+from mindspeed_rl.workers.stages import STAGES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Dataset(Protocol):
+    """Items by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class Part:
+    """The items `first` ... `end` - 1 of a dataset."""
+
+    def __init__(self, dataset: Dataset, first: int, end: int) -> None:
+        self._dataset, self._first, self._end = dataset, first, end
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._dataset[self._first + index]
+
+
+def parts(dataset: Dataset, split: str | None) -> tuple[Part, Part]:
+    """The items for training and for evaluation: consecutive parts with the first two shares of `split`, such as "95,5,0".
+
+    Raises:
+        ValueError: the shares are not up to three numbers that are not negative.
+    """
+    try:
+        shares = [float(share) for share in (split or "1").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        raise ValueError(f"split: {split!r} must give shares of training, validation and test data, such as 95,5,0.")
+    shares += [0.0] * (3 - len(shares))
+    ends = [round(len(dataset) * sum(shares[: number + 1]) / sum(shares)) for number in range(2)]
+    return Part(dataset, 0, ends[0]), Part(dataset, ends[0], ends[1])
+
+
+class Stage(ABC):
+    """What is special about a stage.
+
+    Attributes:
+        head: what the model ends in.
+        unit: what an item of the dataset is, for messages.
+        needs_reference: True when rows need the log-probs of a reference model.
+        packed: True when samples must lie in one micro-batch without padding.
+        choices: token ids the head's distribution is restricted to; None for the whole vocabulary.
+    """
+
+    head: ClassVar[Literal["lm", "reward"]] = "lm"
+    unit: ClassVar[str] = "samples"
+    needs_reference: ClassVar[bool] = False
+    packed: bool = False
+    choices: tuple[int, ...] | None = None
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    def open(self, prefix: str | Path) -> Dataset:
+        """The dataset with this prefix."""
+
+    @abstractmethod
+    def rows(self, items: Sequence[Any]) -> Rows:
+        """What the engine computes for these items."""
+
+    @abstractmethod
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+        """The loss of a micro-batch; `outputs` are the head's, each [rows, width]."""
+
+    def datasets(self, plan: BatchPlan) -> tuple[Dataset, Dataset | None]:
+        """The items to train on and those to evaluate on, if any. Collective over the workers."""
+        if not isinstance(self.config.data_path, str):
+            raise ValueError(f"data_path: {self.config.data_path!r} must be one prefix; only stage pretrain blends datasets.")
+        train, held_out = parts(self.open(self.config.data_path), self.config.split)
+        if self.config.eval_data_path is not None:
+            held_out = self.open(self.config.eval_data_path)
+        return train, held_out if len(held_out) else None
+
+    def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
+        """Global batches of item numbers for ever, starting after `start` consumed items."""
+        config, epochs = self.config, 1
+        if config.full_shuffle_instruction_dataset:
+            epochs = max(1, -(-(plan.train_iters or 0) * plan.num_samples // num_items))
+        sampler = BatchSampler(num_items * epochs, seed=config.seed, shuffle=not config.no_shuffle)
+        for batch in sampler.batches(start, plan.num_samples):
+            yield [number % num_items for number in batch]
+
+
+def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage:
+    """The stage that the run file names."""
+    module, name = STAGES[config.stage].split(":")
+    return getattr(import_module(module), name)(config, tokenizer)
+
+
+def shares(batches: Iterator[list[int]], dataset: Dataset, num_ranks: int, rank: int) -> Iterator[list[Any]]:
+    """This data-parallel rank's items of each global batch."""
+    for batch in batches:
+        yield [dataset[number] for number in share_of(batch, num_ranks, rank)]
+
+
+#: (micro-batch, the head's outputs) -> loss
+Loss = Callable[..., LossOutput]
