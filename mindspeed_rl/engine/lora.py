@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -128,6 +127,29 @@ class Adapter:
 
 
 # ---------------------------------------------------------------------- layers
+
+
+class _SumGradients(torch.autograd.Function):
+    """The same tensor; its gradient is summed over a group.
+
+    Megatron's `copy_to_tensor_model_parallel_region` would do, but it reduces a copy and returns the unreduced gradient when
+    that is not contiguous, as those of transposed matrices are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def _sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _SumGradients.apply(x, group) if group.size() > 1 else x
 
 
 class AdaptedModule:
@@ -263,13 +285,13 @@ class AdaptedColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
     def _low_rank(self, x: Tensor) -> Tensor:
         if self.is_expert:
             # all ranks have all tokens, and each gives its part of their gradient: only A's own has to be summed here
-            a = copy_to_tensor_model_parallel_region(self.lora_a, group=self.tp_group)
+            a = _sum_gradients(self.lora_a, self.tp_group)
             return functional.linear(functional.linear(x, a), self.lora_b)
         hidden = functional.linear(x, self.lora_a)
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+            hidden = _sum_gradients(hidden, self.tp_group)
         return functional.linear(hidden, self.lora_b)
 
 
@@ -286,7 +308,7 @@ class AdaptedRowParallelLinear(_AdaptedLinear, RowParallelLinear):
         hidden = functional.linear(x, self.lora_a)
         if self.is_expert:
             # outputs stay partial sums, the dispatcher adds them up
-            b = copy_to_tensor_model_parallel_region(self.lora_b, group=self.tp_group)
+            b = _sum_gradients(self.lora_b, self.tp_group)
             return functional.linear(hidden, b)
         if self.sequence_parallel:
             hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
@@ -332,12 +354,12 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         product = partial(self._product, tokens_per_expert=tokens_per_expert)
         inner = product(x, w1)
         if self.on_fc1:
-            a = copy_to_tensor_model_parallel_region(self.lora_fc1_A, group=self.tp_group)
+            a = _sum_gradients(self.lora_fc1_A, self.tp_group)
             inner = inner + self._low_rank(product, x, a, self.lora_fc1_B)
         inner = self.activation_func_with_probs(inner, probs)
         output = product(inner, w2)
         if self.on_fc2:
-            b = copy_to_tensor_model_parallel_region(self.lora_fc2_B, group=self.tp_group)
+            b = _sum_gradients(self.lora_fc2_B, self.tp_group)
             output = output + self._low_rank(product, inner, self.lora_fc2_A, b)
         return output, None
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the same numbers as the merged model and as `peft`, a base that never changes, checkpoints of both kinds."""
+"""Low-rank adapters: the numbers of the merged model and of `peft`, a base that never changes, checkpoints of both kinds."""
 
 from __future__ import annotations
 
