@@ -26,11 +26,12 @@ from mindspeed_rl.engine.lora import LoraSettings, adapt_spec, start_adapters
 from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
+from mindspeed_rl.engine.recompute import recompute_activations
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.network import Network, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,38 @@ def _check_keys(config: MegatronConfig, network: Network, path: Path) -> None:
         "qk_layernorm": network.qk_layernorm or network.multi_latent_attention and config.qk_layernorm,
         "num_experts": network.num_moe_experts,
         "untie_embeddings_and_output_weights": network.untie_embeddings_and_output_weights,
+        "disable_bias_linear": True,
     }
     if config.group_query_attention:
         expected["num_query_groups"] = network.num_query_groups
+    expected |= _scaling_keys(network.rope_scaling)
     wrong = [
         f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value
     ]
     if wrong:
         raise ValueError(f"model: the run file's network keys do not describe the model of {path}: {'; '.join(wrong)}.")
+
+
+def _scaling_keys(scaling: RopeScaling | None) -> dict[str, str | float | None]:
+    """The run file's words for how a network stretches its rotary frequencies."""
+    if scaling is None:
+        return {"rope_scaling_type": None}
+    keys: dict[str, str | float | None] = {"rope_scaling_type": scaling.type, "rope_scaling_factor": scaling.factor}
+    if scaling.type == "llama3":
+        keys |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    elif scaling.type == "yarn":
+        keys |= {
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "rope_scaling_mscale": 1.0 if scaling.mscale is None else scaling.mscale,
+            "rope_scaling_mscale_all_dim": 0.0 if scaling.mscale_all_dim is None else scaling.mscale_all_dim,
+            "rope_scaling_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    return keys
 
 
 def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0) -> BatchShape:
@@ -177,6 +202,8 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
         if config.num_layers is not None:
             balancing = {"aux_loss": "aux_loss", "seq_aux_loss": "seq_aux_loss", "sinkhorn": "sinkhorn"}
             settings["moe_router_load_balancing_type"] = balancing.get(config.moe_router_load_balancing_type, "none")
+            if config.seq_aux and config.moe_router_load_balancing_type == "aux_loss":
+                settings["moe_router_load_balancing_type"] = "seq_aux_loss"
             settings["moe_aux_loss_coeff"] = config.moe_aux_loss_coeff
     return settings
 
@@ -209,6 +236,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             spec = layer_spec(
                 network, transformer, norm=norm, core_attention=CoreAttention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank
             )
+            if config.recompute_activation_function and not platform.current().megatron_kernels:
+                recompute_activations(spec)
             if lora is not None:
                 adapt_spec(spec, lora, gated=transformer.gated_linear_unit)
             model = build_gpt_model(

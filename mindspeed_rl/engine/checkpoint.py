@@ -73,6 +73,7 @@ class CheckpointSaver:
         dist.barrier()
         if not config.no_save_rng:
             save_file(random_state.capture(), partial / "random" / f"rank_{rank:05d}.safetensors")
+        self.engine.offloader.onload(optimizer=True)  # a swapped optimizer leaves again after the next step
         lora = LoraSettings.from_config(config)
         adapters_only = lora is not None and config.lora_ckpt_filter
         parts = "adapters" if adapters_only else "all"
@@ -203,6 +204,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         ValueError: there is no finished checkpoint, or it lacks what is to be restored.
     """
     config = engine.config
+    engine.offloader.onload(optimizer=True)
     if iteration is None:
         iteration = latest_iteration(folder)
     if iteration is None:

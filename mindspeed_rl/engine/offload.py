@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.engine.train_engine import TrainEngine
+
+if TYPE_CHECKING:  # the engine has an offloader
+    from mindspeed_rl.engine.train_engine import TrainEngine
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -72,8 +72,14 @@ def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: floa
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=expert_sizes(config)[0],
         expert_tensor_parallel_size=expert_sizes(config)[1],
+        order=rank_order(config),
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
+
+
+def rank_order(config: MegatronConfig) -> str:
+    """In which order ranks count through the parallel dimensions, fastest first, in Megatron's words."""
+    return "tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
 
 def num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,12 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches
 from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rl.engine.policy_model import HeadRequest
 from mindspeed_rl.observability.metrics import Metrics
+
+_log = logging.getLogger(__name__)
 
 #: (micro-batch, what the head computes, each [rows, width]) -> loss sum and count. Language models give log-probs and
 #: entropies, restricted to `choices` one logit a choice; models with a value head give values and None.
@@ -66,6 +70,9 @@ class TrainEngine:
     """A model and, when it trains, its optimizer and schedule.
 
     All methods are collective over the training world unless they say otherwise.
+
+    Attributes:
+        choices: token ids whose logits losses get instead of log-probs and entropies; None for those.
     """
 
     def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -82,14 +89,23 @@ class TrainEngine:
         self.chunks = model.chunks
         self.shape = shape
         self.temperature = temperature
+        self.choices: tuple[int, ...] | None = None
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
         )
         self.optimizer = None
         self.scheduler = None
+        self.offloader = Offloader(self)
+        # on the NPU MindSpeed swaps the state inside its optimizer
+        self._swaps_optimizer = config.swap_optimizer and not platform.current().megatron_kernels
 
     def start_training(self, steps_per_iteration: int) -> None:
         """Builds optimizer and schedule; the weights must be loaded, because fp32 main weights are copied from them now."""
+        if self.config.reuse_fp32_param and not platform.current().megatron_kernels:
+            _log.warning(
+                "reuse_fp32_param: %s has no optimizer whose bf16 weights share storage with their fp32 copies; both are kept.",
+                platform.current().name,
+            )
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         transformer_config = self.model.transformer_config
@@ -174,7 +190,10 @@ class TrainEngine:
             if not self.config.no_check_for_nan_in_loss_and_grad:
                 self._check_finite(broken)
             lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
+            self.offloader.onload(optimizer=True)
             _, grad_norm, _ = self.optimizer.step()
+            if self._swaps_optimizer:
+                self.offloader.offload(optimizer=True)
             self.scheduler.step(increment=1)
         return StepResult(metrics=self._merged(results), grad_norm=float(grad_norm or 0.0), lr=float(lr))
 
@@ -233,17 +252,28 @@ class TrainEngine:
             dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
             groups = split(int(count))
             groups += [[]] * (int(count) - len(groups))
-        return [self._build(rows, group) for group in groups]
+        return [self._build(rows, group, width) for group, width in zip(groups, self._least_widths(rows, groups))]
 
-    def _build(self, rows: Rows, group: Sequence[int]) -> MicroBatch:
+    def _least_widths(self, rows: Rows, groups: Sequence[Sequence[int]]) -> list[int]:
+        """How wide each micro-batch must be: the allgather dispatcher exchanges equally many tokens with every expert rank."""
+        config = self.model.transformer_config
+        if config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather":
+            return [0] * len(groups)
+        widths = [self.shape.width([rows.lengths[i] for i in group]) if group else 0 for group in groups]
+        widest = torch.tensor(widths, device=self.device)
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        dist.all_reduce(widest, op=dist.ReduceOp.MAX, group=group)
+        return widest.tolist()
+
+    def _build(self, rows: Rows, group: Sequence[int], least_width: int) -> MicroBatch:
         if group:
-            return build_micro_batch(rows, group, self.shape, self.device)
+            return build_micro_batch(rows, group, self.shape, self.device, least_width=least_width)
         filler = Rows(
             input_ids=[torch.full((2,), self.shape.pad_id)],
             prompt_lengths=[2],
             columns={name: [values[0] if values[0].dim() == 0 else values[0][:0]] for name, values in rows.columns.items()},
         )
-        micro_batch = build_micro_batch(filler, [0], self.shape, self.device)
+        micro_batch = build_micro_batch(filler, [0], self.shape, self.device, least_width=least_width)
         return MicroBatch(**{**vars(micro_batch), "indexes": (-1,), "num_tokens": 0})
 
     def _run(
@@ -253,7 +283,7 @@ class TrainEngine:
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
             micro_batch = next(iterator)
-            request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size)
+            request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
             output = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
             )

@@ -14,11 +14,10 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
-from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.engine.weights import WithFreshHead, load_weights
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.workers.model_source import ModelSource, base_of
+from mindspeed_rl.workers.model_source import ModelSource, base_of, lacks_score_head
 
 
 class Role:
@@ -40,12 +39,14 @@ class Role:
         temperature: float,
         steps_per_iteration: int | None,
         fixed_width: int = 0,
+        iteration: int | None = None,
     ) -> None:
         """Builds the model, loads its weights and, where it trains, its optimizer.
 
         Args:
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
             fixed_width: tokens to which padded rows are padded; 0 for the longest of their micro-batch.
+            iteration: which of the source's checkpoints is loaded; None for the newest.
         """
         self.name = name
         self.config = config
@@ -58,12 +59,12 @@ class Role:
             batch_shape(config, packed=packed, pad_id=pad_id, fixed_width=fixed_width),
             temperature=temperature,
         )
-        self._load(steps_per_iteration)
-        self.offloader = Offloader(self.engine)
+        self._load(steps_per_iteration, iteration)
+        self.offloader = self.engine.offloader
         self.stream = WeightStream(self.model)
-        self._saver = CheckpointSaver(self.engine, config.save) if config.save and steps_per_iteration is not None else None
+        self._saver = CheckpointSaver(self.engine, config.save) if config.save else None
 
-    def _load(self, steps_per_iteration: int | None) -> None:
+    def _load(self, steps_per_iteration: int | None, iteration: int | None) -> None:
         if self.source.kind == "training" and not holds_base(self.source.weights):
             self._load_start(base_of(self.config, self.name))
         else:
@@ -71,14 +72,16 @@ class Role:
         if steps_per_iteration is not None:
             self.engine.start_training(steps_per_iteration)
         if self.source.kind == "training":
-            loaded = load_checkpoint(self.engine, self.source.weights)
+            loaded = load_checkpoint(self.engine, self.source.weights, iteration)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
 
     def _load_start(self, source: ModelSource) -> None:
         """Weights of a source that holds nothing but weights."""
         if source.kind == "hf":
-            load_weights(self.model, HfFolder(source.weights))
+            folder = HfFolder(source.weights)
+            fresh_head = self.model.plan.network.head == "reward" and lacks_score_head(source)
+            load_weights(self.model, WithFreshHead(folder, self.model.plan.network.hidden_size) if fresh_head else folder)
         elif source.kind == "megatron":
             from mindspeed_rl.checkpoint.megatron_source import open_megatron
 

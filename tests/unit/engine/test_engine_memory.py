@@ -1,0 +1,212 @@
+"""Memory savers change memory and nothing else; keys of the network are held against config.json."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from megatron.core.parallel_state import RankGenerator
+from torch import Tensor
+
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.resources import parallel_groups
+from mindspeed_rl.config.sizes import Layout
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
+from mindspeed_rl.engine.recompute import RecomputingMLP
+from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+
+ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
+
+
+def negative_log_prob(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
+    return LossOutput(-(log_probs * micro_batch.response_mask).sum(), micro_batch.response_mask.sum())
+
+
+def steps(engine: TrainEngine, count: int) -> list[float]:
+    return [engine.step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for _ in range(count)]
+
+
+def weights(engine: TrainEngine) -> list[Tensor]:
+    return [parameter.detach().clone() for model in engine.model.models for parameter in model.parameters()]
+
+
+def state_bytes(engine: TrainEngine) -> int:
+    """Bytes of Adam's moments that are on the device."""
+    return sum(
+        value.untyped_storage().size()
+        for optimizer in engine.optimizer.chained_optimizers
+        for state in optimizer.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    )
+
+
+# ---------------------------------------------------------------- swap_optimizer
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": True}, {"bf16": True, "use_distributed_optimizer": True}], ids=str)
+def test_a_swapped_optimizer_takes_the_same_steps_and_stays_off_the_device(
+    make_engine: Callable[..., TrainEngine], keys: dict
+) -> None:
+    plain, swapped = make_engine(**keys), make_engine(swap_optimizer=True, **keys)
+    assert steps(plain, 3) == steps(swapped, 3)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(plain), weights(swapped)))
+    assert state_bytes(plain) > 0
+    assert state_bytes(swapped) == 0
+
+
+def test_a_swapped_optimizer_is_saved_and_loaded_whole(make_engine: Callable[..., TrainEngine], tmp_path: Path) -> None:
+    keys = {"swap_optimizer": True, "bf16": True}
+    engine = make_engine(**keys)
+    steps(engine, 1)
+    CheckpointSaver(engine, tmp_path).save(1, {})
+    resumed = make_engine(**keys)
+    steps(resumed, 2)
+    load_checkpoint(resumed, tmp_path)
+    assert steps(resumed, 2) == steps(engine, 2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(resumed), weights(engine)))
+
+
+def test_fp32_reuse_without_the_npu_says_that_it_keeps_both(
+    make_engine: Callable[..., TrainEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        make_engine(reuse_fp32_param=True, bf16=True)
+    assert "reuse_fp32_param: cpu has no optimizer" in caplog.text
+
+
+# ---------------------------------------------------------------- recompute_activation_function
+
+
+def test_recomputed_activations_give_the_same_steps_and_are_dropped(make_engine: Callable[..., TrainEngine]) -> None:
+    plain, recomputing = make_engine(), make_engine(recompute_activation_function=True)
+    assert steps(plain, 3) == steps(recomputing, 3)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(plain), weights(recomputing)))
+    mlp = recomputing.model.models[0].decoder.layers[0].mlp
+    assert type(mlp) is RecomputingMLP
+    seen: list[Tensor] = []
+    mlp.linear_fc2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    output, _ = mlp(torch.randn(5, 1, 32, requires_grad=True))
+    assert seen[0].untyped_storage().size() == 0
+    output.sum().backward()
+    assert seen[0].untyped_storage().size() > 0
+
+
+@pytest.mark.usefixtures("one_process_world")
+def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        mlp_only_layers=[1],
+    )
+    config.architectures = ["Qwen2MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    finals = []
+    for recompute in (False, True):
+        keys = MegatronConfig(
+            bf16=False, lr=1e-2, train_iters=9, lr_decay_style="constant", recompute_activation_function=recompute
+        )
+        parallel.seed_all(1)
+        model = build_model(keys, plan_model(keys, tmp_path), trainable=True)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.models[0].parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        engine = TrainEngine(keys, model, batch_shape(keys, packed=True, pad_id=0))
+        engine.start_training(1)
+        finals.append((steps(engine, 2), weights(engine)))
+        count = sum(isinstance(module, RecomputingMLP) for module in model.models[0].modules())
+        assert count == recompute * (4 + 1 + 1)
+    assert finals[0][0] == finals[1][0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(finals[0][1], finals[1][1]))
+
+
+@pytest.mark.usefixtures("one_process_world")
+def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) -> None:
+    transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4
+    ).save_pretrained(tmp_path)
+    keys = MegatronConfig(bf16=False, recompute_activation_function=True, moe_grouped_gemm=True)
+    with pytest.raises(ValueError, match="recompute_activation_function: experts in grouped products"):
+        build_model(keys, plan_model(keys, tmp_path), trainable=True)
+
+
+# ---------------------------------------------------------------- ranks and network keys
+
+
+@pytest.mark.parametrize("tp_pp_dp", [False, True])
+def test_ranks_are_ordered_as_the_run_file_and_the_plan_say(tp_pp_dp: bool) -> None:
+    order = parallel.rank_order(MegatronConfig(use_tp_pp_dp_mapping=tp_pp_dp))
+    ours = parallel_groups(Layout(num_npus=8, tensor=2, pipeline=2, context=1), tp_pp_dp)
+    ranks = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order=order)
+    for axis in ("tp", "dp", "pp"):
+        assert sorted(ranks.get_ranks(axis)) == sorted(ours[axis])
+    assert ([0, 2] if not tp_pp_dp else [0, 4]) in ranks.get_ranks("dp")
+
+
+NETWORK = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_network_keys_that_describe_the_model_are_accepted(llama: Path) -> None:
+    assert plan_model(MegatronConfig(**NETWORK), llama).network.rope_scaling.factor == 8.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope_scaling_type", None), ("rope_scaling_factor", 32.0), ("low_freq_factor", 2.0), ("disable_bias_linear", False)],
+)
+def test_network_keys_that_contradict_the_model_are_named(llama: Path, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"do not describe the model of .*{key}: {value} .there "):
+        plan_model(MegatronConfig(**{**NETWORK, key: value}), llama)
