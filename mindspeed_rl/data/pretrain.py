@@ -40,7 +40,9 @@ class _TokenizerFacts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.eod: int = tokenizer.eos_token_id
-        self.pad: int = tokenizer.pad_token_id
+        # GPTDataset trains no label that equals it, so it must be no token of a document: with the tokenizer's padding, which
+        # is often the end token, no model would ever learn to end.
+        self.pad: int = -1
         self.unique_identifiers = {"class": type(tokenizer).__name__, "path": tokenizer.name_or_path}
 
 

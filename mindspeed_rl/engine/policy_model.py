@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.vocab import vocab_log_probs
+from mindspeed_rl.engine.vocab import choice_logits, vocab_log_probs
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
 
@@ -24,6 +24,7 @@ class HeadRequest:
     micro_batch: MicroBatch
     temperature: float
     chunk_size: int
+    choices: tuple[int, ...] | None = None
 
 
 class _SumOverSlices(torch.autograd.Function):
@@ -56,8 +57,8 @@ class PolicyModel(_ResponseAligned, GPTModel):
     """GPTModel whose last stage returns log-probs and entropies instead of logits.
 
     `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage,
-    [2, rows, width] float32: log-prob and entropy of each predicted token, 0 on padding. Other stages return hidden states
-    as GPTModel does.
+    [2, rows, width] float32: log-prob and entropy of each predicted token, 0 on padding; if the request names choices (token
+    ids), [len(choices), rows, width]: their logits. Other stages return hidden states as GPTModel does.
 
     Attributes:
         true_vocab_size: rows of the vocabulary that are real; the rest is padding and gets no probability.
@@ -80,6 +81,16 @@ class PolicyModel(_ResponseAligned, GPTModel):
         hidden = hidden.reshape(-1, hidden.size(-1)).index_select(0, micro_batch.hidden_index)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if labels.choices is not None:
+            logits = choice_logits(
+                hidden,
+                weight,
+                labels.choices,
+                temperature=labels.temperature,
+                softcap=self.final_logit_softcapping,
+                group=group,
+            )
+            return self._to_response(logits, micro_batch)
         end = weight.size(0) * (group.rank() + 1)
         results = vocab_log_probs(
             hidden,
