@@ -17,7 +17,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mindspeed_rl.data import HANDLERS
-from mindspeed_rl.data.preprocess import PreprocessConfig, merge, run, show
+from mindspeed_rl.data.parts import merge
+from mindspeed_rl.data.preprocess import PreprocessConfig, run, show
 
 CONFIG_DIR = Path("configs/datasets")
 _MERGE_KEY = "merge_group_keys"

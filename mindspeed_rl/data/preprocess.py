@@ -8,19 +8,12 @@ finished ones.
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import hashlib
 import json
-import multiprocessing
-import os
-import shutil
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +23,12 @@ from tqdm import tqdm
 
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
-from mindspeed_rl.data.indexed import SUFFIXES, IndexedWriter, open_indexed, packed_prefix, pretrain_prefix
+from mindspeed_rl.data.indexed import IndexedWriter, open_indexed, packed_prefix, pretrain_prefix
 from mindspeed_rl.data.packing import greedy_packs, pack_row
+from mindspeed_rl.data.parts import PartWriter, join_parts, publish, work_folder
+from mindspeed_rl.data.pool import ChunkResult, encode_chunks
 from mindspeed_rl.data.sources import Chunk, RowSource, open_source, read_chunk
-from mindspeed_rl.data.summary import MALFORMED, MAX_BAD_ROWS_LISTED, Counts, render_columns, summary_text
+from mindspeed_rl.data.summary import MALFORMED, Counts, render_columns, summary_text
 from mindspeed_rl.data.templates import HfTemplate, Template, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
 
@@ -101,16 +96,6 @@ class PreprocessConfig:
 
 
 @dataclass
-class ChunkResult:
-    """What a worker sends back: for each column the concatenated tokens and the rows' lengths."""
-
-    columns: dict[str, tuple[np.ndarray, np.ndarray]]
-    counts: Counts
-    weight: int
-    first_error: str | None = None
-
-
-@dataclass
 class Report:
     """Outcome of a run."""
 
@@ -165,62 +150,6 @@ def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) 
         if not isinstance(template, Template) or not template.can_think:
             raise ValueError(f"drop_thinking has no meaning for prompt_type={template.name!r}")
         template.drop_thinking = config.drop_thinking
-
-
-def encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> ChunkResult:
-    """Read and encode one chunk."""
-    rows = read_chunk(chunk)
-    batch = handler.encode(rows)
-    counts = Counts(rows_read=len(rows), rows_kept=len(batch.rows), dropped=batch.dropped)
-    counts.bad_rows = [f"{chunk.path}, row {number}: {problem}" for number, problem in batch.bad[:MAX_BAD_ROWS_LISTED]]
-    first_error = counts.bad_rows[0] if batch.bad and on_bad_row == "error" else None
-    if batch.bad:
-        counts.dropped[MALFORMED] += len(batch.bad)
-    counts.rows_truncated = sum(row.truncated for row in batch.rows)
-    columns = {}
-    for name in handler.columns:
-        values = [np.asarray(row.columns[name], dtype=np.int32) for row in batch.rows]
-        lengths = np.fromiter((len(value) for value in values), dtype=np.int32, count=len(values))
-        columns[name] = (np.concatenate(values) if values else np.empty(0, dtype=np.int32), lengths)
-    counts.tokens, counts.tokens_trained = handler.count_tokens({name: flat for name, (flat, _) in columns.items()})
-    return ChunkResult(columns, counts, chunk.weight, first_error)
-
-
-_worker_handler: Handler | None = None
-_worker_on_bad_row = "error"
-
-
-def _encode_in_worker(chunk: Chunk) -> ChunkResult:
-    assert _worker_handler is not None
-    return encode_chunk(_worker_handler, chunk, on_bad_row=_worker_on_bad_row)
-
-
-def encode_chunks(handler: Handler, chunks: Iterator[Chunk], *, workers: int, on_bad_row: str) -> Iterator[ChunkResult]:
-    """Yield the chunks' results in order. At most three chunks a worker are under way, so memory stays flat.
-
-    The workers are forked with the handler in memory; the tokenizer's own threads are off, one worker is one core.
-    """
-    global _worker_handler, _worker_on_bad_row
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # What is loaded by now lives to the end: the garbage collector need not look at it, and forks need not copy it.
-    gc.freeze()
-    _worker_handler, _worker_on_bad_row = handler, on_bad_row
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
-    waiting: deque[Future[ChunkResult]] = deque()
-    try:
-        for chunk in chunks:
-            if workers == 1:
-                yield encode_chunk(handler, chunk, on_bad_row=on_bad_row)
-                continue
-            waiting.append(pool.submit(_encode_in_worker, chunk))
-            if len(waiting) >= 3 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        _worker_handler = None
-        pool.shutdown(cancel_futures=True)
-        gc.unfreeze()
 
 
 class Progress:
@@ -278,34 +207,6 @@ def final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
     return {name: pretrain_prefix(config.output_prefix, name) for name in handler.columns}
 
 
-@contextmanager
-def _work_folder(config: PreprocessConfig, fingerprint: str, *, resume: bool) -> Iterator[Path]:
-    """A hidden folder beside the target, ours alone; kept after a failure only where a repeated run can go on from it."""
-    target = Path(config.output_prefix).expanduser()
-    folder = target.parent / f".{target.name}.incomplete"
-    folder.mkdir(exist_ok=True)
-    lock = open(folder / "lock", "a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise ValueError(f"output_prefix={config.output_prefix!r} is being written by another run") from error
-    stamp = folder / "fingerprint"
-    if not (resume and stamp.is_file() and stamp.read_text() == fingerprint):
-        for path in folder.iterdir():
-            if path.name != "lock":
-                path.unlink()
-        stamp.write_text(fingerprint)
-    done = False
-    try:
-        yield folder
-        done = True
-    finally:
-        if done or not resume:
-            shutil.rmtree(folder)
-        lock.close()
-
-
 def run(config: PreprocessConfig) -> Report:
     """Write the dataset and return the report.
 
@@ -324,7 +225,7 @@ def run(config: PreprocessConfig) -> Report:
     total_weight = source.total_weight()
     resume = config.n_subs > 1
     fingerprint = _fingerprint(config, source)
-    with _work_folder(config, fingerprint, resume=resume) as work:
+    with work_folder(config.output_prefix, fingerprint, resume=resume) as work:
         counts, parts = _write_parts(config, handler, source, total_weight, work, names)
         if counts.rows_kept == 0:
             dropped = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.items())
@@ -333,7 +234,7 @@ def run(config: PreprocessConfig) -> Report:
             )
         merged = {name: str(work / f"merged_{Path(prefix).name}") for name, prefix in names.items()}
         for name, prefix in merged.items():
-            _join([f"{part}_{Path(names[name]).name}" for part in parts], prefix, move=config.n_subs == 1)
+            join_parts([f"{part}_{Path(names[name]).name}" for part in parts], prefix, move=config.n_subs == 1)
         first_column = open_indexed(merged[handler.length_column])
         lengths = np.array(first_column.sequence_lengths)
         packs = None
@@ -414,44 +315,6 @@ def _write_parts(
     return total, [parts[number] for number in sorted(finished) if finished[number].rows_kept]
 
 
-class PartWriter:
-    """Writes the columns of one part."""
-
-    def __init__(self, number: int, prefixes: Mapping[str, str]) -> None:
-        self.number = number
-        self.counts = Counts()
-        self._writers = {name: IndexedWriter(prefix) for name, prefix in prefixes.items()}
-
-    def add(self, result: ChunkResult) -> None:
-        """Append the rows of a chunk."""
-        self.counts.add(result.counts)
-        for name, (flat, lengths) in result.columns.items():
-            self._writers[name].add_documents(flat, lengths.tolist())
-
-    def close(self, stamp: Path) -> Counts:
-        """Write the indexes, then the file that says the part is whole."""
-        for writer in self._writers.values():
-            writer.close()
-        stamp.write_text(json.dumps(self.counts.as_dict(), ensure_ascii=False))
-        return self.counts
-
-    def abort(self) -> None:
-        for writer in self._writers.values():
-            writer.abort()
-
-
-def _join(parts: Sequence[str], prefix: str, *, move: bool) -> None:
-    """Concatenate indexed datasets into one; with `move` there is only one, which gets the new name."""
-    if move:
-        for suffix in SUFFIXES:
-            os.replace(parts[0] + suffix, prefix + suffix)
-        return
-    writer = IndexedWriter(prefix)
-    for part in parts:
-        writer.add_dataset(part)
-    writer.close()
-
-
 def _pack(
     config: PreprocessConfig, handler: Handler, merged: Mapping[str, str], lengths: np.ndarray, work: Path
 ) -> tuple[dict[str, str], str]:
@@ -471,18 +334,6 @@ def _pack(
         writer.close()
     share = lengths.sum() / (len(packs) * config.seq_length)
     return packed, f"packs: {len(packs)} rows of {config.seq_length} tokens, {100 * share:.1f} % filled"
-
-
-def publish(built: Mapping[str, str], final: Mapping[str, str]) -> list[str]:
-    """Move finished files to their names: old indexes go first, new indexes come last."""
-    for name in built:
-        Path(f"{final[name]}.idx").unlink(missing_ok=True)
-    files = []
-    for suffix in SUFFIXES:
-        for name, prefix in built.items():
-            os.replace(prefix + suffix, f"{final[name]}{suffix}")
-            files.append(f"{final[name]}{suffix}")
-    return sorted(files)
 
 
 def show(config: PreprocessConfig, count: int) -> str:
@@ -511,43 +362,3 @@ def show(config: PreprocessConfig, count: int) -> str:
     reasons = ", ".join(f"{reason}: {number}" for reason, number in dropped.items() if number)
     lines.append(f"--- the input has no more usable rows{f' (dropped: {reasons})' if reasons else ''}")
     return "\n".join(lines)
-
-
-def merge(folder: str, output_prefix: str, keys: Sequence[str]) -> list[str]:
-    """For each key, join all pairs in `folder` whose name contains it, in name order, into `<output_prefix>_<key>.bin/.idx`.
-
-    Raises:
-        ValueError: the folder or a twin file is missing, or no name contains a key.
-    """
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        raise ValueError(f"input={folder!r} must be a folder of .bin and .idx files when merge_group_keys is given")
-    target = Path(output_prefix).expanduser()
-    if not target.parent.is_dir():
-        raise ValueError(f"output_prefix={output_prefix!r}: the folder {str(target.parent)!r} does not exist")
-    groups: dict[str, list[str]] = {}
-    for key in keys:
-        names = sorted(
-            {path.stem for path in root.iterdir() if path.suffix in SUFFIXES and key in path.stem and not _hidden(path)}
-        )
-        if not names:
-            raise ValueError(f"merge_group_keys: no .bin/.idx file in {folder!r} has {key!r} in its name")
-        for name in names:
-            open_indexed(root / name)
-        groups[key] = [str(root / name) for name in names]
-    work = target.parent / f".{target.name}.merge-{os.getpid()}.incomplete"
-    work.mkdir()
-    try:
-        built = {key: str(work / key) for key in keys}
-        for key, parts in groups.items():
-            writer = IndexedWriter(built[key])
-            for part in parts:
-                writer.add_dataset(part)
-            writer.close()
-        return publish(built, {key: f"{target}_{key}" for key in keys})
-    finally:
-        shutil.rmtree(work)
-
-
-def _hidden(path: Path) -> bool:
-    return path.name.startswith(".")
