@@ -11,6 +11,7 @@ without a GPU could only raise.
 | type names | optimizer, distrib_optimizer, clip_grads | they compare `tensor.type()` with "torch.cuda.FloatTensor" |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
+| experts | experts.GroupedMLP.forward | insists on bf16, as its CUDA kernel does; ours takes any type |
 | MLA | multi_latent_attention.HAVE_TE | true without TransformerEngine; its classes are then mocks, no types |
 | writer | filesystem_async, async_utils | they fork a process that holds gloo threads, and `.to("cpu")` copies nothing |
 
@@ -20,6 +21,7 @@ They can go when megatron-core supports a CPU device; `tests/unit/adaptors` fail
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.abc
 import importlib.machinery
 import queue
@@ -187,6 +189,21 @@ def _grouped_gemm(module: types.ModuleType) -> None:
         module.grouped_gemm = types.SimpleNamespace(ops=module.ops)
 
 
+def _experts(module: types.ModuleType) -> None:
+    original = module.GroupedMLP.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        self.config = copy.copy(config)
+        self.config.bf16 = True  # read by the original's assertion only
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.config = config
+
+    module.GroupedMLP.forward = forward
+
+
 def _writer(module: types.ModuleType) -> None:
     writer = module.FileSystemWriterAsync
     results: queue.Queue[Any] = queue.Queue()
@@ -243,6 +260,7 @@ PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "optimizer.distrib_optimizer": _distributed_optimizer,
     "optimizer.clip_grads": _clip_grads,
     "transformer.multi_latent_attention": _latent_attention,
+    "transformer.moe.experts": _experts,
     "transformer.moe.token_dispatcher": _token_dispatcher,
     "transformer.moe.moe_utils": _moe_utils,
     "transformer.moe.grouped_gemm_util": _grouped_gemm,

@@ -94,9 +94,11 @@ class BatchShape:
         """What the tokens of a packed micro-batch are a multiple of, over all context-parallel ranks."""
         return self.total_multiple * self.cp_size * (2 if self.cp_size > 1 else 1)
 
-    def row_width(self, longest: int) -> int:
-        """Width of a padded micro-batch whose longest sequence has this length."""
-        return _round_up(max(self.fixed_width, longest), self.total_multiple * self.sequence_multiple)
+    def width(self, lengths: Sequence[int]) -> int:
+        """Tokens of a packed micro-batch of these sequences, or tokens of each row of a padded one."""
+        if self.packed:
+            return _round_up(sum(map(self.padded_length, lengths)), self.packed_multiple)
+        return _round_up(max(self.fixed_width, *lengths), self.total_multiple * self.sequence_multiple)
 
 
 @dataclass(frozen=True)
@@ -150,17 +152,24 @@ def _align(values: list[Tensor], width: int, device: torch.device) -> Tensor:
     return out.to(device)
 
 
-def build_micro_batch(batch: Rows, indexes: Sequence[int], shape: BatchShape, device: torch.device) -> MicroBatch:
-    """Lays the rows at `indexes` out as one micro-batch."""
+def build_micro_batch(
+    batch: Rows, indexes: Sequence[int], shape: BatchShape, device: torch.device, *, least_width: int = 0
+) -> MicroBatch:
+    """Lays the rows at `indexes` out as one micro-batch.
+
+    Args:
+        least_width: padding makes it at least this wide (`BatchShape.width`), because other ranks' micro-batches are.
+    """
     rows = batch.select(indexes)
     count, width = len(rows), max(max(rows.response_lengths), 1)
+    full_width = max(shape.width(rows.lengths), least_width)
     if shape.packed:
         padded = [shape.padded_length(length) for length in rows.lengths]
-        tail = _round_up(sum(padded), shape.packed_multiple) - sum(padded)
+        tail = full_width - sum(padded)
         if tail:
             padded.append(tail)  # a sequence of its own: nothing attends to it
     else:
-        padded = [shape.row_width(max(rows.lengths))] * count
+        padded = [full_width] * count
     total = sum(padded)
     ids = torch.full((total,), shape.pad_id, dtype=torch.int64)
     positions = torch.cat([torch.arange(length) for length in padded])
@@ -241,7 +250,7 @@ def split_micro_batches(
             list(range(first, min(first + micro_batch_size, len(groups)))) for first in range(0, len(groups), micro_batch_size)
         ]
     elif not shape.packed:
-        widths = [max(shape.row_width(lengths[row]) for row in group) for group in groups]
+        widths = [shape.width([lengths[row] for row in group]) for group in groups]
         chosen = pad_within_budget(widths, token_budget // max(map(len, groups), default=1), max_rows=max_rows)
     else:
         padded = [sum(shape.padded_length(lengths[row]) for row in group) for group in groups]

@@ -82,6 +82,9 @@ print(
             "optimizer.distrib_optimizer Adam": not distributed.USING_APEX_OPTIMIZER,
             "optimizer.clip_grads": names_cuda_types(module("optimizer.clip_grads").clip_grad_by_total_norm_fp32),
             "transformer.multi_latent_attention": latent.HAVE_TE and not isinstance(latent.TELinear, type),
+            "transformer.moe.experts": any(
+                "bf16" in str(constant) for constant in module("transformer.moe.experts").GroupedMLP.forward.__code__.co_consts
+            ),
             "transformer.moe.token_dispatcher": torch.is_tensor(experts.maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True)),
             "transformer.moe.moe_utils": "te_general_gemm" not in vars(experts),
             "transformer.moe.grouped_gemm_util": module("transformer.moe.grouped_gemm_util").grouped_gemm is None,

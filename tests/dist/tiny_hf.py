@@ -1,0 +1,55 @@
+"""Tiny random Hugging Face models: a vocabulary that needs padding, grouped heads, norms and biases away from 1 and 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+_DENSE = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "tied": transformers.Qwen2Config(**_DENSE, tie_word_embeddings=True),
+    "untied": transformers.Qwen2Config(**_DENSE, tie_word_embeddings=False),
+    # vLLM's CPU kernels take experts of a multiple of 32 and heads of at least 32 without padding them
+    "moe": transformers.Qwen3MoeConfig(
+        **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
+        head_dim=32,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def build(name: str) -> transformers.PreTrainedModel:
+    """The model with the same random weights each time."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3.0)  # far from uniform: wrong attention or wrong experts must show
+    return model
+
+
+def save(name: str, folder: Path) -> Path:
+    """Writes the model as a Hugging Face folder and returns the folder."""
+    build(name).save_pretrained(folder)
+    return folder
