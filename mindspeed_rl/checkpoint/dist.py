@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from mindspeed_rl.checkpoint.jobs import MegatronTarget
-from mindspeed_rl.checkpoint.mcore import OpenCheckpoint, iteration_folder
+from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget
+from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.records import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import SafeUnpickler, load_bytes, load_with_records, tensor_envelope
@@ -31,6 +31,8 @@ from mindspeed_rl.models.weights import WeightOp
 
 #: Holds the one object that stands for every layer's empty extra state.
 EXTRA_STATE_FILE = "__0_extra_state.distcp"
+
+_LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 
 _METADATA_CLASSES = {
     "Metadata",
@@ -105,6 +107,7 @@ class DistGroup:
         chunks: the stored pieces that overlap it.
         index: its place along the leading (layer, expert) axes.
         shape: its own shape.
+        lora: an adapter to merge into it.
     """
 
     op: WeightOp
@@ -112,6 +115,7 @@ class DistGroup:
     index: tuple[int, ...]
     shape: tuple[int, ...]
     stored_dtype: torch.dtype
+    lora: LoraShards | None = None
 
     @property
     def hf(self) -> tuple[str, ...]:
@@ -126,6 +130,11 @@ class DistGroup:
         return self.stored_dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
+        whole = self.read()
+        return self.op.to_hf(whole if self.lora is None else self.lora.merged_into(self.op, whole))
+
+    def read(self) -> Tensor:
+        """The whole stored parameter."""
         lead = len(self.index)
         whole = torch.empty(self.shape, dtype=self.stored_dtype)
         for chunk in self.chunks:
@@ -133,7 +142,7 @@ class DistGroup:
             own = tuple(i - offset for i, offset in zip(self.index, chunk.offsets[:lead]))
             spans = tuple(slice(start, start + size) for start, size in zip(chunk.offsets[lead:], chunk.sizes[lead:]))
             whole[spans] = piece[own]
-        return self.op.to_hf(whole)
+        return whole
 
 
 class DistFolder:
@@ -153,6 +162,9 @@ class DistFolder:
         common = self.folder / "common.pt"
         content = load_with_records(common) if common.is_file() else {}
         self.args: CheckpointArgs = read_args(content.get("args") if isinstance(content, Mapping) else None)
+        lora = _trained_lora(self.folder)
+        if lora is not None:
+            self.args = replace(self.args, lora_r=int(lora["r"]), lora_alpha=float(lora["alpha"]))
         self.chunks: dict[str, list[Chunk]] = {}
         for index, info in self.metadata.storage_data.items():
             entry = self.metadata.state_dict_metadata.get(index.fqn)
@@ -186,6 +198,7 @@ class DistFolder:
         for op in architecture.weight_ops(network):
             if not op.copy_of_tied:
                 groups.append(self._group(network, op, used))
+        adapters = self._adapters(architecture, network, used)
         model_keys = {
             name
             for name, entry in entries.items()
@@ -198,14 +211,50 @@ class DistFolder:
                 f"{self.folder} holds {extra[0]!r}, unknown to {network.architecture}; --load-checkpoint-loosely skips it"
             )
         layout = Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
-        return OpenCheckpoint(architecture, network, layout, groups, {})
+        return OpenCheckpoint(architecture, network, layout, groups, adapters)
+
+    def adapters(self, architecture: Architecture, network: Network) -> Adapters:
+        """The LoRA weights of a checkpoint that need not hold the base weights.
+
+        Raises:
+            ValueError: it holds none, an adapter is incomplete, or one belongs to no parameter of the architecture.
+        """
+        used: set[str] = set()
+        adapters = self._adapters(architecture, network, used)
+        unknown = sorted(name for name in self.chunks if name.endswith(_LORA) and name not in used)
+        unknown = [name for name in unknown if not name.startswith("optimizer.")]
+        if unknown:
+            raise ValueError(f"{self.path} holds {unknown[0]!r}, which belongs to no parameter of {network.architecture}")
+        if not adapters:
+            raise ValueError(f"{self.path} holds no LoRA weights (names ending in {_LORA[0]})")
+        return adapters
+
+    def _adapters(self, architecture: Architecture, network: Network, used: set[str]) -> Adapters:
+        found: dict[str, tuple[WeightOp, tuple[Tensor], tuple[Tensor]]] = {}
+        for op in architecture.weight_ops(network):
+            a, b = (self._stored(network, op, used, kind) for kind in _LORA)
+            if (a is None) != (b is None):
+                raise ValueError(f"{self.folder}: the adapter of {op.mcore} is incomplete")
+            if a is not None and b is not None:
+                found[op.mcore] = (op, (a.read(),), (b.read(),))
+        return found
 
     def _group(self, network: Network, op: WeightOp, used: set[str]) -> DistGroup:
-        shape = op.shard_shape(1)
+        found = self._stored(network, op, used)
+        if found is None:
+            raise ValueError(
+                f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint has"
+            )
+        return found
+
+    def _stored(self, network: Network, op: WeightOp, used: set[str], kind: str = "") -> DistGroup | None:
+        """The stored parameter, or the part of its adapter that `kind` names; None if there is none."""
         for name, index, sizes in _places(network, op):
+            name = f"{name.removesuffix('.weight')}{kind}" if kind else name
             entry = self.metadata.state_dict_metadata.get(name)
             if not isinstance(entry, dcp.TensorStorageMetadata):
                 continue
+            shape = tuple(entry.size)[len(sizes) :] if kind else op.shard_shape(1)
             if tuple(entry.size) != (*sizes, *shape):
                 raise ValueError(f"{self.folder}: {name} has shape {list(entry.size)}; expected {[*sizes, *shape]}")
             lead = len(index)
@@ -219,7 +268,13 @@ class DistFolder:
                 raise ValueError(f"{self.folder}: the stored pieces of {name} do not cover {op.mcore}")
             used.add(name)
             return DistGroup(op, overlapping, index, shape, entry.properties.dtype)
-        raise ValueError(f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint has")
+        return None
+
+
+def _trained_lora(folder: Path) -> dict[str, Any] | None:
+    """What a training checkpoint says about its adapters."""
+    path = folder / "run_state.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("lora") if path.is_file() else None
 
 
 def _places(network: Network, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

@@ -106,6 +106,11 @@ class LoraShards:
         along_input = op.splits[0].dim == 1
         return (op.unshard(a), b[0]) if along_input else (a[0], op.unshard(b))
 
+    def merged_into(self, op: WeightOp, base: Tensor) -> Tensor:
+        """The whole parameter with its adapter added, in the base's dtype."""
+        a, b = self.full(op)
+        return (base.float() + self.scale * (b.float() @ a.float())).to(base.dtype)
+
 
 @dataclass(frozen=True)
 class MegatronGroup:
@@ -147,10 +152,7 @@ class MegatronGroup:
                 raise ValueError(f"{self.op.mcore} has shards of shape {list(shard.shape)}; expected {list(expected)}")
         if self.lora is None:
             return self.op.shards_to_hf(shards)
-        a, b = self.lora.full(self.op)
-        base = self.op.unshard(shards)
-        merged = base.float() + self.lora.scale * (b.float() @ a.float())
-        return self.op.to_hf(merged.to(base.dtype))
+        return self.op.to_hf(self.lora.merged_into(self.op, self.op.unshard(shards)))
 
 
 class Target(Protocol):
@@ -218,9 +220,9 @@ class MegatronTarget:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         source = MemorySource(tensors)
         for index, copies in enumerate(self.shards):
-            shard = self.op.read_shard(source, len(self.shards), index)
+            pieces = self.op.read_pieces(source, len(self.shards), index)
             for record in copies:
-                record.write(shard)
+                record.write_pieces(pieces)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.checkpoint.jobs import Group, LoraShards, MegatronGroup, MegatronTarget, Piece
+from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, MegatronTarget, Piece
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.records import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
@@ -379,7 +379,7 @@ def with_adapters(groups: Sequence[Group], adapters: Adapters, scale: float) -> 
     """The groups with adapters merged as they are read."""
     return [
         replace(group, lora=LoraShards(*adapters[group.op.mcore][1:], scale))
-        if isinstance(group, MegatronGroup) and group.op.mcore in adapters
+        if not isinstance(group, (HfGroup, FreshGroup)) and group.op.mcore in adapters
         else group
         for group in groups
     ]

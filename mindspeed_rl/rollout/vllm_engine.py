@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,14 @@ class VllmEngine:
     """
 
     def __init__(
-        self, hf_folder: str | Path, config: GenerateConfig, sampling: Sampling, *, run_id: str, kv_bytes_per_token: int
+        self,
+        hf_folder: str | Path,
+        config: GenerateConfig,
+        sampling: Sampling,
+        *,
+        run_id: str,
+        kv_bytes_per_token: int,
+        engine_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """Builds the engine with dummy weights; `load_weights` must come before the first `generate`.
 
@@ -46,6 +53,7 @@ class VllmEngine:
             sampling: how training responses are drawn; decides which log-probs the engine reports.
             run_id: unique to the run and equal on all its ranks.
             kv_bytes_per_token: of the whole model's KV cache; sizes the cache where the run file does not.
+            engine_arguments: arguments of vLLM that take the place of those made here.
         """
         adaptors.apply("rollout")
         self._hooks = adaptors.engine_hooks()
@@ -84,6 +92,7 @@ class VllmEngine:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         if self._hooks.sleeps:
             arguments["enable_sleep_mode"] = True
+        arguments.update(engine_arguments or {})
         set_num_threads, rng_state = torch.set_num_threads, torch.get_rng_state()
         self._llm = LLM(**arguments)
         # vLLM seeds the global generator, freezes all objects for the collector and disables set_num_threads

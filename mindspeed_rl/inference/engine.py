@@ -1,0 +1,177 @@
+"""The rollout engine, with weights from disk, as an engine for texts: streaming, stop strings, next-token distributions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed_rl import platform
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings, open_model
+from mindspeed_rl.inference.records import Piece, Request
+from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16"}
+#: requests that run at the same time unless the user says a number
+_DEFAULT_SEQUENCES = {"cpu": 32}
+_DEFAULT_DEVICE_SEQUENCES = 256
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engine is built.
+
+    Attributes:
+        max_model_len: longest prompt + answer, in tokens.
+        dtype: "auto" takes that of the checkpoint.
+        max_num_seqs: answers that are generated at the same time; None takes 32 on the CPU, 256 on devices.
+        tensor_parallel_size: devices one engine is split over.
+        data_parallel_size: engines that share the requests.
+        most_log_probs: most entries that `next_tokens` may be asked for.
+    """
+
+    model: ModelSettings
+    tokenizer: str
+    max_model_len: int
+    dtype: str = "auto"
+    max_num_seqs: int | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_gib: float | None = None
+    enforce_eager: bool = True
+    trust_remote_code: bool = False
+    most_log_probs: int = 20
+
+    def generate_config(self, model_dtype: torch.dtype) -> GenerateConfig:
+        """The same in the words of a run file."""
+        default_seqs = _DEFAULT_SEQUENCES.get(platform.current().name, _DEFAULT_DEVICE_SEQUENCES)
+        return GenerateConfig(
+            infer_tensor_parallel_size=self.tensor_parallel_size,
+            max_num_seqs=self.max_num_seqs or default_seqs,
+            max_model_len=self.max_model_len,
+            dtype=_DTYPES.get(model_dtype, "bfloat16") if self.dtype == "auto" else self.dtype,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory_gib=self.kv_cache_memory_gib,
+            enforce_eager=self.enforce_eager,
+            trust_remote_code=self.trust_remote_code,
+            enable_prefix_caching=True,
+        )
+
+
+class InferenceEngine(VllmEngine):
+    """A vLLM engine in this process, weights loaded. With tensor parallelism all ranks make the same calls in the same order."""
+
+    def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Builds the engine and loads the weights.
+
+        Args:
+            model: what `open_model(settings.model)` returned.
+            tokenizer: reads the end of an answer for stop strings.
+        """
+        network, config = model.network, settings.generate_config(model.dtype)
+        bytes_per_value = 4 if config.dtype == "float32" else 2
+        super().__init__(
+            model.hf_folder,
+            config,
+            Sampling(temperature=0.0, max_tokens=1, stop_token_ids=()),
+            run_id=uuid.uuid4().hex[:12],
+            kv_bytes_per_token=2 * network.num_layers * network.num_query_groups * network.kv_channels * bytes_per_value,
+            engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.most_log_probs},
+        )
+        self._tokenizer = tokenizer
+        self._num_started = 0
+        self.load_weights(model.named_tensors(), version=0)
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
+        """See `Engine.stream`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        numbers: dict[str, int] = {}
+        ends = [_StopWatch(self._tokenizer, stop_strings) for _ in requests] if stop_strings else []
+        for index, request in enumerate(requests):
+            params = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                max_tokens=request.max_tokens or sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                allowed_token_ids=list(request.allowed_ids) or None,
+                seed=request.seed,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            name = str(self._num_started)
+            self._num_started += 1
+            engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, params)
+            numbers[name] = index
+        try:
+            while numbers:
+                for output in engine.step():
+                    piece = _piece(numbers[output.request_id], output)
+                    if piece.finish is None and ends and ends[piece.index].ends(piece.token_ids):
+                        engine.abort_request([output.request_id])
+                        piece = Piece(piece.index, piece.token_ids, piece.log_probs, "stop")
+                    if piece.finish is not None:
+                        del numbers[output.request_id]
+                    yield piece
+        finally:
+            if numbers:
+                engine.abort_request(list(numbers))
+
+    def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
+        """See `Engine.next_tokens`."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False)
+        outputs = self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
+        found = []
+        for output in outputs:
+            entries = output.outputs[0].logprobs[0]
+            ranked = sorted(((token, entry.logprob) for token, entry in entries.items()), key=lambda item: -item[1])
+            found.append(ranked[:count])
+        return found
+
+    def close(self) -> None:
+        """Nothing to end: the engine lives in this process."""
+
+
+def _piece(index: int, output: Any) -> Piece:
+    sample = output.outputs[0]
+    token_ids = list(sample.token_ids)
+    log_probs = [step[token].logprob for step, token in zip(sample.logprobs or (), token_ids)]
+    finish = None if sample.finish_reason is None else "length" if sample.finish_reason == "length" else "stop"
+    return Piece(index, token_ids, log_probs, finish)
+
+
+class _StopWatch:
+    """Sees when the text of one answer holds a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        self._tokenizer, self._strings = tokenizer, strings
+        # a token has at least one byte, so a stop string lies in as many tokens as it has bytes
+        self._window = max(len(text.encode()) for text in strings) + 1
+        self._tail: list[int] = []
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        self._tail += token_ids
+        text = self._tokenizer.decode(self._tail, skip_special_tokens=True)
+        self._tail = self._tail[-self._window :]
+        return any(stop in text for stop in self._strings)
+
+
+def build_engine(settings: EngineSettings, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
+    """An engine in this process."""
+    return InferenceEngine(settings, open_model(settings.model), tokenizer)

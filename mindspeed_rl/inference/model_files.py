@@ -1,0 +1,196 @@
+"""Opens what is to be run: a Hugging Face folder, a training checkpoint or a Megatron checkpoint, with or without an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.dist import DistFolder
+from mindspeed_rl.checkpoint.hf import read_json, write_config
+from mindspeed_rl.checkpoint.jobs import LoraShards, Transform
+from mindspeed_rl.checkpoint.lora import checked_scale, is_peft_folder, open_peft
+from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder
+from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
+from mindspeed_rl.models.network import Network
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What the user says about the model.
+
+    Attributes:
+        load: Hugging Face folder, or checkpoint folder of any Megatron form (its latest iteration, or `iteration`).
+        hf_folder: where config.json and tokenizer of a checkpoint are; None takes those that the checkpoint carries.
+        lora_load: adapter to merge: a PEFT folder, or a checkpoint with LoRA weights.
+        lora_r, lora_alpha: checked against the adapter; alpha is needed where the adapter does not state it.
+        lora_target_modules: checked against the adapter, Megatron's names.
+        loosely: tensors that the model does not have are skipped.
+    """
+
+    load: Path
+    hf_folder: Path | None = None
+    iteration: int | None = None
+    lora_load: Path | None = None
+    lora_r: int | None = None
+    lora_alpha: float | None = None
+    lora_target_modules: tuple[str, ...] = ()
+    loosely: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """An opened model: every tensor can be streamed under its Hugging Face name.
+
+    Attributes:
+        hf_folder: has config.json.
+        source: the opened checkpoint.
+        transform: merges the adapter of `lora_load`, None without one.
+    """
+
+    hf_folder: Path
+    source: Source
+    transform: Transform | None = None
+
+    @property
+    def network(self) -> Network:
+        """Shape of the model."""
+        return self.source.network
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the largest part of the weights."""
+        return self.source.dtype
+
+    def describe(self) -> str:
+        """One line for the console."""
+        adapted = ", adapter merged" if self.transform is not None or self.source.adapters else ""
+        kind = {"hf": "Hugging Face", "mcore": "Megatron", "legacy": "Megatron legacy", "torch_dist": "torch_dist"}
+        return f"{self.source.path} ({kind[self.source.kind]}, {self.source.architecture.name}{adapted})"
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of every weight; one stored parameter is in memory at a time."""
+        copies: dict[str, list[str]] = {}
+        for copy, owner in self.source.architecture.hf_copies(self.network).items():
+            copies.setdefault(owner, []).append(copy)
+        stored = {name for group in self.source.groups for name in group.hf}
+        for group in self.source.groups:
+            for name, tensor in group.load().items():
+                if self.transform is not None:
+                    tensor = self.transform(name, tensor)
+                yield name, tensor
+                for copy in copies.get(name, ()):
+                    if copy not in stored:
+                        yield copy, tensor
+
+
+class MegatronMerge:
+    """A transform that adds Megatron adapters to the Hugging Face weights they belong to, in float32."""
+
+    def __init__(self, adapters: Adapters, scale: float) -> None:
+        self._adapters = {name: adapter for adapter in adapters.values() for name in adapter[0].hf}
+        self._scale = scale
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._adapters:
+            return tensor
+        op, a, b = self._adapters[name]
+        if self._last[0] != op.mcore:  # query, key and value (gate and up) come one after another: one product serves them
+            full_a, full_b = LoraShards(a, b, self._scale).full(op)
+            self._last = (op.mcore, op.to_hf(self._scale * (full_b.float() @ full_a.float())))
+        return (tensor.float() + self._last[1][name]).to(tensor.dtype)
+
+
+def open_model(settings: ModelSettings) -> ModelFiles:
+    """Everything about the model is known and checked; no weights are read yet.
+
+    Raises:
+        ValueError: nothing usable is there, the model's shape is not known, or adapter and base do not fit.
+    """
+    path = settings.load
+    _check_kind(path)
+    options = ModelOptions(hf_folder=settings.hf_folder, iteration=settings.iteration, loosely=settings.loosely)
+    if _is_hf(path):
+        if settings.iteration is not None:
+            raise ValueError(f"--load-iteration {settings.iteration}: {path} is a Hugging Face folder, which has no iterations")
+        source = open_hf(path, options)
+    else:
+        source = open_megatron(path, options)
+    source, transform = _with_adapter(source, settings)
+    folder = source.companions
+    if folder is None:  # the checkpoint's own settings hold the config; vLLM wants it as a file
+        folder = Path(mkdtemp(prefix="mindspeed-rl-config-"))
+        write_config(folder, source.hf_config)
+    return ModelFiles(folder, source, transform)
+
+
+def _is_hf(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def _check_kind(path: Path) -> None:
+    """Raises ValueError for folders that look loadable and are not a language model with its weights."""
+    if not path.is_dir():
+        raise ValueError(f"--load {path} is not a folder")
+    if is_peft_folder(path):
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        raise ValueError(f"--load {path} is an adapter: pass it as --lora-load, and its base ({base}) as --load")
+    if _is_hf(path):
+        names = read_json(path / "config.json").get("architectures") or []
+        if any(name.endswith("ForSequenceClassification") for name in names):
+            raise ValueError(f"--load {path} is a reward model ({names[0]}), which generates no text; give a language model")
+        return
+    record = iteration_folder(path) / "run_state.json"
+    lora = read_json(record).get("lora") if record.is_file() else None
+    if lora is not None and not lora["with_base"]:
+        raise ValueError(
+            f"--load {path} holds adapters without their base (lora_ckpt_filter): pass it as --lora-load, and the base as --load"
+        )
+
+
+def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Transform | None]:
+    """The source with the adapter that is in it merged, or the transform that merges another one."""
+    path, r, alpha = settings.lora_load, settings.lora_r, settings.lora_alpha
+    if path is None:
+        if source.adapters:
+            _check_targets(settings.lora_target_modules, source.adapters)
+            return source.merged(checked_scale(r, alpha, source.adapters, source.lora)), None
+        if r is not None or alpha is not None or settings.lora_target_modules:
+            raise ValueError(f"--lora-r, --lora-alpha and --lora-target-modules need an adapter: {source.path} holds none")
+        return source, None
+    if source.adapters:
+        raise ValueError(f"--lora-load {path}: {source.path} has adapters of its own; merge them first (mindspeed-rl convert)")
+    if is_peft_folder(path):
+        if settings.lora_target_modules:
+            raise ValueError("--lora-target-modules checks Megatron adapters; a PEFT folder says its modules itself")
+        ops = source.architecture.weight_ops(source.network)
+        return source, open_peft(path, {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}, r, alpha)
+    if not path.is_dir():
+        raise ValueError(f"--lora-load {path} is not a folder")
+    adapters, stated = _megatron_adapters(path, source)
+    _check_targets(settings.lora_target_modules, adapters)
+    return source, MegatronMerge(adapters, checked_scale(r, alpha, adapters, stated))
+
+
+def _megatron_adapters(path: Path, source: Source) -> tuple[Adapters, tuple[int | None, float | None]]:
+    """LoRA weights of a checkpoint, cut in any way, and the (r, alpha) that it states."""
+    if (iteration_folder(path) / "metadata.json").is_file():
+        dist_folder = DistFolder(path)
+        adapters = dist_folder.adapters(source.architecture, source.network)
+        return adapters, (dist_folder.args.lora_r, dist_folder.args.lora_alpha)
+    folder = MegatronFolder(path)
+    adapters = folder.adapters(source.architecture, source.network, folder.layout(source.network))
+    return adapters, (folder.args.lora_r, folder.args.lora_alpha)
+
+
+def _check_targets(modules: Sequence[str], adapters: Adapters) -> None:
+    if not modules:
+        return
+    actual = sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in adapters})
+    if sorted(modules) != actual:
+        raise ValueError(f"--lora-target-modules {' '.join(modules)} does not match the adapter, which has {' '.join(actual)}")
