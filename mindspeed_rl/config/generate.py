@@ -67,13 +67,19 @@ class GenerateConfig:
 
     enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt beginnings")
     enforce_eager: bool = key(True, "no graph capture in the engine")
-    torchair_graph: bool = key(False, "torchair graphs in vllm-ascend", only_on=("npu",))
-    ascend_scheduler_config_enabled: bool = key(
-        True, "vllm-ascend's own scheduler instead of chunked prefill", only_on=("npu",)
+    torchair_graph: bool = key(
+        False,
+        "torchair graphs in vllm-ascend",
+        no_effect="vllm-ascend has none since 0.18; enforce_eager: false captures graphs",
     )
-    expert_map_path: str | None = key(None, "JSON placement of redundant experts", only_on=("npu",))
-    eplb_token_collects: bool = key(False, "count tokens for each expert while generating", only_on=("npu",))
-    eplb_token_save_path: str = key("./", "folder of these counts", only_on=("npu",), needs=("eplb_token_collects", (True,)))
+    ascend_scheduler_config_enabled: bool = key(
+        True,
+        "vllm-ascend's own scheduler instead of chunked prefill",
+        no_effect="vllm-ascend has none since 0.18; max_num_batched_tokens bounds a step of vLLM's",
+    )
+    expert_map_path: str | None = key(None, "JSON file that says which device holds which experts", only_on=("npu",))
+    eplb_token_collects: bool = key(False, "count tokens for each expert while generating; not available")
+    eplb_token_save_path: str = key("./", "folder of these counts", needs=("eplb_token_collects", (True,)))
     limit_mm_image_per_prompt: int = key(1, "images in a prompt", no_effect="text models only")
     limit_mm_video_per_prompt: int = key(0, "videos in a prompt", no_effect="text models only")
 

@@ -116,7 +116,9 @@ class OptimizerKeys:
         False, "sum gradients in fp32", no_effect="gradients are always summed in fp32"
     )
     no_check_for_nan_in_loss_and_grad: bool = key(False, "do not stop at NaN or infinity")
-    no_gradient_accumulation_fusion: bool = key(False, "no fused gradient accumulation", only_on=("npu", "cuda"))
+    no_gradient_accumulation_fusion: bool = key(
+        False, "no fused gradient accumulation", no_effect="only gemm_gradient_accumulation_fusion fuses it"
+    )
     gemm_gradient_accumulation_fusion: bool = key(False, "accumulate gradients inside the matrix product", only_on=_NPU)
     ddp_bucket_size: int | None = key(None, "elements of one gradient bucket")
     enable_high_availability: bool = key(False, "MindIO training recovery", no_effect="checkpoints and resume cover restarts")
@@ -140,7 +142,9 @@ class CheckpointKeys:
     no_save_rng: bool | None = key(None, "do not save the random state")
     pretrained_checkpoint: str | None = key(None, "folder to start from when `load` holds no checkpoint yet")
     load_checkpoint_loosely: bool = key(False, "weights missing in the checkpoint keep their fresh values")
-    no_shared_storage: bool = key(False, "each node builds the dataset index on its own disk")
+    no_shared_storage: bool = key(
+        False, "each node builds the dataset index on its own disk", no_effect="the order is computed; no index file is built"
+    )
 
 
 @dataclass(kw_only=True)
@@ -168,7 +172,9 @@ class MemoryKeys:
     lora_r: int = key(8, "rank of the adapters")
     lora_alpha: int = key(16, "scale of the adapters is lora_alpha / lora_r")
     lora_dropout: float = key(0.0, "dropout in front of the adapters")
-    lora_fusion: bool = key(False, "overlap adapter communication", only_on=_NPU)
+    lora_fusion: bool = key(
+        False, "overlap adapter communication", no_effect="adapters exchange lora_r numbers a token; nothing to overlap"
+    )
     lora_ckpt_filter: bool = key(False, "save the adapters only")
 
 
@@ -181,16 +187,24 @@ class KernelKeys:
     use_fused_rmsnorm: bool = key(False, "fused RMSNorm", only_on=_NPU)
     use_fused_swiglu: bool = key(False, "fused SwiGLU", only_on=_NPU)
     use_fused_rotary_pos_emb: bool = key(False, "fused rotary embedding", only_on=_NPU)
-    no_bias_dropout_fusion: bool = key(False, "no fused bias and dropout", only_on=_NPU)
-    no_masked_softmax_fusion: bool = key(False, "no fused masked softmax", only_on=_NPU)
+    no_bias_dropout_fusion: bool = key(False, "no fused bias and dropout", no_effect="they are never fused")
+    no_masked_softmax_fusion: bool = key(
+        False, "no fused masked softmax", no_effect="the attention of no platform has a separate masked softmax"
+    )
     attention_softmax_in_fp32: bool = key(False, "attention softmax in fp32")
-    use_cp_send_recv_overlap: bool = key(False, "ring attention: overlap sending and receiving", only_on=_NPU)
-    use_fused_ring_attention_update: bool = key(False, "ring attention: fused merge of partial results", only_on=_NPU)
+    use_cp_send_recv_overlap: bool = key(
+        False, "ring attention: overlap sending and receiving", no_effect="the ring always overlaps them with attention"
+    )
+    use_fused_ring_attention_update: bool = key(
+        False, "ring attention: fused merge of partial results", no_effect="the ring merges with plain tensor operations"
+    )
     use_ascend_coc: bool = key(False, "overlap tensor parallel communication with computation", only_on=_NPU)
     coc_mode: int = key(-1, "variant of that overlap", only_on=_NPU, needs=("use_ascend_coc", (True,)))
     coc_parallel_num: int = key(1, "pieces of that overlap", only_on=_NPU, needs=("use_ascend_coc", (True,)))
     coc_fused_kernel: bool = key(False, "fused kernels for that overlap", only_on=_NPU, needs=("use_ascend_coc", (True,)))
-    shape_order: Literal["SBH", "BSH", "BSND", "BNSD", "TND"] = key("SBH", "memory order of the fused attention", only_on=_NPU)
+    shape_order: Literal["SBH", "BSH", "BSND", "BNSD", "TND"] = key(
+        "SBH", "memory order of the fused attention", no_effect="packed rows are TND, padded ones BSND"
+    )
     spec: list[str] | None = key(None, "module and function of a layer spec", no_effect="the network keys choose the layers")
     use_mcore_models: bool = key(False, "Megatron-core models", no_effect=_ONE_ENGINE)
     transformer_impl: Literal["local", "transformer_engine"] = key(

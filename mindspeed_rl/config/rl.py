@@ -80,13 +80,21 @@ class BatchKeys:
     )
     ref_dispatch_size: int | None = key(None, "rows a reference replica takes at once; derived when unset")
     reward_dispatch_size: int | None = key(None, "rows scored at once; derived when unset")
-    adv_dispatch_size: int | None = key(None, "rows whose advantages are computed at once; derived when unset")
-    actor_update_dispatch_size: int | None = key(None, "rows an actor replica takes at once for the update; derived when unset")
-    dynamic_sampling_dispatch_size: int | None = key(None, "rows filtered at once; derived when unset")
-    kl_dispatch_size: int | None = key(None, "rows whose KL enters the reward at once; derived when unset")
+    adv_dispatch_size: int | None = key(
+        None, "rows whose advantages are computed at once", no_effect="those of an iteration are computed together"
+    )
+    actor_update_dispatch_size: int | None = key(
+        None, "rows an actor replica takes at once for the update", no_effect="it takes the rows of one optimizer step"
+    )
+    dynamic_sampling_dispatch_size: int | None = key(
+        None, "rows filtered at once", no_effect="groups are filtered when a rollout is through"
+    )
+    kl_dispatch_size: int | None = key(
+        None, "rows whose KL enters the reward at once", no_effect="it enters together with the advantages"
+    )
     critic_value_dispatch_size: int | None = key(None, "rows a critic replica takes at once for values; derived when unset")
     critic_update_dispatch_size: int | None = key(
-        None, "rows a critic replica takes at once for the update; derived when unset"
+        None, "rows a critic replica takes at once for the update", no_effect="it takes the rows of one optimizer step"
     )
     actor_image_embeds_dispatch_size: int | None = key(None, "rows encoded at once", no_effect=_TEXT_ONLY)
 
@@ -157,7 +165,11 @@ class LossKeys:
     tau_pos: float = key(1.0, "sapo: temperature for positive advantages", needs=("loss_type", ("sapo",)))
     tau_neg: float = key(1.05, "sapo: temperature for negative advantages", needs=("loss_type", ("sapo",)))
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
-    log_entropy: bool = key(False, "log the entropy even when it is not in the loss")
+    log_entropy: bool = key(
+        False,
+        "log the entropy even when it is not in the loss",
+        no_effect="it is always logged, the log-probs give it for free",
+    )
     top_entropy_quantile: float = key(1.0, "share of tokens, those of highest entropy, that enter the policy term")
     off_policy_sequence_mask_delta: float | None = key(
         None, "leave out sequences with negative advantage whose mean log-ratio old - new exceeds this; off when unset"
@@ -221,7 +233,7 @@ class RewardKeys:
     verifier_timeout: int = key(30, "seconds one score may take when reward_timeout_s is unset")
     num_reward_workers: int | None = key(None, "reward worker processes; verifier_parallel when unset")
     reward_timeout_s: float | None = key(None, "seconds one score may take; verifier_timeout when unset")
-    reward_memory_gib: float | None = key(None, "memory one reward process may use, in GiB; no limit when unset")
+    reward_memory_gib: float | None = key(4.0, "memory one reward process may use, in GiB; null: no limit")
     reward_failure_policy: Literal["drop", "retry", "zero"] = key("drop", "what happens to a sample whose score failed")
     reward_failure_limit: float = key(0.1, "share of failed scores in an iteration above which the run stops")
     reward_model: str | None = key(None, "folder of a reward model whose score is added last")
@@ -318,7 +330,9 @@ class RLConfig(BatchKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys)
     swanlab_save_dir: str = key("", "local folder", needs=_SWANLAB)
     log_max_throughput: bool = key(True, "throughput counts the longest instead of the mean length, as MindSpeed-RL does")
 
-    num_cpus_for_local_task: float = key(1.0, "CPUs Ray reserves for the driver")
+    num_cpus_for_local_task: float = key(
+        1.0, "CPUs Ray reserves for the driver", no_effect="the driver is no Ray task and reserves none"
+    )
     num_cpus_for_placement_group: int = key(8, "CPUs Ray reserves beside each device", only_on=("npu", "cuda"))
     hccl_buffersize: int = key(256, "buffer of one HCCL communicator, in MiB", only_on=("npu",))
     runtime_env_path: str = key("configs/envs/runtime_env.yaml", "environment variables of the workers")

@@ -129,7 +129,10 @@ def unavailable(cfg: RunConfig) -> list[str]:
 
     They are accepted by `validate`, so that run files of MindSpeed-RL load; a trainer must refuse to start with them.
     """
-    found = [(cfg.actor_config.ai_framework is not None, "megatron_training.ai_framework", "torch is the only backend")]
+    found = [
+        (cfg.actor_config.ai_framework is not None, "megatron_training.ai_framework", "torch is the only backend"),
+        (cfg.msprobe_config.msprobe, "msprobe_config.msprobe", "accuracy dumps are not available"),
+    ]
     if (rl := cfg.rl_config) is not None:
         found += [
             (rl.multi_turn_enable, "rl_config.multi_turn_enable", "tools during the rollout are not available"),
@@ -145,4 +148,16 @@ def unavailable(cfg: RunConfig) -> list[str]:
                 "actor, reference and rollout share their devices",
             ),
         ]
+        shared = rl.actor_resource.num_npus
+        for role, resource in (("critic", rl.critic_resource), ("reward", rl.reward_resource)):
+            apart = resource is not None and resource.num_npus not in (None, shared)
+            found.append((apart, f"rl_config.{role}_resource", f"every role shares the {shared} devices of the actor"))
+    if cfg.generate_config is not None:
+        found.append(
+            (
+                cfg.generate_config.eplb_token_collects,
+                "generate_config.eplb_token_collects",
+                "tokens are not counted for each expert",
+            )
+        )
     return [f"{key}: {reason}" for is_on, key, reason in found if is_on]
