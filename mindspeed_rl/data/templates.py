@@ -364,6 +364,9 @@ class HfTemplate:
             reply = conversation.messages[index + 1]
             if any(call.name not in answer for call in reply.calls):
                 raise BadRow("the tokenizer's chat template drops function calls")
+            is_last = index + 2 == len(conversation.messages)
+            if is_last and thinking != "false" and reply.reasoning.strip() not in answer:
+                raise BadRow("the tokenizer's chat template drops the reasoning_content of the last answer")
             turns.append(Turn(joined([whole[position : len(opening)]]), joined([answer])))
             position = end
         if whole[position:]:

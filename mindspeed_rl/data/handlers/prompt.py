@@ -10,7 +10,15 @@ import numpy as np
 
 from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, user
 from mindspeed_rl.data.encoding import TurnIds
-from mindspeed_rl.data.handlers.base import DEFAULT_CUTOFF_TOKENS, EMPTY_PROMPT, TOO_LONG, Draft, EncodedRow, Handler
+from mindspeed_rl.data.handlers.base import (
+    DEFAULT_CUTOFF_TOKENS,
+    EMPTY_ANSWER,
+    EMPTY_PROMPT,
+    TOO_LONG,
+    Draft,
+    EncodedRow,
+    Handler,
+)
 from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages
 from mindspeed_rl.data.templates import Rendering, Turn
 
@@ -34,7 +42,7 @@ class PromptHandler(Handler):
     def __init__(self, settings) -> None:
         super().__init__(settings)
         keys = [key for key in settings.dataset_additional_keys if key != LABELS]
-        extra = ([LABELS] if self.writes_label else []) + keys
+        extra = ([LABELS] if self.writes_label or len(keys) < len(settings.dataset_additional_keys) else []) + keys
         self.extra_columns = tuple(extra)
         self.columns = (*PromptHandler.columns, *extra)
 
@@ -75,6 +83,8 @@ class PromptHandler(Handler):
         if not conversation.messages[-1].content.strip():
             raise DroppedRow(EMPTY_PROMPT)
         values = self.extra_values(row)
+        if LABELS in values and values[LABELS] in (None, ""):
+            raise DroppedRow(EMPTY_ANSWER)
         extra = tuple(Rendering((Turn((as_text(value),), ()),)) for value in values.values())
         return Draft((self.written(conversation), *extra), note=values)
 
@@ -85,7 +95,7 @@ class PromptHandler(Handler):
         columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int32)}
         for name, turns in zip(self.extra_columns, encoded[1:], strict=True):
             if not turns[0][0]:
-                raise DroppedRow("empty answer" if name == LABELS else f"empty {name}")
+                raise DroppedRow(EMPTY_ANSWER if name == LABELS else f"empty {name}")
             columns[name] = turns[0][0]
         return EncodedRow(columns)
 
@@ -100,7 +110,7 @@ ALPACA_PROMPT_MAP = {
 
 
 class PPOAlpacaStyleInstructionHandler(PromptHandler):
-    """The prompt alone, for training against a reward model."""
+    """The prompt alone, for training against a reward model (and `labels`, if dataset_additional_keys asks for them)."""
 
     default_map: ClassVar = ALPACA_PROMPT_MAP
 

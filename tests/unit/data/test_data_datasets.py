@@ -11,6 +11,7 @@ from byte_tokenizer import build_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from mindspeed_rl.cli.preprocess import main
+from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, open_indexed
 from mindspeed_rl.data.preference import PreferenceDataset
 from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datasets
@@ -337,6 +338,16 @@ def test_load_tokenizer_settles_end_and_padding(tmp_path):
         load_tokenizer(tmp_path / "empty")
     with pytest.raises(ValueError, match="is not a folder"):
         load_tokenizer(tmp_path / "nothing")
+
+
+def test_a_tokenizer_without_a_rust_backend_works_too():
+    from transformers import ByT5Tokenizer
+
+    slow = ByT5Tokenizer()
+    assert not slow.is_fast
+    assert TextEncoder(slow).encode(["ab", "é"]) == [[byte + 3 for byte in b"ab"], [byte + 3 for byte in "é".encode()]]
+    with_end = TextEncoder(slow, add_special_tokens=True).encode(["a"])
+    assert with_end == [[ord("a") + 3, slow.eos_token_id]]
 
 
 def test_importing_the_registry_loads_nothing_heavy():

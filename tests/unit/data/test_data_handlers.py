@@ -284,6 +284,13 @@ def test_r1_writes_prompts_answers_and_additional_columns(preprocess):
     assert columns["source"] == [ids('{"book": 3}')]
 
 
+def test_ppo_keeps_labels_when_asked_and_rows_without_an_answer_are_dropped(preprocess):
+    rows = [{"instruction": "Q", "output": 7}, {"instruction": "R", "output": None}]
+    columns = preprocess("PPOAlpacaStyleInstructionHandler", rows, "--dataset-additional-keys", "labels")
+    assert columns["labels"] == [ids("7")]
+    assert "dropped, empty answer: 1" in columns["summary"]
+
+
 def test_math17k_takes_the_message_and_the_ground_truth(preprocess):
     rows = [
         {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2", "style": "rule"}},

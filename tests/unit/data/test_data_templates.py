@@ -441,6 +441,15 @@ def test_hf_template_refuses_what_the_chat_template_would_drop(with_chat_templat
         template.render(Conversation(TWO_TURNS, tools=[WEATHER]))
     with pytest.raises(BadRow, match="drops function calls"):
         template.render(Conversation(TOOL_TURNS[:2]))
+    with pytest.raises(BadRow, match="drops the reasoning_content"):
+        template.render(Conversation([user("Q"), Message("assistant", ("A",), reasoning="hm")]))
+
+
+def test_hf_template_writes_reasoning_content(with_chat_template, expected):
+    tokenizer = with_chat_template("qwen3", eos_token="<|im_end|>")
+    turns = [user("Q"), Message("assistant", ("A",), reasoning="hm")]
+    got = encode(load_template("hf", tokenizer), tokenizer, Conversation(turns))
+    assert got == expected(USER.format("Q"), T("<think>\nhm\n</think>\n\nA<|im_end|>"), "\n")
 
 
 def test_hf_template_passes_on_what_the_chat_template_refuses(with_chat_template):
