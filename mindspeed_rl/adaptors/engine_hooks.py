@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_rl.config import GenerateConfig
+
 
 class EngineHooks:
     """The plain case: vLLM needs nothing but its own calls (sleep and wake_up).
@@ -17,8 +19,8 @@ class EngineHooks:
     def before_build(self, run_id: str) -> None:
         """Called in every rank before its `LLM(...)`; `run_id` is equal in all ranks of a run and unique to the run."""
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """Extra keyword arguments of `LLM(...)`."""
+    def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
+        """Extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
     def before_load(self, model: Any) -> None:

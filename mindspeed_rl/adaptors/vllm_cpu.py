@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+from mindspeed_rl.config import GenerateConfig
 
 _applied = False
 
@@ -70,7 +71,7 @@ class VllmCpuHooks(EngineHooks):
     def __init__(self) -> None:
         self._kv_bytes = 0
 
-    def engine_arguments(self) -> dict[str, Any]:
+    def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         # A prompt cut over two engine steps is sampled once too often, and vLLM then rewinds the request's generator,
         # which a CPU generator cannot do ("CPU Generator does not use offset").
         return {"enable_chunked_prefill": False}

@@ -82,7 +82,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "disable_log_stats": True,
             "seed": 0,
-            **self._hooks.engine_arguments(),
+            **self._hooks.engine_arguments(config),
         }
         if config.enable_expert_parallel:
             arguments["enable_expert_parallel"] = True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from mindspeed_rl.adaptors import vllm_ascend
+from mindspeed_rl.config import GenerateConfig
 
 EXPERTS, INNER, HIDDEN = 3, 4, 8
 
@@ -116,6 +119,40 @@ def test_additional_config_has_only_keys_of_the_release() -> None:
     assert vllm_ascend.row_for(table, (0, 23))["weight_nz_mode"] == 0
     with pytest.raises(ValueError, match="0.11 is older than 0.18"):
         vllm_ascend.row_for(table, (0, 11))
+
+
+def expert_map(path: Path, *layers: list[list[int]]) -> Path:
+    """The file of an expert load balancer: the experts of each device of each layer."""
+    found = [
+        {
+            "layer_id": number,
+            "device_count": len(devices),
+            "device_list": [{"device_id": i, "device_expert": experts} for i, experts in enumerate(devices)],
+        }
+        for number, devices in enumerate(layers)
+    ]
+    path.write_text(json.dumps({"moe_layer_count": len(layers), "layer_list": found}))
+    return path
+
+
+def test_an_expert_map_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(expert_map(tmp_path / "map.json", [[0, 2], [1, 3]], [[3, 1], [2, 0]]))
+    monkeypatch.setattr(vllm_ascend, "installed_release", lambda: (0, 23))
+    hooks = vllm_ascend.VllmAscendHooks()
+    assert "eplb_config" not in hooks.engine_arguments(GenerateConfig())["additional_config"]
+    additional = hooks.engine_arguments(GenerateConfig(expert_map_path=path))["additional_config"]
+    assert additional["eplb_config"] == {"expert_map_path": path}
+    assert "eplb_config" not in vllm_ascend.ADDITIONAL_CONFIG[0, 23]
+
+
+def test_an_expert_map_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        vllm_ascend.check_expert_map(tmp_path / "missing.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no expert map"):
+        vllm_ascend.check_expert_map(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="places expert 2 of layer 1 on two devices"):
+        vllm_ascend.check_expert_map(expert_map(tmp_path / "twice.json", [[0, 2], [1, 3]], [[0, 2], [1, 2, 3]]))
 
 
 def test_a_release_is_read_from_a_version() -> None:
