@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -160,15 +161,20 @@ class TrainEngine:
 
     # ------------------------------------------------------------------ training
 
-    def step(self, rows: Rows, batching: MicroBatching, loss: LossFunction) -> StepResult:
+    def step(self, rows: Rows, batching: MicroBatching, loss: LossFunction, *, more_follow: bool = False) -> StepResult:
         """Makes one optimizer step on this data-parallel rank's rows of a mini-batch.
 
         The loss that is minimised is (sum of `loss_sum` over all micro-batches and ranks) / (sum of `count` over the same).
+
+        Args:
+            more_follow: the next call of this engine is another step. With `overlap_param_gather` the updated weights are
+                then gathered during its forward pass; otherwise they are complete when this returns.
 
         Raises:
             NonFiniteError: a loss or gradient is not finite; weights and optimizer are as before.
         """
         broken: list[str] = []
+        evaluated = itertools.count()
         with self._mode(training=True):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -178,9 +184,10 @@ class TrainEngine:
 
             def evaluate(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
                 result = loss(micro_batch, *_outputs(output))
+                number = next(evaluated)
                 if not torch.isfinite(result.loss_sum):
                     broken.append(
-                        f"micro-batch {len(broken)} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}"
+                        f"micro-batch {number} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}"
                     )
                 # every context-parallel rank computes the whole loss; it counts once
                 count = result.count if counted else torch.zeros_like(result.count)
@@ -192,6 +199,9 @@ class TrainEngine:
             lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
             self.offloader.onload(optimizer=True)
             _, grad_norm, _ = self.optimizer.step()
+            if self.config.overlap_param_gather and not more_follow:
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
             self.scheduler.step(increment=1)

@@ -130,11 +130,18 @@ def summary(results: list[StepResult], weights: dict[str, torch.Tensor]) -> dict
     }
 
 
-def train(setting: Setting, steps: int = 5) -> dict[str, Any]:
-    """Trains and reports each step's metrics and gradient norm, and the weights at the end."""
+def train(setting: Setting, steps: int = 5, in_one_go: bool = False) -> dict[str, Any]:
+    """Trains and reports each step's metrics and gradient norm, and the weights at the end.
+
+    Args:
+        in_one_go: each step is told that another one follows, but the last.
+    """
     with engine_of(setting) as engine:
         rows = my_rows(all_rows())
-        results = [engine.step(rows, setting.batching, weighted_loss) for _ in range(steps)]
+        results = [
+            engine.step(rows, setting.batching, weighted_loss, more_follow=in_one_go and step + 1 < steps)
+            for step in range(steps)
+        ]
         return summary(results, full_weights(engine))
 
 
