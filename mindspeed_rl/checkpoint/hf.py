@@ -133,6 +133,15 @@ def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     return records
 
 
+def stored_tensor_names(folder: str | Path) -> set[str]:
+    """Names of the tensors that an HF folder holds, from its index and headers.
+
+    Raises:
+        ValueError: as for `HfFolder`.
+    """
+    return set(_read_weight_files(Path(folder)))
+
+
 _FUSED_EXPERTS = re.compile(r"^(.+)\.experts\.(gate_up_proj|down_proj)$")
 
 

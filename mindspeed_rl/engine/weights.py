@@ -79,6 +79,24 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
     return sorted(found, key=lambda weight: order[weight.op.mcore])
 
 
+@dataclass(frozen=True)
+class WithFreshHead:
+    """A language model's tensors and a score head of zeros: every value is 0 before the first update, under any layout."""
+
+    source: TensorSource
+    hidden_size: int
+    name: str = "score.weight"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (1, self.hidden_size) if name == self.name else self.source.shape(name)
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        if name != self.name:
+            return self.source.read(name, dim, start, stop)
+        whole = torch.zeros(1, self.hidden_size)
+        return whole if stop is None else whole.narrow(dim, start, stop - start)
+
+
 @torch.no_grad()
 def load_weights(model: BuiltModel, source: TensorSource) -> None:
     """Fills this rank's parameters from HF tensors, reading no more than this rank's slices.

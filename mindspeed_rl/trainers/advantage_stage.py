@@ -16,6 +16,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.records import Batch
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
+from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.rollout_journal import RolloutJournal
 
 #: prefix of the score metrics by stage
@@ -30,14 +31,15 @@ class AdvantageStage:
     """
 
     def __init__(
-        self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, journal: RolloutJournal, greedy_rewards: object | None = None
+        self,
+        cfg: RunConfig,
+        plan: BatchPlan,
+        plane: DataPlane,
+        journal: RolloutJournal,
+        baselines: GreedyBaselines | NoBaselines,
     ) -> None:
-        """
-        Args:
-            greedy_rewards: callable (batch of rows) -> [rows] rewards of the greedy response to each row's prompt (ReMax).
-        """
         self._cfg, self._plan, self._plane, self._journal = cfg, plan, plane, journal
-        self._greedy_rewards = greedy_rewards
+        self._baselines = baselines
         self.entropy_threshold: float | None = None
 
     def run(self, iteration: int, *, kl_coef: float) -> Metrics:
@@ -54,8 +56,6 @@ class AdvantageStage:
             columns.append("values")
         if rl.top_entropy_quantile < 1.0:
             columns.append("entropies")
-        if rl.adv_estimator == "remax":
-            columns += ["prompt_ids", "labels", "extra"]
         batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=rl.wait_timeout_s)
         self._check_versions(batch, iteration)
         lengths = batch["response_length"].tensor().to(torch.int64)
@@ -103,7 +103,7 @@ class AdvantageStage:
             weights = dict(zip(rl.verifier_function, rl.verifier_weight))
             tensors["reward_weights"] = tuple(weights.get(name, 1.0) for name in names)
         if rl.adv_estimator == "remax":
-            tensors["greedy_rewards"] = self._greedy_rewards(batch)
+            tensors["greedy_rewards"] = self._baselines.rewards()
         return AdvantageInputs.from_config(rl, rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)
 
     def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:

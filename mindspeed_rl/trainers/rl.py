@@ -9,7 +9,9 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.trainers.advantage_stage import AdvantageStage
 from mindspeed_rl.trainers.evaluation import Evaluator
+from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.journal import Journal
+from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rollout_stage import RolloutStage
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.workers.integrated import UpdateOrder, WorkerReport
@@ -23,6 +25,8 @@ class RLTrainer:
         self,
         workers: WorkerGroup,
         rollout: RolloutStage,
+        baselines: GreedyBaselines | NoBaselines,
+        model_rewards: ModelRewards | NoModelRewards,
         advantages: AdvantageStage,
         evaluator: Evaluator,
         schedule: Schedule,
@@ -31,6 +35,8 @@ class RLTrainer:
     ) -> None:
         self.workers = workers
         self.rollout = rollout
+        self.baselines = baselines
+        self.model_rewards = model_rewards
         self.advantages = advantages
         self.evaluator = evaluator
         self.schedule = schedule
@@ -50,6 +56,7 @@ class RLTrainer:
         for iteration in range(self.start_iteration, self.schedule.train_iters):
             with self._iteration(iteration):
                 self.generate(iteration)
+                self.compute_model_rewards()
                 self.compute_log_probs()
                 self.compute_advantages(iteration)
                 self.update(iteration)
@@ -60,8 +67,14 @@ class RLTrainer:
     # ------------------------------------------------------------------ one line of the loop each
 
     def generate(self, iteration: int) -> None:
-        """Every row has a response and a reward."""
-        self._collect(self.rollout.run(iteration, expected_version=iteration))
+        """Every row has a response and the scores of the reward functions; the devices belong to training again."""
+        self._collect(self.rollout.run(iteration))
+        self._collect(self.baselines.answer())
+        self._collect(self.workers.finish_rollout())
+
+    def compute_model_rewards(self) -> None:
+        """Rewards contain the reward model's score where there is one."""
+        self._collect(self.model_rewards.run(self.schedule.num_train_samples))
 
     def compute_log_probs(self) -> None:
         """Rows have the log-probs and values that the loss and the advantages will need."""

@@ -14,6 +14,7 @@ from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.records import concatenate
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.workers.integrated import WorkerReport
 from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup
 
@@ -37,8 +38,8 @@ SCORED_COLUMNS = (
 class RolloutStage(Protocol):
     """Fills the data plane with the rows that an iteration trains on."""
 
-    def run(self, iteration: int, *, expected_version: int) -> list[WorkerReport]:
-        """Rows have responses and rewards, drawn from weights of the expected version."""
+    def run(self, iteration: int) -> list[WorkerReport]:
+        """Rows have responses and the scores of the reward functions."""
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to draw what the uninterrupted one would have drawn."""
@@ -80,7 +81,7 @@ class PlainRollout:
         self._cfg, self._plan = cfg, plan
         self._feed, self._workers, self._rewards, self._plane = feed, workers, rewards, plane
 
-    def run(self, iteration: int, *, expected_version: int) -> list[WorkerReport]:
+    def run(self, iteration: int) -> list[WorkerReport]:
         return self.draw(iteration, iteration)
 
     def state_dict(self) -> dict[str, int]:
@@ -107,14 +108,25 @@ class FilteredRollout:
     `dynamic_sample` looks at the total reward and, after `max_resample_times` more draws, fills up with groups without spread.
     """
 
-    def __init__(self, cfg: RunConfig, plan: BatchPlan, plain: PlainRollout, plane: DataPlane) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        plan: BatchPlan,
+        plain: PlainRollout,
+        plane: DataPlane,
+        model_rewards: ModelRewards | NoModelRewards,
+    ) -> None:
+        """
+        Args:
+            model_rewards: adds its scores to every draw before groups are looked at.
+        """
         rl = cfg.rl_config
-        self._plan, self._plain, self._plane = plan, plain, plane
+        self._plan, self._plain, self._plane, self._model_rewards = plan, plain, plane, model_rewards
         self._metric = rl.filter_groups_metric if rl.filter_groups_enable else None
         self._limit = rl.filter_groups_max_batches if rl.filter_groups_enable else 1 + rl.max_resample_times
         self._draws = 0
 
-    def run(self, iteration: int, *, expected_version: int) -> list[WorkerReport]:
+    def run(self, iteration: int) -> list[WorkerReport]:
         reports: list[WorkerReport] = []
         kept: list[dict[str, Any]] = []
         spare: list[dict[str, Any]] = []
@@ -123,6 +135,7 @@ class FilteredRollout:
             if draws == self._limit and self._limit > 0:
                 break
             reports += self._plain.draw(iteration, self._draws)
+            reports += self._model_rewards.run(self._plan.num_samples)
             self._draws, draws = self._draws + 1, draws + 1
             batch, _ = self._plane.get(
                 "dynamic_sampling", list(SCORED_COLUMNS), indexes=range(self._plan.num_samples), timeout_s=60.0
@@ -167,10 +180,23 @@ def _take(column: Any, rows: Sequence[int]) -> Any:
 
 
 def make_rollout(
-    cfg: RunConfig, plan: BatchPlan, feed: PromptFeed, workers: WorkerGroup, rewards: RewardGroup, plane: DataPlane
-) -> RolloutStage:
-    """The rollout stage that the run file asks for."""
+    cfg: RunConfig,
+    plan: BatchPlan,
+    feed: PromptFeed,
+    workers: WorkerGroup,
+    rewards: RewardGroup,
+    plane: DataPlane,
+    model_rewards: ModelRewards | NoModelRewards,
+) -> tuple[RolloutStage, ModelRewards | NoModelRewards]:
+    """The rollout stage that the run file asks for, and the model rewards that are still to be added to what it yields.
+
+    A filter that looks at one reward function leaves the reward model only the groups that are kept; one that looks at the
+    total reward needs the model's scores of every draw.
+    """
+    rl = cfg.rl_config
     plain = PlainRollout(cfg, plan, feed, workers, rewards, plane)
-    if cfg.rl_config.filter_groups_enable or cfg.rl_config.dynamic_sample:
-        return FilteredRollout(cfg, plan, plain, plane)
-    return plain
+    if rl.filter_groups_enable:
+        return FilteredRollout(cfg, plan, plain, plane, NoModelRewards()), model_rewards
+    if rl.dynamic_sample:
+        return FilteredRollout(cfg, plan, plain, plane, model_rewards), NoModelRewards()
+    return plain, model_rewards

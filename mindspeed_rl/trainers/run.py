@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, RunConfig, build_batch_plan
+from mindspeed_rl.config import BatchPlan, ConfigError, RunConfig, build_batch_plan, unavailable
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
-from mindspeed_rl.dataplane.client import make_data_plane
+from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
+from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.dataplane.records import ColumnSpec, rl_columns
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.advantage_stage import AdvantageStage
 from mindspeed_rl.trainers.evaluation import Evaluator
+from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_journal import RolloutJournal
 from mindspeed_rl.trainers.rollout_stage import PromptFeed, make_rollout
@@ -26,7 +29,7 @@ from mindspeed_rl.trainers.run_folder import absolute_paths, recorded_run
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.workers.integrated import IntegratedWorker
 from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup, cluster, worker_environment
-from mindspeed_rl.workers.model_source import find_model
+from mindspeed_rl.workers.model_source import find_model, lacks_score_head, reward_model_config
 
 #: columns of this loop besides those every loop has
 _COLUMNS = {
@@ -35,6 +38,20 @@ _COLUMNS = {
     "loss_mask": ColumnSpec("compute_advantage"),
     "reward_results": ColumnSpec("rule_reward"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run reads before anything is started.
+
+    Attributes:
+        held_out: None without evaluation.
+    """
+
+    tokenizer: Any
+    tokenizer_path: str
+    prompts: PromptDataset
+    held_out: PromptDataset | None
 
 
 def run_rl(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
@@ -47,6 +64,8 @@ def run_rl(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
         WorkerFailed: a worker died or raised.
     """
     plan = build_batch_plan(cfg, num_nodes)
+    if missing := unavailable(cfg):
+        raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
     if not plan.train_iters:
         raise ValueError("actor_config.train_iters: not set; say how many iterations the run has.")
     chosen = platform.detect() if cfg.platform == "auto" else cfg.platform
@@ -56,12 +75,34 @@ def run_rl(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
     prompts = _open(cfg, actor.data_path, tokenizer, "data_path")
     held_out = _open(cfg, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
+    inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
+    _check_models(cfg, inputs)
     with recorded_run(cfg) as record:
         cfg = absolute_paths(cfg)
-        with _built(cfg, plan, chosen, record.folder, tokenizer, tokenizer_path, prompts, held_out) as trainer:
+        with _built(cfg, plan, chosen, record.folder, inputs) as trainer:
             record.journal = trainer.journal
             trainer.fit()
     return record.folder
+
+
+def _check_models(cfg: RunConfig, inputs: Inputs) -> None:
+    """Says where the critic's head comes from; raises for a reward model that cannot read the actor's tokens."""
+    if cfg.rl_config.adv_estimator == "gae" and cfg.critic_config is not None:
+        critic = find_model(cfg.critic_config, "critic_config")
+        if lacks_score_head(critic):
+            print(f"critic: {critic.weights} has no score head; it starts with a fresh one, whose values are 0", flush=True)
+    reward = reward_model_config(cfg)
+    if reward is None:
+        return
+    folder = find_model(reward, "reward_config").hf_folder
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return
+    other = load_tokenizer(folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast)
+    if other.get_vocab() != inputs.tokenizer.get_vocab():
+        raise ValueError(
+            f"reward_config.load: the tokenizer of {folder} differs from the actor's ({inputs.tokenizer_path}), but the reward "
+            "model reads the actor's token ids."
+        )
 
 
 def _open(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
@@ -83,42 +124,70 @@ def _existing(path: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _built(
-    cfg: RunConfig,
-    plan: BatchPlan,
-    platform_name: str,
-    run_dir: Path,
-    tokenizer: Any,
-    tokenizer_path: str,
-    prompts: PromptDataset,
-    held_out: PromptDataset | None,
-) -> Iterator[RLTrainer]:
+def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path, inputs: Inputs) -> Iterator[RLTrainer]:
     """A trainer with workers, rewards and data plane running; they end with the block."""
-    rl, actor = cfg.rl_config, cfg.actor_config
+    rl = cfg.rl_config
     trackers = make_trackers(rl, run_dir, dataclasses.asdict(cfg))
-    schedule = Schedule(cfg, plan)
-    print(f"run folder: {run_dir}\n{prompts.describe()}\nstarting {plan.world_size} workers on {platform_name} ...", flush=True)
+    print(f"run folder: {run_dir}\n{inputs.prompts.describe()}", flush=True)
+    print(f"starting {plan.world_size} workers on {platform_name} ...", flush=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(cluster(plan, platform_name))
-        plane = make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, columns=rl_columns() | _COLUMNS)
+        plane = open_data_plane(cfg, plan)
         stack.callback(plane.close)
         workers = WorkerGroup(IntegratedWorker, cfg, plan, platform_name, run_dir, plane)
         stack.callback(workers.close)
-        rewards = RewardGroup(cfg, plan, plane, tokenizer_path, run_dir, worker_environment(cfg, platform_name))
+        rewards = RewardGroup(cfg, plan, plane, inputs.tokenizer_path, run_dir, worker_environment(cfg, platform_name))
         stack.callback(rewards.close)
-        first = prompts[0]
+        first = inputs.prompts[0]
         rewards.check(first["prompt_ids"], first["label"], first["columns"])
         resumed = workers.set_up(plane, uuid.uuid4().hex[:12])
         start = resumed.get("iteration", 0)
-        progress = stack.enter_context(IterationProgress(schedule.train_iters, Path(cfg.config_name).stem, start=start))
-        journal = RolloutJournal(cfg, plan, run_dir, trackers, progress, tokenizer)
+        progress = stack.enter_context(IterationProgress(plan.train_iters, Path(cfg.config_name).stem, start=start))
+        journal = RolloutJournal(cfg, plan, run_dir, trackers, progress, inputs.tokenizer)
         stack.callback(journal.close)
-        feed = PromptFeed(prompts, plane, plan, seed=actor.seed, shuffle=not actor.no_shuffle)
-        rollout = make_rollout(cfg, plan, feed, workers, rewards, plane)
-        evaluator = Evaluator(held_out, workers, rewards, num_prompts=actor.eval_num_prompts, seed=actor.seed)
+        trainer = assemble(cfg, plan, plane, workers, rewards, inputs, journal, resumed)
         if resumed:
-            schedule.load_state_dict(resumed["run_state"])
-            rollout.load_state_dict(resumed["run_state"]["rollout"])
             print(f"resumed after iteration {start}", flush=True)
-        advantages = AdvantageStage(cfg, plan, plane, journal, greedy_rewards=evaluator.greedy_rewards)
-        yield RLTrainer(workers, rollout, advantages, evaluator, schedule, journal, start_iteration=start)
+        yield trainer
+
+
+def open_data_plane(cfg: RunConfig, plan: BatchPlan) -> DataPlane:
+    """The data plane that the run file asks for, with the columns of this loop."""
+    rl = cfg.rl_config
+    options = {}
+    if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":
+        options["num_storage_units"] = rl.transfer_queue_data_shard_num
+    columns = rl_columns() | _COLUMNS
+    return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, columns=columns, **options)
+
+
+def assemble(
+    cfg: RunConfig,
+    plan: BatchPlan,
+    plane: DataPlane,
+    workers: WorkerGroup,
+    rewards: RewardGroup,
+    inputs: Inputs,
+    journal: RolloutJournal,
+    resumed: Mapping[str, Any],
+) -> RLTrainer:
+    """The loop of this run file on workers that are set up.
+
+    Args:
+        resumed: what `WorkerGroup.set_up` returned.
+    """
+    actor = cfg.actor_config
+    model_rewards = NoModelRewards() if reward_model_config(cfg) is None else ModelRewards(cfg, workers, plane)
+    evaluator = Evaluator(cfg, inputs.held_out, workers, rewards, model_rewards)
+    baselines: GreedyBaselines | NoBaselines = NoBaselines()
+    if cfg.rl_config.adv_estimator == "remax":
+        baselines = GreedyBaselines(plan, plane, evaluator, model_rewards)
+    feed = PromptFeed(inputs.prompts, plane, plan, seed=actor.seed, shuffle=not actor.no_shuffle)
+    rollout, to_add = make_rollout(cfg, plan, feed, workers, rewards, plane, model_rewards)
+    schedule = Schedule(cfg, plan)
+    if resumed:
+        schedule.load_state_dict(resumed["run_state"])
+        rollout.load_state_dict(resumed["run_state"]["rollout"])
+    advantages = AdvantageStage(cfg, plan, plane, journal, baselines)
+    start = resumed.get("iteration", 0)
+    return RLTrainer(workers, rollout, baselines, to_add, advantages, evaluator, schedule, journal, start_iteration=start)

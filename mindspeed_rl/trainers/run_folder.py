@@ -73,6 +73,11 @@ def absolute_paths(cfg: RunConfig) -> RunConfig:
             if config.eval_data_path is not None:
                 config.eval_data_path = _absolute(config.eval_data_path)
     if cfg.rl_config is not None:
+        if cfg.rl_config.reward_model is not None:
+            cfg.rl_config.reward_model = _absolute(cfg.rl_config.reward_model)
+        mode = cfg.rl_config.integrated_mode_config
+        if mode is not None and mode.ref_model_load_path:
+            mode.ref_model_load_path = _absolute(mode.ref_model_load_path)
         cfg.rl_config.external_plugins = [_absolute(path) for path in cfg.rl_config.external_plugins]
     return cfg
 

@@ -31,7 +31,7 @@ class UpdateOrder:
 
 
 class IntegratedWorker(Worker):
-    """Actor, reference, critic and rollout engine of one rank."""
+    """Actor, reference, critic, reward model and rollout engine of one rank."""
 
     # ------------------------------------------------------------------ start
 
@@ -57,9 +57,21 @@ class IntegratedWorker(Worker):
         """All rows of the iteration have a response."""
         return self._report(self.phases.generate(iteration))
 
-    def evaluate(self, prompts: Sequence[list[int]], seed: int) -> list[list[int]] | None:
-        """Greedy responses to this replica's share of the prompts; None on ranks that do not hand results out."""
-        return self.phases.evaluate(prompts, seed)
+    def finish_rollout(self) -> WorkerReport:
+        """Nothing more is generated in this iteration; the engine's memory belongs to training."""
+        return self._report(self.phases.finish_rollout())
+
+    def answer(self, prompts: Sequence[list[int]], seed: int, greedy: bool) -> list[list[int]] | None:
+        """Responses to this replica's share of the prompts; None on ranks that do not hand results out."""
+        return self.phases.answer(prompts, seed, greedy)
+
+    def compute_model_rewards(self, count: int) -> WorkerReport:
+        """The first `count` rows have the reward model's score."""
+        return self._report(self.phases.compute_model_rewards(count))
+
+    def score(self, sequences: Sequence[list[int]]) -> list[float] | None:
+        """The reward model's scores of this replica's share of the sequences; None on ranks that do not hand results out."""
+        return self.phases.score(sequences)
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """The first `count` rows have this role's log-probs."""
@@ -82,7 +94,7 @@ class IntegratedWorker(Worker):
         return self._report(self.phases.sync_reference(alpha))
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
-        """A checkpoint of every role that trains is written or on its way."""
+        """A checkpoint of every role that changes is written or on its way."""
         return self._report(self.phases.save(iteration, run_state))
 
     def finish(self) -> WorkerReport:
@@ -91,4 +103,4 @@ class IntegratedWorker(Worker):
 
     def export_hf(self, folder: str) -> None:
         """The actor lies in `folder` as a Hugging Face model."""
-        self.phases.actor.save_hf(Path(folder))
+        self.phases.roles.actor.save_hf(Path(folder))

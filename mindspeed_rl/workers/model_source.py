@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.checkpoint.hf import stored_tensor_names
+from mindspeed_rl.config import MegatronConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,24 @@ def weights_kind(folder: Path) -> Literal["hf", "training", "megatron"] | None:
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return "hf"
     return None
+
+
+def lacks_score_head(source: ModelSource) -> bool:
+    """True for a Hugging Face folder without a score head; a critic then starts with a fresh one."""
+    return source.kind == "hf" and "score.weight" not in stored_tensor_names(source.weights)
+
+
+def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
+    """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
+
+    None when only functions score.
+    """
+    if cfg.rl_config is None or (cfg.reward_config is None and cfg.rl_config.reward_model is None):
+        return None
+    config = copy.copy(cfg.reward_config or cfg.actor_config)
+    if cfg.rl_config.reward_model is not None:
+        config.load, config.pretrained_checkpoint = cfg.rl_config.reward_model, None
+        if cfg.reward_config is None:
+            config.tokenizer_name_or_path = None
+    config.finetune, config.save, config.lora_target_modules = True, None, None
+    return config

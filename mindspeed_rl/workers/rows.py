@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_rl.dataplane.records import Batch
-from mindspeed_rl.engine.batching import Rows
+
+if TYPE_CHECKING:  # it imports Megatron, which the worker first has to prepare for
+    from mindspeed_rl.engine.batching import Rows
 
 
 def to_rows(batch: Batch, columns: Mapping[str, str]) -> Rows:
@@ -17,8 +20,21 @@ def to_rows(batch: Batch, columns: Mapping[str, str]) -> Rows:
         batch: has input_ids and prompt_length.
         columns: engine column -> data-plane column.
     """
+    from mindspeed_rl.engine.batching import Rows
+
     return Rows(
         input_ids=[ids.to(torch.int64) for ids in batch["input_ids"]],
         prompt_lengths=[int(length) for length in batch["prompt_length"]],
         columns={name: list(batch[source]) for name, source in columns.items()},
+    )
+
+
+def whole_rows(sequences: Sequence[torch.Tensor]) -> Rows:
+    """Rows of which the engine returns what it computes at the last token, and nothing else."""
+    from mindspeed_rl.engine.batching import Rows
+
+    return Rows(
+        input_ids=[ids.to(torch.int64) for ids in sequences],
+        prompt_lengths=[len(ids) for ids in sequences],
+        targets=[torch.zeros(1, dtype=torch.int64) for _ in sequences],
     )

@@ -1,0 +1,66 @@
+"""A reward model's scores: added to what the reward functions said, in the data plane or for given responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_rl.config import RunConfig
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rewards.records import RewardResult
+from mindspeed_rl.rewards.totals import add_model_scores
+from mindspeed_rl.workers.launch import WorkerGroup
+from mindspeed_rl.workers.worker import WorkerReport
+
+
+class ModelRewards:
+    """Scores by the reward model that shares the workers' devices."""
+
+    def __init__(self, cfg: RunConfig, workers: WorkerGroup, plane: DataPlane) -> None:
+        self._weight = cfg.rl_config.reward_model_weight if cfg.rl_config.rule_reward else 1.0
+        self._timeout_s = cfg.rl_config.wait_timeout_s
+        self._workers, self._plane = workers, plane
+
+    def run(self, num_rows: int) -> list[WorkerReport]:
+        """`rewards` and `reward_results` of the first rows contain the model's score, as the last part."""
+        reports = self._workers.compute_model_rewards(num_rows)
+        rows = range(num_rows)
+        batch, _ = self._plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self._timeout_s)
+        results = self._add(batch["reward_results"], batch["rm_scores"].tensor().tolist())
+        totals = [math.nan if result.total is None else result.total for result in results]
+        self._plane.put({"rewards": totals, "reward_results": results}, rows, overwrite=True)
+        metrics = Metrics()
+        metrics.add_spread("reward_model/score", batch["rm_scores"].tensor().tolist())
+        return [*reports, WorkerReport(metrics)]
+
+    def add(
+        self, results: Sequence[RewardResult], items: Sequence[Mapping[str, Any]], responses: Sequence[list[int]]
+    ) -> list[RewardResult]:
+        """The results of given responses with the model's score of each.
+
+        Args:
+            items: have prompt_ids.
+        """
+        sequences = [list(item["prompt_ids"]) + list(response) for item, response in zip(items, responses)]
+        shares = [share for share in self._workers.score(sequences) if share is not None]
+        scores = [0.0] * len(sequences)
+        for replica, share in enumerate(shares):
+            scores[replica :: len(shares)] = share
+        return self._add(results, scores)
+
+    def _add(self, results: Sequence[RewardResult], scores: Sequence[float]) -> list[RewardResult]:
+        return add_model_scores(results, scores, weight=self._weight)
+
+
+class NoModelRewards:
+    """Stands in where only functions score."""
+
+    def run(self, num_rows: int) -> list[WorkerReport]:
+        return []
+
+    def add(
+        self, results: Sequence[RewardResult], items: Sequence[Mapping[str, Any]], responses: Sequence[list[int]]
+    ) -> list[RewardResult]:
+        return list(results)

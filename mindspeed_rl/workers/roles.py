@@ -1,0 +1,123 @@
+"""The models that a run needs on this rank: actor, reference, critic, reward model; what each is built from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.algorithms.kl import kl_coefficient
+from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig
+from mindspeed_rl.engine.build import ModelPlan, plan_model
+from mindspeed_rl.engine.checkpoint import iteration_folder
+from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.role import Role
+
+#: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
+_REFERENCE_FOLDER = "reference"
+
+
+@dataclass
+class Roles:
+    """None for what the run does not need. The actor comes first, so that the others can resume where it does."""
+
+    actor: Role
+    reference: Role | None = None
+    critic: Role | None = None
+    reward: Role | None = None
+
+    def trained(self) -> list[Role]:
+        """Actor and critic."""
+        return [role for role in (self.actor, self.critic) if role is not None]
+
+    def frozen(self) -> list[Role]:
+        """Reference and reward model."""
+        return [role for role in (self.reference, self.reward) if role is not None]
+
+
+def build_roles(
+    cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan: ModelPlan, shared: Mapping[str, Any]
+) -> Roles:
+    """All models of the run with their weights; collective over the training world.
+
+    Args:
+        source, model_plan: of the actor.
+        shared: arguments of `Role` that all roles have in common.
+
+    Raises:
+        ValueError: weights are missing, or the roles' checkpoints do not belong together.
+    """
+    steps = plan.num_optimizer_steps
+    actor = Role("actor", cfg.actor_config, model_plan, source, steps_per_iteration=steps, **shared)
+    roles = Roles(actor)
+    resumed_at = actor.resumed["iteration"] if actor.resumed else None
+    if needs_reference(cfg) and not cfg.rl_config.share_backbone:
+        roles.reference = _reference(cfg, source, resumed_at, shared)
+    if cfg.rl_config.adv_estimator == "gae":
+        roles.critic = _critic(cfg, steps, resumed_at, shared)
+    reward = reward_model_config(cfg)
+    if reward is not None:
+        roles.reward = _reward_model(reward, shared)
+    return roles
+
+
+def needs_reference(cfg: RunConfig) -> bool:
+    """True when the KL to a reference model enters loss or reward."""
+    return kl_coefficient(cfg.rl_config) != 0.0 and (cfg.stage == "ray_grpo" or cfg.rl_config.use_kl_in_reward)
+
+
+def _reference(cfg: RunConfig, actor: ModelSource, resumed_at: int | None, shared: Mapping[str, Any]) -> Role:
+    """The reference is what the run file says, else what the actor started from before any resume."""
+    config = copy.copy(cfg.ref_config)
+    mode = cfg.rl_config.integrated_mode_config
+    path = (mode.ref_model_load_path if mode else None) or config.pretrained_checkpoint or config.load
+    config.load, config.pretrained_checkpoint, config.finetune = path, None, True
+    config.lora_target_modules = None
+    config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and cfg.rl_config.sync_ref_model else None
+    config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
+    at = None
+    if resumed_at is not None:
+        moved = actor.weights / _REFERENCE_FOLDER
+        if cfg.rl_config.sync_ref_model and iteration_folder(moved, resumed_at).is_dir():
+            config.load, at = str(moved), resumed_at
+        elif path == str(actor.weights):
+            raise ValueError(
+                f"actor_config.pretrained_checkpoint: the actor goes on from {path}, so the reference cannot be taken from "
+                "there; name what the run started from, here or in rl_config.integrated_mode_config.ref_model_load_path."
+            )
+    source = actor if config.load == str(actor.weights) else find_model(config, "ref_config")
+    plan = plan_model(config, source.hf_folder)
+    return Role("ref", config, plan, source, steps_per_iteration=None, iteration=at, **shared)
+
+
+def _critic(cfg: RunConfig, steps: int, resumed_at: int | None, shared: Mapping[str, Any]) -> Role:
+    config = cfg.critic_config
+    if config is None:
+        raise ValueError("critic_config: adv_estimator gae needs a critic; add the group with its load, lr and parallel sizes.")
+    source = find_model(config, "critic_config")
+    resumes = source.kind == "training" and not config.finetune
+    if resumed_at is None and resumes:
+        raise ValueError(
+            f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
+            "critic_config.finetune: true to take its weights alone."
+        )
+    if resumed_at is not None and not (resumes and iteration_folder(source.weights, resumed_at).is_dir()):
+        raise ValueError(
+            f"critic_config.load: the actor goes on after iteration {resumed_at}, but {source.weights} holds no critic of that "
+            "iteration to go on with."
+        )
+    plan = plan_model(config, source.hf_folder, head="reward")
+    return Role("critic", config, plan, source, steps_per_iteration=steps, iteration=resumed_at, **shared)
+
+
+def _reward_model(config: MegatronConfig, shared: Mapping[str, Any]) -> Role:
+    source = find_model(config, "reward_config")
+    if lacks_score_head(source):
+        raise ValueError(
+            f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one label "
+            "or a checkpoint of stage orm."
+        )
+    plan = plan_model(config, source.hf_folder, head="reward")
+    return Role("reward", config, plan, source, steps_per_iteration=None, **{**shared, "temperature": 1.0})
