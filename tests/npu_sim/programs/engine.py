@@ -1,6 +1,7 @@
 """The training engine on the simulated NPU or on the CPU: a tiny model, some optimizer steps, everything else on request.
 
-Modes: "cpu" (gloo, the CPU adaptor), "npu" (HCCL, fused attention, no MindSpeed), "mindspeed" (as on hardware).
+Modes: "cpu" (gloo, the CPU adaptor), "npu" (HCCL, fused attention, no MindSpeed), "mindspeed" (as on hardware, where
+tools/npu_smoke.sh runs this file without the simulator).
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def main() -> None:
     """Everything: Megatron's checkpoint writer starts processes that import this file again."""
     settings = rank_settings()
     mode, layout = settings["mode"], settings.get("layout", {})
-    if mode != "cpu":
+    simulated = mode != "cpu" and "NPU_SIM_DEVICES" in os.environ
+    if simulated:
         import simulator
 
         simulator.install()
-    if mode == "mindspeed":
+    if "MINDSPEED_SRC" in os.environ:
         sys.path.insert(0, os.environ["MINDSPEED_SRC"])
 
     import torch
@@ -63,11 +65,13 @@ def main() -> None:
         without_mindspeed.install()
     else:
         adaptors.apply("train")
-        if mode == "mindspeed":
+        if mode == "mindspeed" and simulated:
             import mindspeed_operators
 
             mindspeed_operators.install()
         adaptors.configure(config)
+    if not settings.get("fused_attention", True):
+        adaptors.FUSED_ATTENTION.clear()
 
     from megatron.core import parallel_state
 
@@ -123,7 +127,7 @@ def main() -> None:
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     batching = MicroBatching(micro_batch_size=2)
     whole = rows()
-    if mode != "cpu":
+    if simulated:
         simulator.calls.clear()
     steps = []
     offloader = Offloader(engine)
@@ -141,7 +145,7 @@ def main() -> None:
             offloader.onload(optimizer=True, grads=True, params=True)
             result["memory"] = [before, during, platform.current().memory_stats().allocated_gib]
     result["steps"] = steps
-    if mode != "cpu":
+    if simulated:
         result["fused"] = {name: count for name, count in simulator.calls.items() if name.startswith("npu::")}
     if settings.get("save"):
         config.save = settings["save"]

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Qwen3 8B: pretraining with 4096 tokens, from the weights in LOAD_DIR. DRY_RUN=1 prints the command and explains the run.
+NNODES="${NNODES:-1}"
+NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+
+MODEL_DIR="${MODEL_DIR:-./models/Qwen3-8B}"
+LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
+DATA_PATH="${DATA_PATH:-./dataset/qwen3_pretrain/data_text_document}"  # prefix that data_convert_qwen3_* wrote
+SAVE_DIR="${SAVE_DIR:-./ckpt/qwen3_8b_pretrain}"
+TP="${TP:-4}"
+PP="${PP:-1}"
+MBS="${MBS:-1}"
+GBS="${GBS:-256}"
+SEQ_LENGTH="${SEQ_LENGTH:-4096}"
+TRAIN_ITERS="${TRAIN_ITERS:-2000}"
+
+PARALLEL_ARGS=(
+    megatron_training.num_npus="$(( NNODES * NPUS_PER_NODE ))"
+    megatron_training.tensor_model_parallel_size="$TP"
+    megatron_training.pipeline_model_parallel_size="$PP"
+)
+
+DATA_ARGS=(
+    megatron_training.data_path="$DATA_PATH"
+    megatron_training.tokenizer_name_or_path="$MODEL_DIR"
+    megatron_training.seq_length="$SEQ_LENGTH"
+)
+
+TRAIN_ARGS=(
+    megatron_training.model=qwen3_8b
+    megatron_training.micro_batch_size="$MBS"
+    megatron_training.global_batch_size="$GBS"
+    megatron_training.train_iters="$TRAIN_ITERS"
+    megatron_training.lr=1e-5
+    megatron_training.min_lr=1e-6
+)
+
+CKPT_ARGS=(
+    megatron_training.load="$LOAD_DIR"
+    megatron_training.save="$SAVE_DIR"
+)
+
+train pretrain "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CKPT_ARGS[@]}" "$@"

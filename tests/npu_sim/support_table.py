@@ -1,0 +1,94 @@
+"""Writes the support table of docs/ascend.md and docs/zh/ascend.md from what the tests really ran.
+
+    tests/npu_sim/run.sh --junitxml results.xml && python tests/npu_sim/support_table.py results.xml
+
+A row passes when all of its tests passed, is "not run" when one was skipped or missing, and never says more than "simulated".
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+START, END = "<!-- support table: start -->", "<!-- support table: end -->"
+
+#: (English, Chinese, beginnings of the test names)
+ROWS = (
+    ("Device, memory, random state, streams, profiler", "设备、显存、随机数、流、profiler", ("test_simulator.",)),
+    ("HCCL collectives, 2 and 4 processes", "HCCL 集合通信，2 与 4 进程", ("test_collectives.",)),
+    ("Fused attention: dense, packed, ring", "融合注意力：稠密、打包、环形", ("test_attention.",)),
+    ("Engine in fp32 equal to the CPU: TP2, PP2, DP2, CP2", "引擎 fp32 与 CPU 一致：TP2、PP2、DP2、CP2",
+     ("test_engine.test_training", "test_engine.test_padded")),
+    ("Offload with measured memory", "卸载并测量显存", ("test_engine.test_offloading",)),
+    ("Checkpoint saved under TP2, continued under DP2", "TP2 下保存、DP2 下续训", ("test_engine.test_a_checkpoint",)),
+    ("Resharding over HCCL, bit-equal", "通过 HCCL 重切分，逐位一致", ("test_engine.test_weights_gathered",)),
+    ("MindSpeed core_r0.16.0: start order, repatch, fused kernels counted", "MindSpeed core_r0.16.0：启动顺序、repatch、融合算子计数",
+     ("test_mindspeed.test_one_process", "test_mindspeed.test_every_layer")),
+    ("MindSpeed bf16: TP2, PP2, DP2, TP2 x PP2, CP2 ring, CP2 Ulysses", "MindSpeed bf16：TP2、PP2、DP2、TP2×PP2、CP2 环形、CP2 Ulysses",
+     ("test_mindspeed.test_every_layout", "test_mindspeed.test_ring")),
+    ("MindSpeed bf16: EP2", "MindSpeed bf16：EP2", ("test_mindspeed.test_expert",)),
+)  # fmt: skip
+
+#: what no test here can show
+HARDWARE = (
+    ("Kernel numerics and speed", "算子精度与性能"),
+    ("HCCL over real links, several nodes", "真实链路与多机 HCCL"),
+    ("vllm-ascend rollout, sleep and wake-up, weight update", "vllm-ascend 推理、睡眠与唤醒、权重更新"),
+    ("ACL graphs, EPLB, swap_attention, reuse_fp32_param", "ACL 图、EPLB、swap_attention、reuse_fp32_param"),
+)
+
+
+def results(path: Path) -> dict[str, str]:
+    """Test name (file.function) -> "passed", "skipped" or "failed"; the worst of its parameters."""
+    order = ("passed", "skipped", "failed")
+    found: dict[str, str] = {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name', '').split('[')[0]}"
+        state = "failed" if case.find("failure") is not None or case.find("error") is not None else "passed"
+        state = "skipped" if case.find("skipped") is not None else state
+        found[name] = max(found.get(name, "passed"), state, key=order.index)
+    return found
+
+
+def state_of(beginnings: tuple[str, ...], ran: dict[str, str]) -> str:
+    """State of a row."""
+    states = []
+    for beginning in beginnings:
+        mine = [state for name, state in ran.items() if name.startswith(beginning)]
+        states += mine or ["skipped"]
+    return "failed" if "failed" in states else "skipped" if "skipped" in states else "passed"
+
+
+def table(ran: dict[str, str], chinese: bool) -> str:
+    """The table in one language."""
+    words = (
+        {"passed": "模拟通过", "skipped": "未运行", "failed": "**失败**"}
+        if chinese
+        else {"passed": "passed, simulated", "skipped": "not run", "failed": "**failed**"}
+    )
+    head = "| 内容 | 状态 | NPU 硬件 |" if chinese else "| What | State | On NPU hardware |"
+    unverified = "未在 NPU 上验证" if chinese else "not verified on NPU"
+    lines = [head, "|---|---|---|"]
+    lines += [f"| {row[chinese]} | {words[state_of(row[2], ran)]} | {unverified} |" for row in ROWS]
+    lines += [f"| {row[chinese]} | {'无法模拟' if chinese else 'cannot be simulated'} | {unverified} |" for row in HARDWARE]
+    return "\n".join(lines)
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces what is between the markers of a document."""
+    content = path.read_text()
+    before, rest = content.split(START)
+    path.write_text(f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}")
+
+
+def main() -> None:
+    """Writes both documents."""
+    ran = results(Path(sys.argv[1]))
+    write(ROOT / "docs" / "ascend.md", table(ran, chinese=False))
+    write(ROOT / "docs" / "zh" / "ascend.md", table(ran, chinese=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Every script below examples/mcore with DRY_RUN=1: it starts nothing, and what it would start is valid.
+
+The scripts run with stand-ins for `mindspeed-rl` and `python` that write down their arguments; the arguments are then
+checked in this process, so that a hundred scripts take seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.cli import explain
+
+MCORE = Path(__file__).parents[3] / "examples" / "mcore"
+SCRIPTS = sorted(MCORE.glob("*/*.sh"))
+SIZES = {
+    "qwen25": ["0point5b", "1point5b", "7b", "32b"],
+    "qwen3": ["0point6b", "8b", "32b", "30b_a3b", "235b_a22b"],
+    "llama32": ["1b"],
+    "llama3": ["8b"],
+    "mixtral": ["8x7b"],
+    "deepseek3": ["671b"],
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[list[str]]]:
+    """Script -> command lines that it handed to tools."""
+    folder = tmp_path_factory.mktemp("examples")
+    tools = folder / "bin"
+    tools.mkdir()
+    for name in ("mindspeed-rl", "python"):
+        tool = tools / name
+        tool.write_text(f'#!/usr/bin/env bash\nprintf "%s\\0" {name} "$@" >> "$RECORD"; printf "\\n\\0" >> "$RECORD"\n')
+        tool.chmod(0o755)
+    found: dict[Path, list[list[str]]] = {}
+    for script in SCRIPTS:
+        record = folder / "record"
+        record.write_bytes(b"")
+        environment = {"PATH": f"{tools}:{os.environ['PATH']}", "DRY_RUN": "1", "RECORD": str(record), "HOME": str(folder)}
+        ended = subprocess.run(["bash", str(script)], env=environment, cwd=folder, capture_output=True, text=True)
+        assert ended.returncode == 0, f"{script}: {ended.stderr}"
+        words = record.read_bytes().decode().split("\0")
+        commands: list[list[str]] = [[]]
+        for word in words:
+            if word == "\n":
+                commands.append([])
+            elif word:
+                commands[-1].append(word)
+        found[script] = [command for command in commands if command]
+    return found
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_every_model_has_every_script(family: str) -> None:
+    names = {script.name for script in (MCORE / family).glob("*.sh")}
+    for size in SIZES[family]:
+        for pattern in (
+            "ckpt_convert_{}_{}_hf2mcore.sh", "ckpt_convert_{}_{}_mcore2hf.sh", "pretrain_{}_{}_4k_ptd.sh",
+            "tune_{}_{}_4k_full_ptd.sh", "tune_{}_{}_4k_lora_ptd.sh", "grpo_{}_{}.sh", "generate_{}_{}.sh", "chat_{}_{}.sh",
+        ):  # fmt: skip
+            assert pattern.format(family, size) in names
+    for kind in ("pretrain", "instruction", "pairwise", "rl"):
+        assert f"data_convert_{family}_{kind}.sh" in names
+    assert {"dapo_qwen25_32b.sh", "ppo_qwen25_32b.sh"} <= names or family != "qwen25"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_what_a_dry_run_prints_is_valid(script: Path, recorded: dict[Path, list[list[str]]]) -> None:
+    ((tool, *arguments),) = recorded[script]
+    if tool == "mindspeed-rl":
+        assert arguments[0] == "explain", "a dry run must not start anything"
+        assert explain.main(arguments[1:]) == 0
+    else:
+        spec = importlib.util.spec_from_file_location("check_arguments", arguments[0])
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.check(arguments[1], arguments[2:])
+
+
+def test_several_nodes_go_through_launch(tmp_path: Path) -> None:
+    environment = {**os.environ, "DRY_RUN": "1", "NNODES": "2", "NPUS_PER_NODE": "8", "HOSTS": "10.0.0.4,10.0.0.5"}
+    (tmp_path / "mindspeed-rl").write_text("#!/usr/bin/env bash\n")
+    (tmp_path / "mindspeed-rl").chmod(0o755)
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    script = MCORE / "qwen25" / "tune_qwen25_7b_4k_full_ptd.sh"
+    text = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    assert text.startswith("mindspeed-rl launch --nodes 2 --npus-per-node 8 --hosts 10.0.0.4\\,10.0.0.5 -- train --config-dir")
+
+
+def test_scripts_share_their_pieces_instead_of_copying_them() -> None:
+    for script in SCRIPTS:
+        text = script.read_text()
+        assert "common.sh" in text and "pkill" not in text and "ray start" not in text and "/usr/local/Ascend" not in text
+        assert len(text.splitlines()) < 70, script

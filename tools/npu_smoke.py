@@ -1,0 +1,187 @@
+"""The steps of tools/npu_smoke.sh. Each ends with one line of numbers and a non-zero exit code when they are wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SIMULATOR = ROOT / "tests" / "npu_sim"
+#: loss and gradient norm of the test model's first steps on the CPU in fp32
+CPU_STEPS = ROOT / "tests" / "data" / "npu" / "engine_steps.json"
+#: fp32 on the device: matrix units may round inputs
+TOLERANCE = 5e-3
+
+
+def _prepare() -> None:
+    if "NPU_SIM_DEVICES" in os.environ:
+        import simulator
+
+        simulator.install()
+
+
+def device() -> str:
+    """Numbers of one die: an allocation shows up, a random state repeats, a bf16 product is right."""
+    _prepare()
+    import torch
+
+    from mindspeed_rl import platform
+
+    npu = platform.select("npu")
+    npu.set_device(0)
+    home = npu.current_device()
+    before = npu.memory_stats().allocated_gib
+    block = torch.ones(64 << 20, dtype=torch.uint8, device=home)
+    grown = npu.memory_stats().allocated_gib - before
+    assert abs(grown - 1 / 16) < 1e-3, f"64 MiB show up as {grown} GiB"
+    del block
+    npu.manual_seed(1)
+    state = npu.rng_state()
+    first = torch.rand(8, device=home)
+    npu.set_rng_state(state)
+    assert torch.equal(first, torch.rand(8, device=home)), "the random state does not repeat"
+    left, right = torch.randn(256, 512), torch.randn(512, 128)
+    product = (left.bfloat16().to(home) @ right.bfloat16().to(home)).float().cpu()
+    error = (product - left.bfloat16().float() @ right.bfloat16().float()).abs().max().item()
+    assert error < 0.5, f"bf16 product off by {error}"
+    npu.synchronize()
+    return f"{npu.device_count()} device(s), bf16 product off by at most {error:.3f}"
+
+
+def _ranks(count: int, arguments: list[str]) -> list[str]:
+    """Runs this file once a rank and returns the last line of each."""
+    sys.path.insert(0, str(SIMULATOR))
+    from ranks import free_port
+
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"exit codes {[process.returncode for process in processes]}")
+    return [output.strip().splitlines()[-1] for output in outputs]
+
+
+def hccl_rank() -> str:
+    """One rank's part: sums, gathers, all-to-all and a ring."""
+    _prepare()
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed_rl import platform
+
+    npu = platform.select("npu")
+    rank = int(os.environ["RANK"])
+    npu.set_device(rank)
+    dist.init_process_group(npu.collective_backend)
+    size, home = dist.get_world_size(), npu.current_device()
+    total = torch.full((1 << 20,), rank + 1.0, device=home)
+    dist.all_reduce(total)
+    assert total.unique().tolist() == [size * (size + 1) / 2]
+    gathered = torch.empty(size, device=home)
+    dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)], device=home))
+    assert gathered.tolist() == list(range(size))
+    received = torch.empty(size, device=home)
+    dist.all_to_all_single(received, torch.arange(size, device=home) + 100.0 * rank)
+    assert received.tolist() == [100.0 * peer + rank for peer in range(size)]
+    ring = torch.empty(4, device=home)
+    exchange = [
+        dist.P2POp(dist.isend, torch.full((4,), float(rank), device=home), (rank + 1) % size),
+        dist.P2POp(dist.irecv, ring, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    assert ring.tolist() == [float((rank - 1) % size)] * 4
+    dist.barrier()
+    return f"{size} ranks agree"
+
+
+def engine(tensor_parallel: int, plain: bool) -> str:
+    """Three optimizer steps of the test model against the CPU's numbers."""
+    sys.path.insert(0, str(SIMULATOR))
+    from ranks import run_ranks
+
+    want = json.loads(CPU_STEPS.read_text())
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SIMULATOR), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    layout = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": True} if tensor_parallel > 1 else {}
+    settings = {"mode": "mindspeed", "steps": 3, "layout": layout, "fused_attention": not plain}
+    reports = run_ranks("engine", tensor_parallel, settings, timeout_s=900)
+    lines = []
+    for number, (step, (loss, norm)) in enumerate(zip(zip(*(report["steps"] for report in reports)), want)):
+        mine = sum(rank["loss"] for rank in step) / sum(rank["count"] for rank in step)
+        lines.append(f"{mine:.5f} ({loss:.5f}), {step[0]['grad_norm']:.4f} ({norm:.4f})")
+        for got, expected in ((mine, loss), (step[0]["grad_norm"], norm)):
+            if abs(got - expected) > TOLERANCE * expected:
+                raise SystemExit(f"step {number}: {got} on the NPU, {expected} on the CPU")
+    return "loss (CPU), gradient norm (CPU): " + "; ".join(lines)
+
+
+def rollout(folder: str) -> str:
+    """Three GRPO iterations of the quick start's model on the NPU: rollout, weight update with proof, sleep, wake-up."""
+    work = Path(folder, "quickstart")
+    (work / "data").mkdir(parents=True, exist_ok=True)
+    run = [sys.executable, "-m", "mindspeed_rl.cli.main"]
+    subprocess.run([sys.executable, "examples/quickstart/make_task.py", str(work)], check=True, cwd=ROOT)
+    common = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(work / "model"), "--prompt-type", "empty"]
+    for split in ("train", "heldout"):
+        handler = ["--handler-name", "R1AlpacaStyleInstructionHandler", "--dataset-additional-keys", "labels"]
+        files = ["--input", str(work / "raw" / f"{split}.jsonl"), "--output-prefix", str(work / "data" / split)]
+        subprocess.run([*run, "preprocess", *common, *files, *handler], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    overrides = [
+        "platform=npu",
+        "megatron_training.bf16=true",
+        "megatron_training.train_iters=3",
+        "megatron_training.eval_interval=1000",
+        f"megatron_training.data_path={work}/data/train",
+        f"megatron_training.eval_data_path={work}/data/heldout",
+        f"megatron_training.tokenizer_name_or_path={work}/model",
+        f"actor_config.load={work}/model",
+        f"actor_config.save={work}/checkpoint",
+        "generate_config.dtype=bfloat16",
+        "generate_config.offload_train_param=true",
+        "generate_config.offload_train_optimizer=true",
+        "generate_config.offload_train_grad=true",
+        "rl_config.log_probs_diff_limit=0.1",
+        f"run_dir={work}/run",
+    ]
+    subprocess.run([*run, "train", "--config-name", "grpo_tiny_cpu", *overrides], check=True, cwd=ROOT)
+    text = (work / "run" / "run.log").read_text()
+    iterations = len(set(re.findall(r"iteration[^0-9]{0,3}(\d+) ?/ ?3", text)))
+    return f"{iterations} iterations; the proof of delivery compares every weight after each update"
+
+
+def main() -> None:
+    """Runs one step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", choices=("device", "hccl", "hccl-rank", "engine", "rollout"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--plain", action="store_true", help="the engine's portable attention instead of the fused one")
+    parser.add_argument("--folder", default=".")
+    arguments = parser.parse_args()
+    if arguments.step == "device":
+        print(device())
+    elif arguments.step == "hccl":
+        print(_ranks(arguments.ranks, ["hccl-rank"])[0])
+    elif arguments.step == "hccl-rank":
+        print(hccl_rank())
+    elif arguments.step == "engine":
+        print(engine(arguments.tensor_parallel, arguments.plain))
+    else:
+        print(rollout(arguments.folder))
+
+
+if __name__ == "__main__":
+    main()
