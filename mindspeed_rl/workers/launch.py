@@ -15,9 +15,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import BatchPlan, RLConfig, RunConfig
+from mindspeed_rl.config.loader import project_configs
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.logging import quiet_environment
-from mindspeed_rl.platform import platform_class
+from mindspeed_rl.platform import environment, platform_class
 from mindspeed_rl.rewards.records import RewardResult
 from mindspeed_rl.workers.reward import RewardWorker
 from mindspeed_rl.workers.worker import Worker, WorkerReport
@@ -32,33 +33,36 @@ class WorkerFailed(RuntimeError):
     """A worker died or raised; names the worker and the cause."""
 
 
-def runtime_env_vars(path: str) -> dict[str, str]:
-    """The env_vars of the run's runtime_env.yaml, empty when the default file does not exist.
+#: looked for from the working directory, then beside the project's run files
+_DEFAULT_RUNTIME_ENV = RLConfig().runtime_env_path
 
-    Raises:
-        ValueError: the file is not of the form {env_vars: {NAME: "value"}}.
-    """
-    import yaml
 
-    file = Path(path)
-    if not file.is_file():
-        return {}
-    content = yaml.safe_load(file.read_text()) or {}
-    variables = content.get("env_vars", {})
-    if not isinstance(variables, dict):
-        raise ValueError(f"runtime_env_path: {path} must hold a mapping env_vars.")
-    return {str(name): str(value) for name, value in variables.items()}
+def _runtime_env_file(path: str) -> Path:
+    beside_project = project_configs().parent / path
+    return beside_project if not Path(path).is_file() and beside_project.is_file() else Path(path)
 
 
 def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
-    """Environment of the worker processes: quiet libraries, the platform's needs, then the run's own file on devices."""
-    variables = quiet_environment(os.environ) | platform_class(platform_name)().worker_env()
-    if platform_name != "cpu" and cfg.rl_config is not None:
-        variables |= runtime_env_vars(cfg.rl_config.runtime_env_path)
-        variables["HCCL_BUFFSIZE"] = str(cfg.rl_config.hccl_buffersize)
-        if cfg.generate_config is not None and cfg.generate_config.enable_expert_parallel:
-            variables["VLLM_DP_SIZE"] = str(cfg.generate_config.infer_expert_parallel_size)
-    return variables
+    """Environment of the worker processes: quiet libraries, then the runtime_env file fitted to what a worker holds.
+
+    Raises:
+        ValueError: the file is missing, malformed, or contradicts the installed vLLM.
+    """
+    platform = platform_class(platform_name)()
+    quiet = quiet_environment(os.environ)
+    if platform_name == "cpu":
+        return quiet | platform.worker_env()
+    rl, rollout = cfg.rl_config, cfg.generate_config
+    experts = rollout.infer_expert_parallel_size if rollout is not None and rollout.enable_expert_parallel else None
+    config = cfg.actor_config if rl is not None else cfg.megatron_training
+    return quiet | environment.worker_environment(
+        environment.load_runtime_env(_runtime_env_file(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)),
+        "trainer" if rl is None else "integrated",
+        platform,
+        hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
+        expert_parallel_rollout=experts,
+        deterministic=config.npu_deterministic,
+    )
 
 
 @contextlib.contextmanager

@@ -24,9 +24,11 @@ ROWS = (
     ("Offload with measured memory", "卸载并测量显存", ("test_engine.test_offloading",)),
     ("Checkpoint saved under TP2, continued under DP2", "TP2 下保存、DP2 下续训", ("test_engine.test_a_checkpoint",)),
     ("Resharding over HCCL, bit-equal", "通过 HCCL 重切分，逐位一致", ("test_engine.test_weights_gathered",)),
-    ("MindSpeed core_r0.16.0: start order, repatch, fused kernels counted", "MindSpeed core_r0.16.0：启动顺序、repatch、融合算子计数",
+    ("MindSpeed core_r0.16.0: start order, repatch, fused kernels counted",
+     "MindSpeed core_r0.16.0：启动顺序、repatch、融合算子计数",
      ("test_mindspeed.test_one_process", "test_mindspeed.test_every_layer")),
-    ("MindSpeed bf16: TP2, PP2, DP2, TP2 x PP2, CP2 ring, CP2 Ulysses", "MindSpeed bf16：TP2、PP2、DP2、TP2×PP2、CP2 环形、CP2 Ulysses",
+    ("MindSpeed bf16: TP2, PP2, DP2, TP2 x PP2, CP2 ring, CP2 Ulysses",
+     "MindSpeed bf16：TP2、PP2、DP2、TP2×PP2、CP2 环形、CP2 Ulysses",
      ("test_mindspeed.test_every_layout", "test_mindspeed.test_ring")),
     ("MindSpeed bf16: EP2", "MindSpeed bf16：EP2", ("test_mindspeed.test_expert",)),
 )  # fmt: skip
