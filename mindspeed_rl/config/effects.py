@@ -62,7 +62,8 @@ def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field) -> 
     facts = field.metadata
     name = field.name
     if path in ("rl_config", "generate_config", "generate_config.sampling_config") and cfg.is_supervised:
-        return f"stage {cfg.stage} has no rollout"
+        if path != "rl_config" or not name.startswith(_SUPERVISED_RL_KEYS):
+            return f"stage {cfg.stage} has no rollout"
     if facts["no_effect"]:
         return facts["no_effect"]
     if facts["only_on"] and cfg.platform not in ("auto", *facts["only_on"]):
@@ -86,6 +87,24 @@ def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field) -> 
 def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
+
+# Beginnings of the keys of rl_config that supervised stages read too.
+_SUPERVISED_RL_KEYS = (
+    "use_tensorboard",
+    "use_wandb",
+    "wandb_",
+    "use_swanlab",
+    "swanlab_",
+    "use_remove_padding",
+    "use_dynamic_bsz",
+    "max_packing_token_size",
+    "update_max_packing_token_size",
+    "dynamic_max_batch_size",
+    "update_dynamic_max_batch_size",
+    "runtime_env_path",
+    "hccl_buffersize",
+    "num_cpus_for_placement_group",
+)
 
 _STAGE_KEYS = {
     **dict.fromkeys(("dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "ref_model", "refer_model_iter"), ("dpo",)),

@@ -18,7 +18,7 @@ HEADLINES: tuple[tuple[str, str, str], ...] = (
     ("dapo/score/mean", "reward", ".3f"),
     ("critic/score/mean", "reward", ".3f"),
     ("train/loss", "loss", ".4f"),
-    ("train/accuracy", "acc", ".3f"),
+    ("train/rewards/accuracies", "acc", ".3f"),
     ("actor/pg_loss", "loss", ".4f"),
     ("actor/kl_loss", "kl", ".4f"),
     ("actor/entropy", "entropy", ".3f"),

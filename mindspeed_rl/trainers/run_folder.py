@@ -67,7 +67,7 @@ def absolute_paths(cfg: RunConfig) -> RunConfig:
                 setattr(config, key, _absolute(value))
         if cfg.is_supervised:  # the workers read the data; elsewhere the driver does
             if isinstance(config.data_path, list):
-                config.data_path = [item if _is_number(item) else _absolute(str(item)) for item in config.data_path]
+                config.data_path = [item if is_weight(item) else _absolute(str(item)) for item in config.data_path]
             elif config.data_path is not None:
                 config.data_path = _absolute(config.data_path)
             if config.eval_data_path is not None:
@@ -86,7 +86,8 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
 
 
-def _is_number(item: str | float) -> bool:
+def is_weight(item: str | float) -> bool:
+    """True for the numbers of a data_path that alternates weights and prefixes."""
     with contextlib.suppress(ValueError):
         float(item)
         return True

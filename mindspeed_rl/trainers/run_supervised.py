@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, RLConfig, RunConfig, build_batch_plan
+from mindspeed_rl.config import BatchPlan, MegatronConfig, RLConfig, RunConfig, build_batch_plan
+from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.trainers.run_folder import absolute_paths, recorded_run
+from mindspeed_rl.trainers.run_folder import absolute_paths, is_weight, recorded_run
 from mindspeed_rl.trainers.supervised import SupervisedJournal, SupervisedTrainer
 from mindspeed_rl.workers.launch import WorkerGroup, cluster
 from mindspeed_rl.workers.model_source import find_model
@@ -32,7 +33,7 @@ def run_supervised(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
     config = cfg.actor_config
     source = find_model(config, "megatron_training")
     load_tokenizer(config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast)
-    check_data(cfg)
+    check_data(config)
     chosen = platform.detect() if cfg.platform == "auto" else cfg.platform
     with recorded_run(cfg) as record:
         cfg = absolute_paths(cfg)
@@ -42,8 +43,35 @@ def run_supervised(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
     return record.folder
 
 
-def check_data(cfg: RunConfig) -> None:
-    """Raises ValueError when the data that the run file names does not exist or has the wrong columns."""
+#: columns a stage reads; Megatron's dataset of stage pretrain has one file without columns
+_COLUMNS = {
+    "sft": ("input_ids", "attention_mask", "labels"),
+    **dict.fromkeys(("dpo", "simpo"), ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")),
+    "orm": ("chosen_input_ids", "rejected_input_ids"),
+    "prm": ("input_ids", "labels"),
+}
+
+
+def check_data(config: MegatronConfig) -> None:
+    """Looks for the files that the workers will read; what is in them, the workers check.
+
+    Raises:
+        ValueError: data_path is not set, or a file or column that the stage needs does not exist.
+    """
+    for key in ("data_path", "eval_data_path"):
+        value = getattr(config, key)
+        if value is None and key == "data_path":
+            raise ValueError(f"megatron_training.data_path: not set; stage {config.stage} learns from it.")
+        for prefix in [] if value is None else value if isinstance(value, list) else [value]:
+            if config.stage == "pretrain":
+                missing = [] if is_weight(prefix) or Path(f"{prefix}.idx").expanduser().is_file() else [f"{prefix}.idx"]
+                hint = "give the whole prefix, with _text_document"
+            else:
+                found = packed_columns(Path(str(prefix)).expanduser())
+                missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[config.stage] if name not in found]
+                hint = f"found {', '.join(found) or 'no column at all'}; give the --output-prefix of preprocessing"
+            if missing:
+                raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")
 
 
 @contextlib.contextmanager
@@ -57,7 +85,8 @@ def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path) -
         workers = WorkerGroup(SupervisedWorker, cfg, plan, platform_name, run_dir)
         stack.callback(workers.close)
         resumed = workers.set_up()
-        print(workers.describe()[0], flush=True)
+        data = workers.data()[0]
+        print(data, flush=True)
         start = resumed.get("iteration", 0)
         if resumed:
             print(f"resumed after iteration {start}", flush=True)
@@ -66,5 +95,5 @@ def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path) -
         journal = SupervisedJournal(run_dir, trackers, progress)
         journal.num_devices = plan.world_size
         stack.callback(journal.close)
-        evaluates = config.eval_data_path is not None
+        evaluates = data.num_held_out > 0
         yield SupervisedTrainer(workers, config, plan, journal, evaluates=evaluates, start_iteration=start)

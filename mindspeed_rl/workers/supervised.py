@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl.workers.worker import Worker, WorkerReport
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What a run learns from.
+
+    Attributes:
+        unit: what is counted: samples, pairs, solutions.
+        num_train, num_held_out: items to train and to evaluate on.
+        num_too_long: items of the data left out because they exceed seq_length.
+    """
+
+    unit: str
+    num_train: int
+    num_held_out: int
+    num_too_long: int
+
+    def __str__(self) -> str:
+        text = f"{self.num_train:,} {self.unit} to train on"
+        text += f", {self.num_held_out:,} to evaluate on" if self.num_held_out else ""
+        return text + (f" ({self.num_too_long:,} longer than seq_length left out)" if self.num_too_long else "")
 
 
 class SupervisedWorker(Worker):
@@ -22,13 +44,14 @@ class SupervisedWorker(Worker):
         self.phases = SupervisedPhases(self.cfg, self.plan, self.timers)
         return self.phases.resumed or {}
 
-    def describe(self) -> str:
-        """One line about the data, for the console."""
-        return self.phases.describe()
+    def data(self) -> DataSummary:
+        """What the run learns from."""
+        return self.phases.data()
 
     def train(self) -> WorkerReport:
         """One optimizer step on the next global batch is made."""
-        return self._report(self.phases.train())
+        with self.profiler("actor_update"):
+            return self._report(self.phases.train())
 
     def evaluate(self) -> WorkerReport:
         """The loss on the held-out items."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.observability.timers import Timers
-from mindspeed_rl.workers.model_source import find_model
+from mindspeed_rl.workers.model_source import ModelSource, find_model
+from mindspeed_rl.workers.supervised import DataSummary
 from mindspeed_rl.workers.world import join_world, prepare_process
+
+if TYPE_CHECKING:
+    from mindspeed_rl.engine.batching import Rows
 
 
 class SupervisedPhases:
@@ -51,7 +57,7 @@ class SupervisedPhases:
         order = self.stage.order(len(self.train_items), plan, self.consumed)
         self._batches: Iterator[list[Any]] = shares(order, self.train_items, *self.replica)
 
-    def _build(self, cfg: RunConfig, model_plan: Any, source: Any, pad_id: int) -> None:
+    def _build(self, cfg: RunConfig, model_plan: Any, source: ModelSource, pad_id: int) -> None:
         from mindspeed_rl.engine.train_engine import MicroBatching
         from mindspeed_rl.workers.role import Role
 
@@ -65,19 +71,42 @@ class SupervisedPhases:
         width = 0 if self.config.no_pad_to_seq_lengths else self.config.seq_length or 0
         shared = {"packed": packed, "pad_id": pad_id, "temperature": 1.0, "fixed_width": width}
         self.role = Role("megatron_training", self.config, model_plan, source, steps_per_iteration=1, **shared)
+        self.role.engine.choices = self.stage.choices
         self.resumed = self.role.resumed
+        self.reference = None
+        if self.stage.needs_reference and (self.config.ref_model or not self.config.lora_target_modules):
+            from mindspeed_rl.engine.build import plan_model
 
-    def describe(self) -> str:
+            config, ref_source = self._reference_source(source)
+            plan = plan_model(config, ref_source.hf_folder)
+            named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
+            iteration = config.refer_model_iter if named else None
+            self.reference = Role("ref", config, plan, ref_source, steps_per_iteration=None, iteration=iteration, **shared)
+
+    def _reference_source(self, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
+        """The reference is `ref_model`, else what the policy started from before any resume."""
+        config = copy.copy(self.config)
+        path = config.ref_model or config.pretrained_checkpoint or config.load
+        config.load, config.pretrained_checkpoint, config.finetune = path, None, True
+        config.save, config.lora_target_modules = None, None
+        if not config.ref_model and start.kind == "training" and not self.config.finetune and path == str(start.weights):
+            raise ValueError(
+                f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
+                "reference in ref_model, or what the policy started from in pretrained_checkpoint."
+            )
+        return config, find_model(config, "ref_model" if config.ref_model else "reference")
+
+    def data(self) -> DataSummary:
         """What the run learns from."""
-        text = f"{len(self.train_items)} {self.stage.unit} to train on"
-        return text + (f", {len(self.held_out)} to evaluate on" if self.held_out is not None else "")
+        held_out = 0 if self.held_out is None else len(self.held_out)
+        return DataSummary(self.stage.unit, len(self.train_items), held_out, self.stage.num_too_long)
 
     # ------------------------------------------------------------------ phases
 
     def train(self) -> Metrics:
         """One optimizer step on this replica's share of the next global batch."""
+        rows = self._rows(next(self._batches))
         with self.timers("update"):
-            rows = self._rows(next(self._batches))
             result = self.role.engine.step(rows, self.batching, self._measured("train/"))
             self.role.poll_save()
         self.consumed += self.plan.num_samples
@@ -118,8 +147,23 @@ class SupervisedPhases:
 
     # ------------------------------------------------------------------ shared
 
-    def _rows(self, items: list[Any]) -> Any:
-        return self.stage.rows(items)
+    def _rows(self, items: list[Any]) -> Rows:
+        """The engine's rows, with the reference's log-prob of each answer where the loss needs it."""
+        rows = self.stage.rows(items)
+        if not self.stage.needs_reference:
+            return rows
+        with self.timers("reference_model"):
+            if self.reference is not None:
+                result = self.reference.engine.forward(rows, self.batching)
+            else:
+                from mindspeed_rl.engine.lora import adapters_disabled
+
+                with adapters_disabled(self.role.model):
+                    result = self.role.engine.forward(rows, self.batching)
+        # only the last pipeline stage has them, and needs them
+        log_probs = result[0] if result is not None else [mask * 0.0 for mask in rows.columns["loss_mask"]]
+        sums = [(values * mask).sum() for values, mask in zip(log_probs, rows.columns["loss_mask"])]
+        return replace(rows, columns={**rows.columns, "ref_log_probs": sums})
 
     def _measured(self, prefix: str) -> Any:
         """The stage's loss, which also reports itself, its metrics under this prefix."""

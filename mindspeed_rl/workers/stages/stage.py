@@ -70,6 +70,7 @@ class Stage(ABC):
         needs_reference: True when rows need the log-probs of a reference model.
         packed: True when samples must lie in one micro-batch without padding.
         choices: token ids the head's distribution is restricted to; None for the whole vocabulary.
+        num_too_long: items left out of the data that was opened because they exceed seq_length.
     """
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"
@@ -81,6 +82,7 @@ class Stage(ABC):
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.num_too_long = 0
 
     @abstractmethod
     def open(self, prefix: str | Path) -> Dataset:

@@ -1,0 +1,79 @@
+"""Stages dpo and simpo: pairs of a chosen and a rejected answer to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.preference_losses import DPOSettings, PreferenceBatch, SimPOSettings, dpo_loss, simpo_loss
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.data.preference import PreferenceDataset, PreferencePair
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.workers.stages.instruction import labelled_rows
+from mindspeed_rl.workers.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: rows of a pair: the chosen one first
+PAIR = 2
+
+
+class Pairs(Stage):
+    """Common half of the stages that learn from pairs."""
+
+    unit = "pairs"
+
+    def open(self, prefix: str | Path) -> PreferenceDataset:
+        dataset = PreferenceDataset(prefix, seq_length=self.config.seq_length)
+        self.num_too_long += dataset.num_too_long
+        return dataset
+
+
+class _Preference(Pairs):
+    """Common half of dpo and simpo: log-probs are summed over the answers."""
+
+    def rows(self, items: Sequence[PreferencePair]) -> Rows:
+        sides = [(item[f"{side}_input_ids"], item[f"{side}_labels"]) for item in items for side in ("chosen", "rejected")]
+        rows = labelled_rows(sides)
+        return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, [PAIR] * len(items))
+
+    def _answers(self, micro_batch: MicroBatch, log_probs: Tensor) -> PreferenceBatch:
+        """Sums and lengths of the answers, and the reference's sums where the micro-batch has them."""
+        mask = micro_batch.columns["loss_mask"] & micro_batch.response_mask
+        sums, lengths = torch.where(mask, log_probs, 0.0).sum(1), mask.sum(1)
+        reference = micro_batch.columns.get("ref_log_probs")
+        return PreferenceBatch(
+            *(sums[side::PAIR] for side in range(PAIR)),
+            *(lengths[side::PAIR] for side in range(PAIR)),
+            *(None if reference is None else reference[side::PAIR] for side in range(PAIR)),
+        )
+
+
+class DirectPreference(_Preference):
+    """DPO, with a reference model."""
+
+    needs_reference = True
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self._settings = DPOSettings.from_config(config)
+
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+        return dpo_loss(self._answers(micro_batch, outputs[0]), self._settings)
+
+
+class SimplePreference(_Preference):
+    """SimPO, without one."""
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self._settings = SimPOSettings.from_config(config)
+
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+        return simpo_loss(self._answers(micro_batch, outputs[0]), self._settings)

@@ -1,0 +1,83 @@
+"""Stage pretrain: the mean negative log-prob of every next token, over samples cut from blended documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import BatchPlan, MegatronConfig
+from mindspeed_rl.data.pretrain import PretrainData, build_pretrain_datasets
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.workers.stages.instruction import check_resets, token_loss
+from mindspeed_rl.workers.stages.stage import Dataset, Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Pretraining(Stage):
+    """Next-token prediction. With `reset_attention_mask` the documents of a sample see only themselves.
+
+    Which samples there are, and in which order, depends on data_path, split, seq_length, seed, train_iters and
+    global_batch_size: a resumed run must not change them.
+    """
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self.packed = config.reset_attention_mask
+        check_resets(config)
+        if config.seq_length is None:
+            raise ValueError("seq_length: not set; stage pretrain cuts documents into samples of this many tokens.")
+
+    def open(self, prefix: str | Path) -> Dataset:
+        raise AssertionError("documents are cut by Megatron's dataset, see datasets")
+
+    def datasets(self, plan: BatchPlan) -> tuple[Dataset, Dataset | None]:
+        config = self.config
+        if config.data_path is None:
+            raise ValueError("data_path: not set; give a prefix, or weights and prefixes in turn.")
+        num_train = (plan.train_iters or 0) * plan.num_samples
+        num_evaluated = config.eval_iters * plan.num_samples
+        paths = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+        apart = config.eval_data_path is not None
+        split = "100,0,0" if apart else config.split or "100,0,0"
+        train, held_out, _ = self._built(paths, split, (num_train, 0 if apart else num_evaluated, 0))
+        if apart:
+            held_out = self._built([config.eval_data_path], "100,0,0", (num_evaluated, 0, 0))[0]
+        if train is None or not len(train):
+            raise ValueError(f"data_path: {' '.join(map(str, paths))} gives no sample of {config.seq_length} tokens.")
+        return train, held_out
+
+    def _built(self, paths: Sequence[str | float], split: str, counts: tuple[int, int, int]) -> tuple[Dataset | None, ...]:
+        data = PretrainData([str(path) for path in paths], self.config.seq_length, split, seed=self.config.seed)
+        return build_pretrain_datasets(data, self.tokenizer, counts)
+
+    def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
+        """Samples in the dataset's own order, which is shuffled already."""
+        while True:
+            yield [number % num_items for number in range(start, start + plan.num_samples)]
+            start += plan.num_samples
+
+    def rows(self, items: Sequence[Mapping[str, Tensor]]) -> Rows:
+        input_ids, targets, masks, group_sizes = [], [], [], []
+        for item in items:
+            tokens, labels, mask = (item[name].to(torch.int64) for name in ("tokens", "labels", "loss_mask"))
+            ends = [len(tokens)]
+            if self.config.reset_attention_mask:
+                closed = np.flatnonzero(tokens.numpy() == self.tokenizer.eos_token_id) + 1
+                ends = [*(end for end in closed.tolist() if end < len(tokens)), len(tokens)]
+            for first, end in zip([0, *ends], ends):
+                input_ids.append(tokens[first:end])
+                targets.append(labels[first:end])
+                masks.append(mask[first:end].bool())
+            group_sizes.append(len(ends))
+        return Rows(input_ids, [1] * len(input_ids), {"loss_mask": masks}, targets, group_sizes)
+
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+        return token_loss(micro_batch, *outputs)

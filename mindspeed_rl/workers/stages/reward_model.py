@@ -1,0 +1,96 @@
+"""Stages orm and prm: a score for a whole answer from pairs, a judgement of each step from placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.preference_losses import pairwise_reward_loss, process_reward_loss
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.preference import PreferencePair
+from mindspeed_rl.data.process_reward import ProcessRewardDataset, ProcessRewardSample
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.workers.stages.instruction import token_loss
+from mindspeed_rl.workers.stages.preference import PAIR, Pairs
+from mindspeed_rl.workers.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class OutcomeReward(Pairs):
+    """The value head's score on the last token of each answer."""
+
+    head = "reward"
+
+    def rows(self, items: Sequence[PreferencePair]) -> Rows:
+        ids = [torch.from_numpy(item[f"{side}_input_ids"]) for item in items for side in ("chosen", "rejected")]
+        # the last token's position "predicts" the score; there is no token behind it
+        nothing = [torch.zeros(1, dtype=torch.int64)] * len(ids)
+        return Rows(ids, [len(row) for row in ids], targets=nothing, group_sizes=[PAIR] * len(items))
+
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+        scores = outputs[0][:, 0]
+        return pairwise_reward_loss(scores[0::PAIR], scores[1::PAIR])
+
+
+class ProcessReward(Stage):
+    """The model's own judgement at each placeholder: among `reward_tokens`, or among the whole vocabulary without them."""
+
+    unit = "solutions"
+
+    def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        if config.reward_tokens:
+            self.choices = tuple(self._single(token) for token in config.reward_tokens)
+            if len(set(self.choices)) < 2:
+                raise ValueError(f"reward_tokens: {config.reward_tokens} must be at least two different tokens.")
+
+    def _single(self, token: str) -> int:
+        ids = self.tokenizer.encode(token, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"reward_tokens: {token!r} is {len(ids)} tokens in this tokenizer, but must be one.")
+        return ids[0]
+
+    def open(self, prefix: str | Path) -> ProcessRewardDataset:
+        dataset = ProcessRewardDataset(prefix, seq_length=self.config.seq_length)
+        self.num_too_long += dataset.num_too_long
+        return dataset
+
+    def rows(self, items: Sequence[ProcessRewardSample]) -> Rows:
+        input_ids, prompt_lengths, targets, masks = [], [], [], []
+        for item in items:
+            first = int(item["step_positions"][0]) if len(item["step_positions"]) else len(item["input_ids"]) - 1
+            labels = item["labels"][first:]
+            mask = labels != IGNORE_INDEX
+            input_ids.append(torch.from_numpy(item["input_ids"]))
+            prompt_lengths.append(first + 1)
+            targets.append(torch.from_numpy(np.where(mask, self._judgements(labels, mask), 0)))
+            masks.append(torch.from_numpy(mask))
+        # targets are compared with the output at the placeholder itself: the row predicts one position past its last token
+        return Rows(input_ids, prompt_lengths, {"loss_mask": masks, "judgements": targets}, targets)
+
+    def _judgements(self, labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Labels as numbers of `choices`, or as token ids without them."""
+        if self.choices is None:
+            return labels
+        known = np.array(self.choices)
+        matches = labels[:, None] == known[None, :]
+        wrong = labels[mask & ~matches.any(1)]
+        if len(wrong):
+            text = self.tokenizer.decode([int(wrong[0])])
+            raise ValueError(f"reward_tokens: the data judges a step as {text!r}, none of {self.config.reward_tokens}.")
+        return matches.argmax(1)
+
+    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+        if self.choices is None:
+            return token_loss(micro_batch, *outputs)
+        mask = micro_batch.columns["loss_mask"] & micro_batch.response_mask
+        return process_reward_loss(torch.stack(outputs, dim=-1), micro_batch.columns["judgements"], mask)
