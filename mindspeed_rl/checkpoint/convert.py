@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.dist import DistPlan, plan_dist
 from mindspeed_rl.checkpoint.hf import (
     copy_companions,
     dtype_keys,
@@ -41,6 +40,9 @@ from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import with_mindspeed_mla
 from mindspeed_rl.models.weights import WeightOp
+
+if TYPE_CHECKING:
+    from mindspeed_rl.checkpoint.dist import DistPlan
 
 TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
 _STATE_NAME = "conversion.json"
@@ -226,6 +228,8 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
                 raise ValueError(
                     "torch_dist checkpoints load under any layout and hold no empty layers; leave out --noop-layers"
                 )
+            from mindspeed_rl.checkpoint.dist import plan_dist
+
             plan = plan_dist(staging, ops, network, dtype_of)
             listed = [
                 (destination.final / file.path.name, [(op.mcore, shape, dtype) for op, dtype, shape in file.items])

@@ -6,14 +6,15 @@ safetensors files and torch's zip files both hold tensors as plain contiguous by
 from __future__ import annotations
 
 import math
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 30  # one system call moves at most 2 GiB - 4 KiB
+_MAX_VIEWS = 512  # the kernel takes at most 1024 pieces in one call
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class TensorRecord:
         return replace(self, shape=shape)
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """The tensor, or its slice along ``dim``, in memory of its own.
+        """The tensor, or its slice along ``dim``, as a private view of the file: bytes are read when they are used.
+
+        The view ends with the tensor, so memory is what is in use. Writing to it does not change the file.
 
         Raises:
             ValueError: the file ends before the tensor does.
@@ -55,37 +58,55 @@ class TensorRecord:
         if stop is not None and dim != 0:
             return self.read().narrow(dim, start, stop - start)
         record = self if stop is None else self.rows(start, stop)
-        data = torch.empty(record.num_bytes, dtype=torch.uint8)
-        view = memoryview(data.numpy())
-        fd = os.open(record.path, os.O_RDONLY)
-        try:
-            done = 0
-            while done < record.num_bytes:
-                count = os.preadv(fd, [view[done : done + _CHUNK]], record.offset + done)
-                if count == 0:
-                    raise ValueError(f"{record.path} is truncated: it ends inside a tensor of shape {list(record.shape)}")
-                done += count
-        finally:
-            os.close(fd)
+        if not record.num_bytes:
+            return torch.empty(record.shape, dtype=record.dtype)
+        skipped = record.offset % mmap.ALLOCATIONGRANULARITY
+        with open(record.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < record.offset + record.num_bytes:
+                raise ValueError(f"{record.path} is truncated: it ends inside a tensor of shape {list(record.shape)}")
+            view = mmap.mmap(file.fileno(), skipped + record.num_bytes, access=mmap.ACCESS_COPY, offset=record.offset - skipped)
+        view.madvise(mmap.MADV_WILLNEED)
+        data = torch.frombuffer(view, dtype=torch.uint8, count=record.num_bytes, offset=skipped)
+        if skipped % record.dtype.itemsize:
+            data = data.clone()  # a safetensors file may hold tensors at odd places
         return data.view(record.dtype).reshape(record.shape)
 
     def write(self, tensor: Tensor) -> None:
         """Put a tensor of this shape and dtype at its place; the file exists and is long enough."""
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            raise ValueError(
-                f"{self.path}: a tensor of shape {list(tensor.shape)} and {tensor.dtype} "
-                f"does not fit its place of shape {list(self.shape)} and {self.dtype}"
-            )
-        if not self.num_bytes:
-            return
-        view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(f"{self.path}: a tensor of shape {list(tensor.shape)} does not fit its place {list(self.shape)}")
+        self.write_pieces([tensor])
+
+    def write_pieces(self, pieces: Sequence[Tensor]) -> None:
+        """Put tensors one after the other at this place, which they fill."""
+        if any(piece.dtype != self.dtype for piece in pieces):
+            raise ValueError(f"{self.path}: tensors of {[piece.dtype for piece in pieces]} do not fit a place of {self.dtype}")
+        views = [memoryview(piece.contiguous().view(-1).view(torch.uint8).numpy()) for piece in pieces if piece.numel()]
+        total = sum(view.nbytes for view in views)
+        if total != self.num_bytes:
+            raise ValueError(f"{self.path}: {total} bytes do not fit a place of {self.num_bytes}")
         fd = os.open(self.path, os.O_WRONLY)
         try:
-            done = 0
-            while done < self.num_bytes:
-                done += os.pwrite(fd, view[done : done + _CHUNK], self.offset + done)
+            position = self.offset
+            while views:
+                done = os.pwritev(fd, views[:_MAX_VIEWS], position)
+                position += done
+                while views and done >= views[0].nbytes:
+                    done -= views.pop(0).nbytes
+                if done:
+                    views[0] = views[0][done:]
         finally:
             os.close(fd)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
 
 
 @dataclass(frozen=True)

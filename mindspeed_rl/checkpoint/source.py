@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mindspeed_rl.checkpoint.dist import DistFolder
 from mindspeed_rl.checkpoint.hf import HfFolder, read_json
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup
 from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
@@ -18,6 +17,9 @@ from mindspeed_rl.models import all_architectures, architecture_for
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.network import Network
+
+if TYPE_CHECKING:
+    from mindspeed_rl.checkpoint.dist import DistFolder
 
 #: Folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model.
 HF_FILES = "huggingface"
@@ -247,7 +249,13 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     """
     folder = iteration_folder(path, options.iteration)
     distributed = (folder / "metadata.json").is_file()
-    opened = DistFolder(path, options.iteration) if distributed else MegatronFolder(path, options.iteration)
+    opened: MegatronFolder | DistFolder
+    if distributed:
+        from mindspeed_rl.checkpoint.dist import DistFolder  # loads torch.distributed.checkpoint, which takes a second
+
+        opened = DistFolder(path, options.iteration)
+    else:
+        opened = MegatronFolder(path, options.iteration)
     companions = next(
         (place for place in (options.hf_folder, path / HF_FILES, fallback_hf) if place and (place / "config.json").is_file()),
         None,

@@ -10,20 +10,21 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+import math
 import os
 import pickle
+import sys
 import types
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
 
-from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.records import TensorRecord, contiguous_strides
 
 _SAFE: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -124,10 +125,86 @@ safe_pickle.UnpicklingError = pickle.UnpicklingError
 safe_pickle.load = lambda file, **options: SafeUnpickler(file, **options).load()
 
 
+@dataclass(frozen=True)
+class _Storage:
+    """A storage inside a torch zip file: dtype, and where its bytes start."""
+
+    path: str
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+
+
+class _RecordUnpickler(SafeUnpickler):
+    """Unpickles the ``data.pkl`` of a torch zip file; tensors become records, their bytes stay in the file."""
+
+    def __init__(self, path: str, archive: zipfile.ZipFile, prefix: str) -> None:
+        super().__init__(archive.open(f"{prefix}/data.pkl"))
+        self._path, self._archive, self._prefix = path, archive, prefix
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, storage_type, key, _, count = pid
+        if kind != "storage":
+            raise pickle.UnpicklingError(f"unknown persistent object {kind!r}")
+        dtype = _STORAGE_DTYPES.get(storage_type)
+        if dtype is None:
+            raise pickle.UnpicklingError(f"unknown storage type {storage_type!r}")
+        offset, size = _entry_data(self._path, self._archive, f"{self._prefix}/data/{key}")
+        if size != count * dtype.itemsize:
+            raise pickle.UnpicklingError(f"storage {key} has {size} bytes; its pickle says {count * dtype.itemsize}")
+        return _Storage(self._path, offset, size, dtype)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor")):
+            return _record_of
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return _record_of_v3
+        if module == "torch._utils" and name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+            return lambda data, *unused: data
+        return super().find_class(module, name)
+
+
+def _record_of(
+    storage: _Storage, start: int, size: Sequence[int], stride: Sequence[int], *unused: Any
+) -> TensorRecord | Tensor:
+    shape = tuple(size)
+    record = TensorRecord(storage.path, storage.offset + start * storage.dtype.itemsize, shape, storage.dtype)
+    if tuple(stride) == contiguous_strides(shape) or 0 in shape:
+        return record
+    whole = TensorRecord(storage.path, storage.offset, (storage.num_bytes // storage.dtype.itemsize,), storage.dtype).read()
+    return whole.as_strided(shape, tuple(stride), start).contiguous()
+
+
+def _record_of_v3(
+    storage: _Storage,
+    start: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    *unused: Any,
+) -> TensorRecord | Tensor:
+    # dtypes without a storage type of their own (float8) lie in untyped storages
+    return _record_of(replace(storage, dtype=dtype), start, size, stride)
+
+
+def _entry_data(path: str, archive: zipfile.ZipFile, name: str) -> tuple[int, int]:
+    """Offset and size of the bytes of a stored zip entry."""
+    info = archive.getinfo(name)
+    with open(path, "rb") as file:
+        file.seek(info.header_offset)
+        header = file.read(30)  # the local header's fixed part ends with the lengths of name and extra field
+    if len(header) < 30 or info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{path}: {name} is not stored as plain bytes")
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return info.header_offset + 30 + lengths, info.file_size
+
+
 def load_with_records(path: str | Path) -> Any:
     """The content of a torch zip file with a :class:`TensorRecord` in place of every tensor.
 
-    A tensor that is not stored contiguously, or a file in torch's format from before 1.6, is loaded as a tensor.
+    A tensor that is not stored contiguously, and a file in torch's format from before 1.6, is loaded as a tensor.
 
     Raises:
         ValueError: the file is missing, truncated or damaged, or refers to code that is not on the safe list.
@@ -135,47 +212,94 @@ def load_with_records(path: str | Path) -> Any:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint file {path} is missing")
-    zipped = zipfile.is_zipfile(path)
     try:
-        if not zipped:
+        if not _looks_zipped(path):
             return torch.load(path, map_location="cpu", weights_only=False, pickle_module=safe_pickle)
-        with FakeTensorMode():
-            content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=safe_pickle)
+        with zipfile.ZipFile(path) as archive:
+            prefix = next(name.removesuffix("/data.pkl") for name in archive.namelist() if name.endswith("/data.pkl"))
+            return _RecordUnpickler(str(path), archive, prefix).load()
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path}: {error}") from error
-    except (RuntimeError, EOFError, OSError, KeyError) as error:
+    except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, KeyError, StopIteration) as error:
         raise ValueError(f"{path} cannot be read as a torch checkpoint (truncated or damaged?): {error}") from error
-    size = path.stat().st_size
-    return _replace_tensors(content, str(path), size)
 
 
-def _replace_tensors(value: Any, path: str, size: int) -> Any:
-    if isinstance(value, Tensor):
-        return _record(value, path, size)
-    if isinstance(value, Mapping):
-        return {key: _replace_tensors(entry, path, size) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_replace_tensors(entry, path, size) for entry in value]
-    return value
+def _looks_zipped(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
-def _record(tensor: Tensor, path: str, size: int) -> TensorRecord | Tensor:
-    offset = tensor.untyped_storage()._checkpoint_offset
-    if offset is None or not tensor.is_contiguous():
-        return _load_one(path, tensor)
-    start = offset + tensor.storage_offset() * tensor.element_size()
-    record = TensorRecord(path, start, tuple(tensor.shape), tensor.dtype)
-    if record.offset + record.num_bytes > size:
-        raise ValueError(f"{path} is truncated: it ends inside a tensor of shape {list(record.shape)}")
-    return record
+@dataclass(frozen=True)
+class Hole:
+    """Stands for a tensor that will be written later."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _load_one(path: str, tensor: Tensor) -> Tensor:
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None, f"{path}: a tensor without a place in the file"
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    whole = TensorRecord(path, offset, (count,), tensor.dtype).read()
-    return whole.as_strided(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+@dataclass(frozen=True)
+class _HoleStorage:
+    hole: Hole
+    key: str
+
+
+class _HolePickler(pickle.Pickler):
+    """Pickles holes the way torch pickles contiguous CPU tensors, each with a storage of its own."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.holes: list[Hole] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _HoleStorage):
+            return None
+        storage_type = _STORAGE_TYPES[obj.hole.dtype]
+        return ("storage", storage_type, obj.key, "cpu", math.prod(obj.hole.shape))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Hole):
+            return NotImplemented
+        storage = _HoleStorage(obj, str(len(self.holes)))
+        self.holes.append(obj)
+        arguments = (storage, 0, obj.shape, contiguous_strides(obj.shape), False, collections.OrderedDict())
+        return (torch._utils._rebuild_tensor_v2, arguments)
+
+
+_STORAGE_TYPES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+_STORAGE_DTYPES = {storage: dtype for dtype, storage in _STORAGE_TYPES.items()} | {torch.UntypedStorage: torch.uint8}
+
+
+def write_with_holes(path: str | Path, content: Any) -> None:
+    """Write what ``torch.save`` would write for ``content``, but for the bytes of the :class:`Hole` objects in it.
+
+    The file has its final size; on file systems that can, it is sparse.
+    """
+    pickled = io.BytesIO()
+    pickler = _HolePickler(pickled)
+    pickler.dump(content)
+    writer = torch._C.PyTorchFileWriter(str(path))
+    data = pickled.getvalue()
+    writer.write_record("data.pkl", data, len(data))
+    writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
+    for key, hole in enumerate(pickler.holes):
+        writer.write_record_metadata(f"data/{key}", hole.num_bytes)
+    writer.write_end_of_file()
 
 
 def create_with_holes(
@@ -189,16 +313,14 @@ def create_with_holes(
         shapes: path of keys inside ``content`` -> dtype and shape of the tensor that goes there.
 
     Returns:
-        path of keys -> record to write to. The file is sparse and has its final size.
+        path of keys -> record to write to.
     """
-    with FakeTensorMode():
-        for keys, (dtype, shape) in shapes.items():
-            place = content
-            for key in keys[:-1]:
-                place = place.setdefault(key, {})
-            place[keys[-1]] = torch.empty(shape, dtype=dtype)
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(content, path)
+    for keys, (dtype, shape) in shapes.items():
+        place = content
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = Hole(dtype, shape)
+    write_with_holes(path, content)
     return records_at(path, shapes)
 
 
@@ -229,15 +351,11 @@ def tensor_envelope(dtype: torch.dtype, shape: tuple[int, ...], scratch: Path) -
     Args:
         scratch: a file name that may be overwritten.
     """
-    with FakeTensorMode():
-        tensor = torch.empty(shape, dtype=dtype)
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(tensor, scratch)
-    with FakeTensorMode():
-        offset = torch.load(scratch, weights_only=False, pickle_module=safe_pickle).untyped_storage()._checkpoint_offset
+    write_with_holes(scratch, Hole(dtype, shape))
+    record = load_with_records(scratch)
     with open(scratch, "rb") as file:
-        head = file.read(offset)
-        file.seek(TensorRecord("", offset, shape, dtype).num_bytes, os.SEEK_CUR)
+        head = file.read(record.offset)
+        file.seek(record.num_bytes, os.SEEK_CUR)
         tail = file.read()
     os.remove(scratch)
     return head, tail

@@ -52,6 +52,14 @@ class Packing(Protocol):
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor: ...
 
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that, one after the other, are the bytes of ``pack(tensors)``; views of the input where possible."""
+        ...
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape of ``pack``'s result, from the shapes of its input."""
+        ...
+
     def unpack(self, packed: Tensor) -> list[Tensor]: ...
 
 
@@ -61,6 +69,12 @@ class Rename:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
+
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return shapes[0]
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         return [packed]
@@ -74,6 +88,12 @@ class Concat:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors), dim=0)
+
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         unit = packed.shape[0] // sum(self.rows)
@@ -103,6 +123,15 @@ class FuseQkv:
             dim=1,
         ).reshape(-1, *rest)
 
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        query, key, value = tensors
+        rows = self.queries_per_group * self.head_dim
+        parts = zip(query.split(rows), key.split(self.head_dim), value.split(self.head_dim))
+        return [part for group in parts for part in group]
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
     def unpack(self, packed: Tensor) -> list[Tensor]:
         rest = packed.shape[1:]
         grouped = packed.reshape(-1, (self.queries_per_group + 2) * self.head_dim, *rest)
@@ -125,6 +154,12 @@ class GroupedFc1:
         stacked = torch.stack([torch.cat(list(tensors[i : i + 2]), dim=0).t() for i in range(0, len(tensors), 2)])
         return stacked.reshape(hidden, -1)
 
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.pack(tensors)]
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return (shapes[0][1], sum(shape[0] for shape in shapes))
+
     def unpack(self, packed: Tensor) -> list[Tensor]:
         stacked = packed.reshape(self.num_experts, packed.shape[0], -1)
         return [half.contiguous() for expert in stacked for half in expert.t().chunk(2, dim=0)]
@@ -138,6 +173,12 @@ class GroupedFc2:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.t() for tensor in tensors], dim=0)
+
+    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.pack(tensors)]
+
+    def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return (sum(shape[1] for shape in shapes), shapes[0][0])
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         return [expert.t().contiguous() for expert in packed.chunk(self.num_experts, dim=0)]
@@ -283,8 +324,14 @@ class WeightOp:
 
     def read_shard(self, source: TensorSource, num_shards: int, index: int) -> Tensor:
         """One rank's shard, straight from HF tensors; only the slices it needs are read."""
-        parts = [split.read(source, name, num_shards, index) for name, split in zip(self.hf, self.splits)]
-        return self.packing.pack(parts)
+        return self.packing.pack(self._slices(source, num_shards, index))
+
+    def read_pieces(self, source: TensorSource, num_shards: int, index: int) -> list[Tensor]:
+        """Tensors that, one after the other, are the bytes of :meth:`read_shard`'s result; mostly without copying."""
+        return self.packing.pieces(self._slices(source, num_shards, index))
+
+    def _slices(self, source: TensorSource, num_shards: int, index: int) -> list[Tensor]:
+        return [split.read(source, name, num_shards, index) for name, split in zip(self.hf, self.splits)]
 
     def shard(self, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
         """One rank's shard of the full (padded) tensor. For ``axis`` "etp" pass expert tensor size and rank."""
@@ -311,10 +358,7 @@ class WeightOp:
 
     def shard_shape(self, num_shards: int = 1) -> tuple[int, ...]:
         """The shape of one rank's shard; with 1 that of the full (padded) tensor."""
-        parts = [
-            torch.empty(split.shard_shape(shape, num_shards), device="meta") for split, shape in zip(self.splits, self.shapes)
-        ]
-        return tuple(self.packing.pack(parts).shape)
+        return self.packing.shape([split.shard_shape(shape, num_shards) for split, shape in zip(self.splits, self.shapes)])
 
     def check_divisible(self, num_shards: int) -> None:
         """Raise ValueError if the parameter cannot be cut into this many shards."""

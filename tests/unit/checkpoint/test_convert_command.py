@@ -288,11 +288,11 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
 ) -> None:
     calls = []
 
-    def pwrite(*arguments: object) -> int:
+    def pwritev(*arguments: object) -> int:
         calls.append(arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwritev", pwritev)
     text = error_of(capsys, f"--load-dir {qwen} --save-dir {tmp_path}/out")
     assert "the disk of" in text and "is full" in text and calls
     assert not list((tmp_path / "out").glob("*"))

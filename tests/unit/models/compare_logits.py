@@ -28,6 +28,7 @@ torch.serialization.add_safe_globals([argparse.Namespace])  # Megatron stores it
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from safetensors.torch import load_file
 
 from mindspeed_rl.checkpoint.source import ModelOptions, open_hf
 from mindspeed_rl.cli.convert import main as convert
@@ -112,6 +113,23 @@ def load_distributed(model: GPTModel, folder: Path) -> None:
     assert not [key for key in missing if not key.endswith("_extra_state")] and not unexpected, (missing, unexpected)
 
 
+def saved_by_megatron(model: GPTModel, folder: Path, hf: Path) -> float:
+    """Save with Megatron's own writer, convert that to HF, and compare; 0 if every tensor is bit-equal."""
+    if dist.get_rank() == 0:
+        (folder / "iter_0000001").mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(model.sharded_state_dict(), str(folder / "iter_0000001"))
+    dist.barrier()
+    if dist.get_rank():
+        return 0.0
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    words = ["--load-model-type", "mg", "--save-model-type", "hf", "--hf-cfg-dir", str(hf)]
+    assert convert([*words, "--load-dir", str(folder), "--save-dir", str(folder / "hf")]) == 0
+    expected, found = load_file(hf / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+    same = expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return 0.0 if same else 1.0
+
+
 @torch.no_grad()
 def forward(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
     """Output of the last pipeline stage; None on the others."""
@@ -145,15 +163,17 @@ def case(folder: Path, name: str, title: str, expected: torch.Tensor, tokens: to
     model = build(network, layout, sequence_parallel)
     if kind == "torch_dist":
         load_distributed(model, result)
+        resaved = {f"{name}/saved_by_megatron": saved_by_megatron(model, folder / f"{name}-resaved", folder / name)}
     else:
         load_rank_file(model, result, layout)
+        resaved = {}
     output = forward(model, tokens)
     difference = torch.zeros(1)
     if output is not None:
         output = output[:, -1] if reward else output
         difference[0] = (output - expected).abs().max()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
-    return {f"{name}/{title}": difference.item()}
+    return {f"{name}/{title}": difference.item(), **resaved}
 
 
 def run(folder: Path, models: list[str]) -> dict[str, float]:

@@ -1,0 +1,260 @@
+"""How fast checkpoints are converted and in how much memory: beside `cp` of the same bytes, and beside mbridge.
+
+    python benchmarks/convert.py [--gigabytes 3] [--workers 2] [--repeats 3] [--folder /a/fast/disk]
+
+A Llama-shaped model of that size is generated. Every step runs in a process of its own, steps take turns, and the page
+cache is written back before each, so that none pays for another's bytes. Reported are medians: wall time of the whole
+process (start of Python and import of torch included), its processor time, and for the converter the time it reports itself,
+which leaves the start out; then the peak resident memory of one process (pages of mapped files included), and ratios.
+
+mbridge (PyPI) is measured if it is importable: it loads an HF folder into Megatron parameters and saves HF from them, in
+one process per rank. So the comparison is made at TP = PP = 1, its rank file written and read by torch.save and torch.load.
+It gets a bare module with Megatron's parameter names, because building its model needs TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Results that later steps read.
+INPUTS = ("mg4", "mg1", "mbridge.pt")
+TOOL = Path(__file__).parents[1] / "tools" / "convert_ckpt.py"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One run.
+
+    Args:
+        seconds: wall time of the process.
+        cpu_s: processor time of the process and its children.
+        own_s: what the converter says it took without the start of Python; the wall time for everything else.
+        peak_gib: peak resident memory of the largest process.
+    """
+
+    seconds: float
+    cpu_s: float
+    own_s: float
+    peak_gib: float
+
+
+def run(command: list[str]) -> Measure:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    os.sync()
+    start = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+    assert process.stderr is not None
+    words = process.stderr.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}: {words}")
+    said = re.search(r" GB in ([\d.]+) s", words)
+    own = float(said[1]) if said else seconds
+    return Measure(seconds, usage.ru_utime + usage.ru_stime, own, usage.ru_maxrss / 2**20)
+
+
+def generate(folder: Path, gigabytes: float) -> None:
+    """Write a bfloat16 Llama folder of about this size, with random weights."""
+    import torch
+
+    from mindspeed_rl.checkpoint.hf import HfFolderWriter, write_config
+    from mindspeed_rl.models import architecture_for
+
+    hidden, ffn, vocab = 2048, 5632, 32000
+    layer_bytes = 2 * (2.5 * hidden**2 + 3 * hidden * ffn)
+    layers = max(4, 4 * round((gigabytes * 1e9 - 4 * vocab * hidden) / layer_bytes / 4))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    companions = folder.with_name("config")
+    companions.mkdir()
+    write_config(companions, config)
+    architecture = architecture_for(config)
+    noise = torch.randint(-(2**15), 2**15, (vocab * hidden,), dtype=torch.int16).view(torch.bfloat16)
+    with HfFolderWriter(folder, companions, max_shard_bytes=10**9) as writer:
+        for op in architecture.weight_ops(architecture.network(config)):
+            for name, shape in zip(op.hf, op.shapes):
+                writer.add(name, noise[: torch.Size(shape).numel()].reshape(shape))
+
+
+def mbridge_step(direction: str, hf: Path, rank_file: Path, out: Path) -> None:
+    """What mbridge does of a conversion; runs in a process of its own."""
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed_rl import adaptors
+
+    adaptors.apply("train")
+    from mbridge import AutoBridge
+    from megatron.core import parallel_state
+    from transformers import AutoConfig
+
+    from mindspeed_rl.models import architecture_for
+    from mindspeed_rl.models.names import transformer_engine_name
+
+    dist.init_process_group("gloo", init_method=f"file://{rank_file}.rendezvous", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    config = AutoConfig.from_pretrained(hf)
+    config.rope_theta = 10000.0  # transformers 5 moved it; mbridge reads the old name
+    bridge = AutoBridge.from_config(config)
+    raw = json.loads((hf / "config.json").read_text())
+    architecture = architecture_for(raw)
+    network = architecture.network(raw)
+    model, decoder = torch.nn.Module(), torch.nn.Module()
+    decoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(network.num_layers))
+    for number, layer in enumerate(decoder.layers, 1):
+        layer.layer_number = number
+    model.decoder = decoder
+    loaded = torch.load(rank_file, weights_only=True) if direction == "to-hf" else None
+    for op in architecture.weight_ops(network):
+        name = transformer_engine_name(network, op, op.mcore)
+        value = torch.empty(op.shard_shape(), dtype=torch.bfloat16) if loaded is None else loaded[name]
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        parameter = torch.nn.Parameter(value, requires_grad=False)
+        parameter.tensor_model_parallel = any(split.dim is not None for split in op.splits)
+        module.register_parameter(last, parameter)
+    model.config = bridge.config
+    if loaded is None:
+        bridge.load_weights([model], str(hf))
+        torch.save(model.state_dict(), rank_file)
+    else:
+        bridge.safetensor_io = bridge._get_safetensor_io(str(hf))
+        bridge.save_weights([model], str(out))
+    dist.destroy_process_group()
+
+
+def tool(*words: object) -> list[str]:
+    """The converter's command line."""
+    return [sys.executable, str(TOOL), *map(str, words)]
+
+
+def steps(folder: Path, workers: int) -> dict[str, tuple[list[str], Path]]:
+    """Command and result of every step, in an order in which each finds its input."""
+    hf = folder / "hf"
+    back = ("--load-model-type", "mg", "--save-model-type", "hf")
+    cut = ("--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
+    several = ("--workers", workers)
+    plan = {
+        "cp": (["cp", "-r", str(hf), str(folder / "copy")], folder / "copy"),
+        "hf -> mcore, TP 2 PP 2": (tool("--load-dir", hf, "--save-dir", folder / "mg4", *cut), folder / "mg4"),
+        "mcore TP 2 PP 2 -> hf": (tool(*back, "--load-dir", folder / "mg4", "--save-dir", folder / "hf4"), folder / "hf4"),
+        "hf -> mcore, TP 1": (tool("--load-dir", hf, "--save-dir", folder / "mg1"), folder / "mg1"),
+        "mcore TP 1 -> hf": (tool(*back, "--load-dir", folder / "mg1", "--save-dir", folder / "hf1"), folder / "hf1"),
+    }
+    if workers > 1:
+        name = f"hf -> mcore, TP 2 PP 2, {workers} workers"
+        plan[name] = (tool("--load-dir", hf, "--save-dir", folder / "mgw", *cut, *several), folder / "mgw")
+    if importlib.util.find_spec("mbridge"):
+        step = [sys.executable, __file__, "--mbridge-step"]
+        files = [str(hf), str(folder / "mbridge.pt"), str(folder / "mbridge-hf")]
+        plan["mbridge: hf -> rank file"] = ([*step, "to-mcore", *files], folder / "mbridge.pt")
+        plan["mbridge: rank file -> hf"] = ([*step, "to-hf", *files], folder / "mbridge-hf")
+    return plan
+
+
+def remove(path: Path) -> None:
+    """Delete a file or folder if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def largest_gib(path: Path) -> float:
+    """Size of the largest file below a path."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return max(file.stat().st_size for file in files) / 2**30
+
+
+def measure(folder: Path, workers: int, repeats: int) -> None:
+    """Run every step in turns and print the table."""
+    plan = steps(folder, workers)
+    size = sum(file.stat().st_size for file in (folder / "hf").iterdir()) / 1e9
+    found: dict[str, list[Measure]] = {name: [] for name in plan}
+    largest: dict[str, float] = {}
+    for _ in range(repeats):
+        for name, (command, result) in plan.items():
+            remove(result)
+            found[name].append(run(command))
+            largest[name] = largest_gib(result)
+            if result.name not in INPUTS:
+                remove(result)
+    start = run([sys.executable, "-c", "import torch"])
+    middle = {name: statistics.median(m.seconds for m in runs) for name, runs in found.items()}
+    peers = {"hf -> mcore, TP 1": "mbridge: hf -> rank file", "mcore TP 1 -> hf": "mbridge: rank file -> hf"}
+    print(
+        f"{size:.2f} GB of weights, median of {repeats}; `import torch` alone: {start.cpu_s:.1f} s, {start.peak_gib:.2f} GiB\n"
+    )
+    print(
+        "| step | wall s | GB/s | cpu s | without start, s | that / cp's wall | peak GiB | peak / largest file | wall: mbridge / ours |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, runs in found.items():
+        own, peak = statistics.median(m.own_s for m in runs), max(m.peak_gib for m in runs)
+        cpu = statistics.median(m.cpu_s for m in runs)
+        # worker processes are the fork server's children: their memory is not among what is waited for here
+        memory = "| | " if "workers" in name else f"| {peak:.2f} | {peak / largest[name]:.2f} "
+        versus = f"{middle[peers[name]] / middle[name]:.1f}" if peers.get(name) in middle else ""
+        print(
+            f"| {name} | {middle[name]:.1f} | {size / middle[name]:.2f} | {cpu:.1f} | {own:.1f} | {own / middle['cp']:.2f} "
+            f"{memory}| {versus} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; default the system's temporary folder")
+    parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mbridge-step", nargs=4, metavar=("DIRECTION", "HF", "RANK_FILE", "OUT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.mbridge_step:
+        direction, *paths = args.mbridge_step
+        mbridge_step(direction, *map(Path, paths))
+        return
+    if args.generate:
+        generate(args.generate, args.gigabytes)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        # in a process of its own: a child's peak memory counts from that of the process that starts it
+        run([sys.executable, __file__, "--gigabytes", str(args.gigabytes), "--generate", str(Path(name) / "hf")])
+        measure(Path(name), args.workers, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
