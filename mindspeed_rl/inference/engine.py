@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings, open_model
+from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings
 from mindspeed_rl.inference.records import Piece, Request
 from mindspeed_rl.rollout.records import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -68,14 +68,17 @@ class EngineSettings:
 
 
 class InferenceEngine(VllmEngine):
-    """A vLLM engine in this process, weights loaded. With tensor parallelism all ranks make the same calls in the same order."""
+    """A vLLM engine in this process, with its weights; ranks of a tensor-parallel group make the same calls in one order."""
 
-    def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase, *, run_id: str | None = None
+    ) -> None:
         """Builds the engine and loads the weights.
 
         Args:
             model: what `open_model(settings.model)` returned.
             tokenizer: reads the end of an answer for stop strings.
+            run_id: equal on all ranks that build engines together; needed with tensor parallelism only.
         """
         network, config = model.network, settings.generate_config(model.dtype)
         bytes_per_value = 4 if config.dtype == "float32" else 2
@@ -83,7 +86,7 @@ class InferenceEngine(VllmEngine):
             model.hf_folder,
             config,
             Sampling(temperature=0.0, max_tokens=1, stop_token_ids=()),
-            run_id=uuid.uuid4().hex[:12],
+            run_id=run_id or uuid.uuid4().hex[:12],
             kv_bytes_per_token=2 * network.num_layers * network.num_query_groups * network.kv_channels * bytes_per_value,
             engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.most_log_probs},
         )
@@ -170,8 +173,3 @@ class _StopWatch:
         text = self._tokenizer.decode(self._tail, skip_special_tokens=True)
         self._tail = self._tail[-self._window :]
         return any(stop in text for stop in self._strings)
-
-
-def build_engine(settings: EngineSettings, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
-    """An engine in this process."""
-    return InferenceEngine(settings, open_model(settings.model), tokenizer)

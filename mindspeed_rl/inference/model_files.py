@@ -1,4 +1,4 @@
-"""Opens what is to be run: a Hugging Face folder, a training checkpoint or a Megatron checkpoint, with or without an adapter."""
+"""Opens what is to be run: a Hugging Face folder, a training or a Megatron checkpoint, with or without an adapter."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _check_kind(path: Path) -> None:
     lora = read_json(record).get("lora") if record.is_file() else None
     if lora is not None and not lora["with_base"]:
         raise ValueError(
-            f"--load {path} holds adapters without their base (lora_ckpt_filter): pass it as --lora-load, and the base as --load"
+            f"--load {path} holds adapters alone (lora_ckpt_filter): pass it as --lora-load, and the base as --load"
         )
 
 

@@ -1,0 +1,91 @@
+"""`mindspeed-rl chat`: talk with a model on the console."""
+
+from __future__ import annotations
+
+import sys
+
+from mindspeed_rl.cli.inference_options import (
+    Parser,
+    add_model_options,
+    add_prompt_options,
+    add_sampling_options,
+    check_common,
+    open_session,
+    run_command,
+    running_engine,
+    say,
+)
+
+_DESCRIPTION = "Talk with a model. q, quit or exit ends; clear or new forgets what was said; Ctrl-C ends an answer."
+#: prompt + answer unless --max-length says another number
+_DEFAULT_LENGTH = 4096
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(prog="mindspeed-rl chat", description=_DESCRIPTION, allow_abbrev=False)
+    group = parser.add_argument_group("conversation")
+    add = group.add_argument
+    add("--task", choices=("chat",), help="upstream's name for this command")
+    add("--system-prompt", help="what the model is told before the first turn")
+    add("--history-turns", type=int, default=3, help="earlier pairs of question and answer the model sees; default 3")
+    thinking = group.add_mutually_exclusive_group()
+    thinking.add_argument("--show-thinking", action="store_true", help="show thoughts too")
+    thinking.add_argument("--hide-thinking", action="store_true", help="show answers alone (the default)")
+    add("--greedy", action="store_true", help="the most likely answer instead of a sampled one")
+    add_sampling_options(parser, max_new_tokens=512)
+    add_prompt_options(parser)
+    add_model_options(parser)
+    return parser
+
+
+def _chat(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    check_common(args)
+    if args.history_turns < 0:
+        raise ValueError(f"--history-turns is {args.history_turns}; it must be at least 0")
+    if args.greedy and any(value is not None for value in (args.temperature, args.top_k, args.top_p, args.min_p)):
+        raise ValueError("--greedy draws nothing: drop --temperature, --top-k, --top-p and --min-p")
+    session = open_session(args)
+    from mindspeed_rl.inference.chat import History, run_chat
+    from mindspeed_rl.rollout.records import Sampling
+
+    if not session.prompt_format.is_chat:
+        own = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
+        raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){own}")
+    length = args.max_length or min(session.max_position, _DEFAULT_LENGTH)
+    if length > session.max_position:
+        raise ValueError(f"--max-length {length} is above the model's max_position_embeddings, {session.max_position}")
+    if args.max_new_tokens >= length:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")
+    sampling = Sampling(
+        temperature=0.0 if args.greedy else 0.7 if args.temperature is None else args.temperature,
+        max_tokens=args.max_new_tokens,
+        stop_token_ids=session.prompt_format.stop_token_ids,
+        top_p=1.0 if args.greedy else 0.95 if args.top_p is None else args.top_p,
+        top_k=-1 if args.greedy else 50 if args.top_k is None else args.top_k,
+        min_p=args.min_p or 0.0,
+    )
+    history = History(session.prompt_format, args.system_prompt, args.history_turns, length - args.max_new_tokens)
+    with running_engine(session, max_model_len=length) as engine:
+        say(_DESCRIPTION)
+        run_chat(
+            engine,
+            history,
+            sampling,
+            read=input,
+            write=_write,
+            show_thinking=args.show_thinking,
+            seed=args.seed,
+        )
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def main(argv: list[str]) -> int:
+    """Chats; returns 0, 2 for a wrong option or file, 1 when the engine failed."""
+    return run_command(_chat, argv)

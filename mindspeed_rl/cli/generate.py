@@ -1,0 +1,244 @@
+"""`mindspeed-rl generate`: answers to prompts from the command line, a file or a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.cli.inference_options import (
+    Parser,
+    Session,
+    add_model_options,
+    add_prompt_options,
+    add_sampling_options,
+    check_common,
+    needed_length,
+    open_session,
+    run_command,
+    running_engine,
+    say,
+)
+
+if TYPE_CHECKING:
+    from mindspeed_rl.data.conversation import Conversation
+    from mindspeed_rl.inference.generation import Generated, GenerationSettings
+    from mindspeed_rl.inference.records import Engine
+
+    PromptRow = tuple[Conversation, dict[str, Any]]
+
+_DESCRIPTION = "Generate answers. Prompts come from --prompt, from --input, or one a line from a pipe."
+_BEAMS = ("beam_search", "beam_search_with_sampling")
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(prog="mindspeed-rl generate", description=_DESCRIPTION, allow_abbrev=False)
+    group = parser.add_argument_group("what to generate")
+    add = group.add_argument
+    add("--prompt", nargs="+", help="prompts")
+    add("--input", help="JSON lines with prompt, question, instruction or messages; - reads them from a pipe")
+    add("--input-key", help="column of --input that holds the prompt")
+    add("--output", type=Path, help="file for the answers, JSON lines; default: text on the console")
+    add("--system-prompt", help="system prompt of every prompt that brings none (needs a chat template)")
+    add(
+        "--task",
+        nargs="+",
+        metavar="METHOD",
+        help="greedy, do_sample, beam_search, beam_search_with_sampling (each in turn); default: do_sample where "
+        "--temperature, --top-k, --top-p or --min-p are given, else greedy",
+    )
+    add("--num-return", "--num-return-sequences", type=int, default=1, help="answers to each prompt")
+    add("--num-beams", type=int, default=2, help="beams of beam search")
+    add("--length-penalty", type=float, default=1.0, help="beam search: scores are log-prob / length ** this")
+    add("--stop", nargs="+", default=[], help="texts that end an answer")
+    add("--stream", action="store_true", help="show the answer to the one prompt as it is made")
+    add_sampling_options(parser)
+    add_prompt_options(parser)
+    add_model_options(parser)
+    return parser
+
+
+def read_prompts(args: argparse.Namespace) -> list[PromptRow]:
+    """(conversation, what the output repeats of it) of every prompt.
+
+    Raises:
+        ValueError: there is no prompt, there are several sources, or a line is malformed.
+    """
+    from mindspeed_rl.data.conversation import Conversation, user
+    from mindspeed_rl.inference.generation import read_jsonl
+
+    if args.prompt is not None and args.input is not None:
+        raise ValueError("--prompt and --input exclude each other")
+    if args.input_key is not None and args.input is None:
+        raise ValueError("--input-key names a column of --input")
+    if args.input == "-":
+        rows = read_jsonl(sys.stdin, "standard input", args.input_key)
+    elif args.input is not None:
+        path = Path(args.input).expanduser()
+        if not path.is_file():
+            raise ValueError(f"--input {args.input} is not a file")
+        with path.open(encoding="utf-8") as file:
+            rows = read_jsonl(file, str(path), args.input_key)
+    else:
+        texts = args.prompt if args.prompt is not None else _piped_lines()
+        rows = [(Conversation([user(text)]), {"prompt": text}) for text in texts]
+    if args.system_prompt is None:
+        return rows
+    return [(replace(conversation, system=conversation.system or args.system_prompt), row) for conversation, row in rows]
+
+
+def _piped_lines() -> list[str]:
+    if sys.stdin.isatty():
+        raise ValueError("there is no prompt: give --prompt, --input, or lines on standard input")
+    texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not texts:
+        raise ValueError("there is no prompt: standard input has no lines")
+    return texts
+
+
+def choose_methods(args: argparse.Namespace) -> list[str]:
+    """The methods that --task names, each once, under their own names.
+
+    Raises:
+        ValueError: an unknown name, or chat among others.
+    """
+    from mindspeed_rl.inference.generation import METHODS
+
+    given = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(args, name) is not None]
+    if args.task is None:
+        return ["do_sample"] if given and args.temperature != 0 else ["greedy"]
+    for name in args.task:
+        if name not in METHODS:
+            raise ValueError(f"--task {name} is unknown; there are {', '.join(METHODS)}, and chat on its own")
+    methods = list(dict.fromkeys(METHODS[name] for name in args.task))
+    if given and not {"do_sample", "beam_search_with_sampling"} & set(methods):
+        say(f"note: {', '.join('--' + name.replace('_', '-') for name in given)} have no effect on {' '.join(methods)}")
+    return methods
+
+
+def make_settings(
+    method: str, args: argparse.Namespace, stop_token_ids: tuple[int, ...], max_model_len: int
+) -> GenerationSettings:
+    """How one method makes its answers; sampling defaults are upstream's.
+
+    Raises:
+        ValueError: the method cannot do what is asked.
+    """
+    from mindspeed_rl.inference.generation import GenerationSettings
+    from mindspeed_rl.rollout.records import Sampling
+
+    if method in ("greedy", "beam_search"):
+        sampling = Sampling(0.0, args.max_new_tokens, stop_token_ids)
+    else:
+        sampling = Sampling(
+            temperature=0.7 if args.temperature is None else args.temperature,
+            max_tokens=args.max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            top_p=0.95 if args.top_p is None else args.top_p,
+            top_k=50 if args.top_k is None else args.top_k,
+            min_p=args.min_p or 0.0,
+        )
+    return GenerationSettings(
+        method,
+        sampling,
+        max_model_len,
+        num_return=args.num_return,
+        num_beams=args.num_beams,
+        length_penalty=args.length_penalty,
+        stop_strings=tuple(args.stop),
+        seed=args.seed,
+    )
+
+
+def _generate(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    check_common(args)
+    if args.task == ["chat"]:
+        raise ValueError("--task chat is a command of its own: mindspeed-rl chat")
+    methods = choose_methods(args)
+    prompts = read_prompts(args)
+    plain = methods in (["greedy"], ["do_sample"]) and args.num_return == 1 and not args.output and not args.stop
+    if args.stream and not (plain and len(prompts) == 1):
+        raise ValueError("--stream shows one greedy or sampled answer to one prompt, without --output, --num-return and --stop")
+    for method in methods:  # mistakes in options show before the model is opened
+        make_settings(method, args, (), 1)
+    session = open_session(args)
+    ids = session.prompt_format.encode([conversation for conversation, _ in prompts])
+    max_model_len = needed_length(session, max(map(len, ids)), args.max_new_tokens)
+    settings = [make_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods]
+    most_log_probs = max(setting.most_log_probs for setting in settings)
+    with running_engine(session, max_model_len=max_model_len, most_log_probs=most_log_probs) as engine:
+        if args.stream:
+            _stream(session, engine, ids[0], settings[0])
+        else:
+            _answer_all(session, engine, prompts, ids, settings)
+    return 0
+
+
+def _stream(session: Session, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:
+    from mindspeed_rl.inference.records import Request
+    from mindspeed_rl.inference.text_stream import IncrementalText
+    from mindspeed_rl.rollout.seeds import sample_seed
+
+    text = IncrementalText(session.tokenizer)
+    request = Request(ids, sample_seed(settings.seed, 0, 0, 0))
+    for piece in engine.stream([request], settings.sampling):
+        ids = [token for token in piece.token_ids if token not in settings.sampling.stop_token_ids]
+        print(text.feed(ids), end="", flush=True)
+    print(text.finish(), flush=True)
+
+
+def _answer_all(
+    session: Session,
+    engine: Engine,
+    prompts: list[PromptRow],
+    ids: list[list[int]],
+    settings: list[GenerationSettings],
+) -> None:
+    from mindspeed_rl.inference.generation import Stopwatch, generate, write_jsonl
+
+    output: list[dict[str, Any]] = []
+    for setting in settings:
+        stopwatch = Stopwatch()
+        answers = generate(engine, session.prompt_format, ids, setting)
+        say(f"{setting.method}: {stopwatch.report(answers)}")
+        if session.args.output is None:
+            _print(prompts, answers, setting, several=len(settings) > 1)
+        output += [_row(prompts[answer.prompt][1], len(ids[answer.prompt]), answer, setting.method) for answer in answers]
+    if session.args.output is not None:
+        write_jsonl(session.args.output, output)
+        say(f"wrote {len(output)} answers to {session.args.output}")
+
+
+def _row(asked: dict[str, Any], prompt_tokens: int, answer: Generated, method: str) -> dict[str, Any]:
+    return {
+        **asked,
+        "response": answer.text,
+        "method": method,
+        "prompt_index": answer.prompt,
+        "sample": answer.sample,
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": answer.num_tokens,
+        "log_prob": answer.log_prob,
+        "finish_reason": answer.finish,
+    }
+
+
+def _print(prompts: list[PromptRow], answers: list[Generated], setting: GenerationSettings, *, several: bool) -> None:
+    """One prompt with one answer: the answer alone. Otherwise headed by what it answers."""
+    if len(answers) == 1 and not several:
+        print(answers[0].text, flush=True)
+        return
+    for answer in answers:
+        question = prompts[answer.prompt][0].messages[-1].content
+        method = f" [{setting.method}]" if several else ""
+        number = f" #{answer.sample + 1}" if setting.num_return > 1 else ""
+        print(f">> {question}{method}{number}\n{answer.text}\n", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Generates; returns 0, 2 for a wrong option or file, 1 when generation failed, 130 after Ctrl-C."""
+    return run_command(_generate, argv)

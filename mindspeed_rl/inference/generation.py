@@ -1,0 +1,248 @@
+"""Answers to a list of prompts: greedy, sampled, or by beam search."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_rl.data.conversation import BadRow, Conversation, Message, assistant, parse_tools, user
+from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
+from mindspeed_rl.inference.prompts import PromptFormat
+from mindspeed_rl.inference.records import Engine, Finish, Request, collect
+from mindspeed_rl.inference.text_stream import cut_at
+from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.seeds import sample_seed
+
+Method = Literal["greedy", "do_sample", "beam_search", "beam_search_with_sampling"]
+
+#: the names of upstream's code, and those of its documentation
+METHODS: dict[str, Method] = {
+    "greedy": "greedy",
+    "greedy_search": "greedy",
+    "do_sample": "do_sample",
+    "sample": "do_sample",
+    "greedy_search_with_sampling": "do_sample",
+    "beam_search": "beam_search",
+    "beam_search_with_sampling": "beam_search_with_sampling",
+}
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How answers are made.
+
+    Attributes:
+        sampling: cut-offs, end tokens and the longest answer; its temperature is 0 for greedy and plain beam search.
+        num_return: answers to each prompt.
+        num_beams: beams, for the beam methods.
+        length_penalty: see `BeamSettings`.
+        stop_strings: texts that end an answer; they are cut off.
+        max_model_len: most tokens of prompt and answer.
+    """
+
+    method: Method
+    sampling: Sampling
+    max_model_len: int
+    num_return: int = 1
+    num_beams: int = 2
+    length_penalty: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        most = {"greedy": 1, "beam_search": self.num_beams, "beam_search_with_sampling": self.num_beams}.get(self.method)
+        if self.num_return < 1 or (most is not None and self.num_return > most):
+            allowed = "at least 1" if most is None else "1" if most == 1 else f"between 1 and --num-beams {most}"
+            raise ValueError(f"--num-return {self.num_return}: {self.method} gives {allowed} answers to a prompt")
+        if self.uses_beams and self.num_beams < 2:
+            raise ValueError(f"--num-beams {self.num_beams}: {self.method} needs at least 2 beams")
+        if self.uses_beams and self.stop_strings:
+            raise ValueError(f"--stop: {self.method} ends sequences at tokens only; use --add-eos-token")
+        if self.method == "beam_search_with_sampling":
+            if self.sampling.top_k < 1:
+                raise ValueError("--top-k -1: beam_search_with_sampling looks at the most likely tokens only; say how many")
+            if self.sampling.temperature == 0 or self.sampling.min_p > 0:
+                raise ValueError("beam_search_with_sampling needs a --temperature above 0, and knows no --min-p")
+
+    @property
+    def uses_beams(self) -> bool:
+        return self.method.startswith("beam")
+
+    @property
+    def most_log_probs(self) -> int:
+        """Most next tokens that the method asks the engine for."""
+        if not self.uses_beams:
+            return 1
+        return max(2 * self.num_beams, self.sampling.top_k if self.method == "beam_search_with_sampling" else 0)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One answer.
+
+    Attributes:
+        prompt, sample: numbers of the prompt and of the answer to it.
+        num_tokens: with the end token.
+        log_prob: of all its tokens under the model without temperature or cut-offs (of the beam, for beam methods: for
+            sampling under the cut distribution).
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    num_tokens: int
+    log_prob: float
+    finish: Finish
+
+
+def generate(
+    engine: Engine, prompt_format: PromptFormat, prompts: Sequence[list[int]], settings: GenerationSettings
+) -> list[Generated]:
+    """All answers, by prompt and sample."""
+    if settings.uses_beams:
+        return [answer for number, ids in enumerate(prompts) for answer in _beams(engine, prompt_format, number, ids, settings)]
+    requests = [
+        Request(
+            ids,
+            seed=sample_seed(settings.seed, 0, number, sample),
+            max_tokens=min(settings.sampling.max_tokens, settings.max_model_len - len(ids)),
+        )
+        for number, ids in enumerate(prompts)
+        for sample in range(settings.num_return)
+    ]
+    answers = collect(engine.stream(requests, settings.sampling, settings.stop_strings), len(requests))
+    return [
+        Generated(
+            *divmod(row, settings.num_return),
+            cut_at(decode(prompt_format, answer.token_ids), settings.stop_strings),
+            len(answer.token_ids),
+            answer.log_prob,
+            answer.finish,
+        )
+        for row, answer in enumerate(answers)
+    ]
+
+
+def _beams(
+    engine: Engine, prompt_format: PromptFormat, number: int, ids: list[int], settings: GenerationSettings
+) -> Iterator[Generated]:
+    sampling = settings.sampling
+    sampled = settings.method == "beam_search_with_sampling"
+    beams = beam_search(
+        ids,
+        engine.next_tokens,
+        BeamSettings(
+            settings.num_beams,
+            min(sampling.max_tokens, settings.max_model_len - len(ids)),
+            frozenset(sampling.stop_token_ids),
+            settings.length_penalty,
+            (sampling.temperature, sampling.top_k, sampling.top_p) if sampled else None,
+            sample_seed(settings.seed, 0, number, 0),
+        ),
+    )
+    for sample, beam in enumerate(beams[: settings.num_return]):
+        text = decode(prompt_format, beam.token_ids)
+        yield Generated(number, sample, text, len(beam.token_ids), beam.log_prob, "stop" if beam.finished else "length")
+
+
+def decode(prompt_format: PromptFormat, token_ids: Sequence[int]) -> str:
+    """The text of an answer without its end token."""
+    ids = list(token_ids)
+    if ids and ids[-1] in prompt_format.stop_token_ids:
+        ids.pop()
+    return prompt_format.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Stopwatch:
+    """Measures how fast answers were made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def report(self, answers: Sequence[Generated]) -> str:
+        """One line: answers, tokens, seconds, tokens a second."""
+        seconds = time.perf_counter() - self._start
+        tokens = sum(answer.num_tokens for answer in answers)
+        return f"{len(answers)} answers, {tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s)"
+
+
+# ---------------------------------------------------------------------- prompts from files
+
+
+def read_jsonl(lines: Iterable[str], where: str, prompt_key: str | None) -> list[tuple[Conversation, dict[str, Any]]]:
+    """(conversation, row) of every line.
+
+    A row has `messages` in OpenAI's form, or a text `prompt` (or `prompt_key`, `question`, or `instruction` with `input`).
+
+    Raises:
+        ValueError: naming the line that is not such a row.
+    """
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise BadRow(f"a row is a JSON object, not {type(row).__name__}")
+            rows.append((read_conversation(row, prompt_key), row))
+        except (json.JSONDecodeError, BadRow) as error:
+            raise ValueError(f"{where}, line {number}: {error}") from error
+    if not rows:
+        raise ValueError(f"{where} has no rows")
+    return rows
+
+
+def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> Conversation:
+    """What a row asks.
+
+    Raises:
+        BadRow: it has none of the known columns, or messages that do not end with a question.
+    """
+    if prompt_key is None and isinstance(row.get("messages"), list):
+        return _from_messages(row["messages"], row.get("tools"))
+    keys = (prompt_key,) if prompt_key is not None else ("prompt", "question", "instruction")
+    for key in keys:
+        value = row.get(key)
+        if isinstance(value, list):
+            return _from_messages(value, row.get("tools"))
+        if isinstance(value, str):
+            extra = row.get("input") if key == "instruction" else None
+            text = f"{value}\n{extra}" if isinstance(extra, str) and extra else value
+            system = row.get("system")
+            return Conversation([user(text)], system=system if isinstance(system, str) and system else None)
+    raise BadRow(f"the row has no text {' or '.join(map(str, keys))} and no messages; it has {', '.join(row) or 'nothing'}")
+
+
+def _from_messages(entries: Sequence[Any], tools: Any) -> Conversation:
+    system: str | None = None
+    messages: list[Message] = []
+    for entry in entries:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+            raise BadRow(f"a message needs a role and a text content, not {json.dumps(entry, ensure_ascii=False)[:100]}")
+        role, content = entry.get("role"), entry["content"]
+        if role == "system" and not messages and system is None:
+            system = content
+        elif role == "user":
+            messages.append(user(content))
+        elif role == "assistant":
+            messages.append(assistant(content))
+        else:
+            raise BadRow(f"a message's role is system (first), user or assistant, not {role!r}")
+    conversation = Conversation(messages, system=system, tools=parse_tools(tools))
+    conversation.check_order()
+    if messages[-1].role != "user":
+        raise BadRow("the last message is from the assistant: there is nothing to answer")
+    return conversation
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes one JSON object a line; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,0 +1,116 @@
+"""From what the user says to token ids: plain continuation, a chat template of ours, or the tokenizer's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.data.conversation import Conversation
+from mindspeed_rl.data.encoding import TextEncoder
+from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
+from mindspeed_rl.data.tokenizer import set_eos_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_THOUGHT_MARKS = ("<think>", "</think>")
+
+
+class PromptFormat:
+    """How conversations become prompts, and which tokens end an answer.
+
+    Attributes:
+        name: of the template; None continues plain text.
+        stop_token_ids: the tokenizer's and the template's end tokens, those that generation_config.json names, and the user's.
+        thought_marks: what opens and closes a thought.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str | None,
+        *,
+        template_path: str | None = None,
+        thinking: Thinking = "none",
+        hf_folder: Path | None = None,
+        end_tokens: Sequence[str] = (),
+    ) -> None:
+        """Loads the template.
+
+        Args:
+            name: a template's name, "hf" for the tokenizer's own, None for plain text.
+            hf_folder: where generation_config.json may be.
+            end_tokens: additional tokens that end an answer.
+
+        Raises:
+            ValueError: unknown template, or an end token that the vocabulary does not hold.
+        """
+        self.name = name
+        self.tokenizer = tokenizer
+        self._thinking: Thinking = thinking
+        self._template: Template | HfTemplate | None = None
+        stops = {tokenizer.eos_token_id, *_generation_stops(hf_folder)}
+        marks = _THOUGHT_MARKS
+        if name is not None:
+            self._template = load_template(name, tokenizer, path=template_path)
+            if self._template.eos_token is not None:
+                set_eos_token(tokenizer, self._template.eos_token)
+                stops.add(tokenizer.eos_token_id)
+            if isinstance(self._template, Template) and self._template.can_think:
+                marks = self._template.thought_words
+        elif thinking != "none":
+            raise ValueError(f"--enable-thinking {thinking} needs a chat template: --prompt-type or --hf-chat-template")
+        self.thought_marks = (marks[0].strip(), marks[1].strip())
+        self._encoder = TextEncoder(tokenizer)
+        for token in end_tokens:
+            stops.add(self._encoder.special_id(Token(token)))
+        self.stop_token_ids = tuple(sorted(stops))
+
+    @property
+    def is_chat(self) -> bool:
+        """True when a template tells speakers apart."""
+        return self._template is not None
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
+        """Prompts whose next tokens are the answer.
+
+        Raises:
+            ValueError: a conversation needs a template and there is none, or the template cannot write it.
+        """
+        if self._template is None:
+            return [self._plain(conversation) for conversation in conversations]
+        renderings = [self._template.render(conversation, self._thinking) for conversation in conversations]
+        encoded = self._encoder.encode_renderings(renderings)
+        return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
+
+    def _plain(self, conversation: Conversation) -> list[int]:
+        if conversation.system or len(conversation.messages) != 1 or conversation.tools:
+            raise ValueError(
+                "a system prompt, tools or several messages need a chat template: --prompt-type NAME or --hf-chat-template"
+            )
+        return self.tokenizer(conversation.messages[0].content)["input_ids"]
+
+    def opens_thought(self, prompt_ids: list[int]) -> bool:
+        """True when the prompt ends inside a thought, so that the answer begins with it."""
+        tail = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
+        return tail.rstrip().endswith(self.thought_marks[0])
+
+
+def choose_template(tokenizer: PreTrainedTokenizerBase, prompt_type: str | None, hf_chat_template: bool) -> str | None:
+    """The template's name that --prompt-type and --hf-chat-template mean.
+
+    Raises:
+        ValueError: both are given, or the tokenizer has no template of its own.
+    """
+    if prompt_type is not None and hf_chat_template and prompt_type != HF_TEMPLATE:
+        raise ValueError(f"--prompt-type {prompt_type} and --hf-chat-template exclude each other")
+    return HF_TEMPLATE if hf_chat_template else prompt_type
+
+
+def _generation_stops(hf_folder: Path | None) -> list[int]:
+    """End tokens that generation_config.json names."""
+    path = None if hf_folder is None else hf_folder / "generation_config.json"
+    stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path is not None and path.is_file() else None
+    return [] if stops is None else stops if isinstance(stops, list) else [stops]
