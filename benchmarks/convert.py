@@ -218,10 +218,9 @@ def measure(folder: Path, workers: int, repeats: int) -> None:
     print(
         f"{size:.2f} GB of weights, median of {repeats}; `import torch` alone: {start.cpu_s:.1f} s, {start.peak_gib:.2f} GiB\n"
     )
-    print(
-        "| step | wall s | GB/s | cpu s | without start, s | that / cp's wall | peak GiB | peak / largest file | wall: mbridge / ours |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = ("step", "wall s", "GB/s", "cpu s", "without start, s", "that / cp's wall", "peak GiB", "peak / largest file")
+    print("|", " | ".join((*columns, "wall: mbridge / ours")), "|")
+    print("|---" * (len(columns) + 1), "|", sep="")
     for name, runs in found.items():
         own, peak = statistics.median(m.own_s for m in runs), max(m.peak_gib for m in runs)
         cpu = statistics.median(m.cpu_s for m in runs)

@@ -22,7 +22,7 @@ from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget
 from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.records import TensorRecord
-from mindspeed_rl.checkpoint.torch_file import SafeUnpickler, load_bytes, load_with_records, tensor_envelope
+from mindspeed_rl.checkpoint.torch_file import Inert, SafeUnpickler, load_bytes, load_with_records, tensor_envelope
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import distributed_name, names_to_try
@@ -56,6 +56,8 @@ class _MetadataUnpickler(SafeUnpickler):
             return _StorageInfo
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
+        if module.startswith("torch.distributed."):
+            return Inert  # Megatron also keeps the plans by which it saved
         return super().find_class(module, name)
 
 

@@ -1,0 +1,53 @@
+"""The weights of a Megatron checkpoint in any layout, tensor by tensor under their Hugging Face names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.jobs import Group
+from mindspeed_rl.checkpoint.mcore import MegatronFolder, iteration_folder
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.network import Network
+
+
+class MegatronTensors:
+    """A TensorSource over stored parameters; the one that was read last stays in memory, as its tensors are asked for together."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self._groups = {name: group for group in groups for name in group.hf}
+        self._last: dict[str, Tensor] = {}
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._last:
+            if name not in self._groups:
+                raise ValueError(f"the checkpoint has no weights for {name}.")
+            self._last = self._groups[name].load()
+        return self._last[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensor(name).shape)
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        tensor = self._tensor(name)
+        return tensor if stop is None else tensor.narrow(dim, start, stop - start)
+
+
+def open_megatron(
+    path: Path, architecture: Architecture, network: Network, iteration: int | None = None, *, loosely: bool = False
+) -> MegatronTensors:
+    """The weights of a checkpoint that Megatron, MindSpeed or `mindspeed-rl convert` wrote, per rank or `torch_dist`.
+
+    Args:
+        iteration: the newest when None.
+        loosely: parameters that the model does not have are skipped.
+
+    Raises:
+        ValueError: the checkpoint is incomplete, damaged, or of another model.
+    """
+    if (iteration_folder(path, iteration) / "metadata.json").is_file():
+        from mindspeed_rl.checkpoint.dist import DistFolder  # loads torch.distributed.checkpoint, which takes a second
+
+        return MegatronTensors(list(DistFolder(path, iteration).open(architecture, network, loosely).groups))
+    return MegatronTensors(list(MegatronFolder(path, iteration).open(architecture, network, loosely).groups))
