@@ -13,7 +13,7 @@ from mindspeed_rl.models.network import Network
 
 
 class MegatronTensors:
-    """A TensorSource over stored parameters; the one that was read last stays in memory, as its tensors are asked for together."""
+    """A TensorSource over stored parameters; the last one read stays in memory, as its tensors are asked for together."""
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups = {name: group for group in groups for name in group.hf}

@@ -68,7 +68,7 @@ class Role:
         if self.source.kind == "training" and not holds_base(self.source.weights):
             self._load_start(base_of(self.config, self.name))
         else:
-            self._load_start(self.source)
+            self._load_start(self.source, iteration)
         if steps_per_iteration is not None:
             self.engine.start_training(steps_per_iteration)
         if self.source.kind == "training":
@@ -76,7 +76,7 @@ class Role:
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
 
-    def _load_start(self, source: ModelSource) -> None:
+    def _load_start(self, source: ModelSource, iteration: int | None = None) -> None:
         """Weights of a source that holds nothing but weights."""
         if source.kind == "hf":
             folder = HfFolder(source.weights)
@@ -85,7 +85,9 @@ class Role:
         elif source.kind == "megatron":
             from mindspeed_rl.checkpoint.megatron_source import open_megatron
 
-            load_weights(self.model, open_megatron(source.weights, self.model.plan.architecture, self.model.plan.network))
+            plan, loosely = self.model.plan, self.config.load_checkpoint_loosely
+            tensors = open_megatron(source.weights, plan.architecture, plan.network, iteration, loosely=loosely)
+            load_weights(self.model, tensors)
 
     @property
     def dtype(self) -> torch.dtype:
