@@ -36,8 +36,8 @@ class ProfilerConfig:
     profile_with_cpu: bool = key(True, "record host activity")
     profile_with_npu: bool = key(True, "record device activity")
     profile_with_module: bool = key(False, "record Python call stacks")
-    profile_step_start: int = key(1, "first iteration that is recorded")
-    profile_step_end: int = key(2, "iteration before which recording ends")
+    profile_step_start: int = key(1, "first run of a phase that is recorded, counted from 1 at the start of the process")
+    profile_step_end: int = key(2, "run of a phase before which recording ends")
     profile_analysis: bool = key(False, "parse the trace as soon as it is written", only_on=("npu",))
     profile_ranks: Literal["all"] | list[int] = key("all", "ranks that record")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_rl.config.diagnostics import PROFILER_STAGES
+from mindspeed_rl.config.errors import unknown_value
+from mindspeed_rl.config.megatron import LORA_TARGETS
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.violation import Violation, broken
 
@@ -229,6 +232,47 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _profiler(cfg: RunConfig) -> Iterator[Violation]:
+    profiler = cfg.profiler_config.integrated
+    for stage in [profiler.stage] if isinstance(profiler.stage, str) else profiler.stage:
+        if stage not in PROFILER_STAGES:
+            yield broken(
+                "profiler_stage",
+                {"profiler_config.integrated.stage": profiler.stage},
+                unknown_value("profiler_config.integrated.stage", stage, PROFILER_STAGES),
+                {"profiler_config.integrated.stage": "all"},
+            )
+    if profiler.profile and not (profiler.profile_with_cpu or profiler.profile_with_npu):
+        yield broken(
+            "profiler_activity",
+            {"profiler_config.integrated.profile_with_cpu": False, "profiler_config.integrated.profile_with_npu": False},
+            "profiler_config.integrated.profile_with_cpu and profile_with_npu are both false: nothing would be recorded",
+            {"profiler_config.integrated.profile_with_cpu": True},
+        )
+
+
+def _adapters(cfg: RunConfig) -> Iterator[Violation]:
+    targets = cfg.actor_config.lora_target_modules or []
+    for name in targets:
+        if name not in LORA_TARGETS:
+            yield broken(
+                "lora_targets",
+                {"actor_config.lora_target_modules": targets},
+                unknown_value("actor_config.lora_target_modules", name, LORA_TARGETS),
+                {"actor_config.lora_target_modules": list(LORA_TARGETS)},
+            )
+    rl = cfg.rl_config
+    if rl is not None and not cfg.is_supervised and rl.share_backbone and rl.sync_ref_model:
+        yield broken(
+            "share_backbone_sync",
+            {"rl_config.share_backbone": True, "rl_config.sync_ref_model": True},
+            "rl_config.share_backbone and rl_config.sync_ref_model exclude each other: the reference is the frozen base of the "
+            "adapters and cannot follow the actor",
+            {"rl_config.sync_ref_model": False},
+            {"rl_config.share_backbone": False},
+        )
+
+
 # key: (smallest value, largest value, whether the smallest is excluded); None is open.
 _RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "rl_config.epochs": (1, None, False),
@@ -265,6 +309,7 @@ _RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "actor_config.lr_warmup_fraction": (0, 1, False),
     "actor_config.loss_chunk_size": (1, None, False),
     "actor_config.lora_r": (1, None, False),
+    "actor_config.lora_dropout": (0, 1, False),
     "actor_config.dpo_label_smoothing": (0, 0.5, False),
     "actor_config.dpo_beta": (0, None, True),
 }
@@ -287,4 +332,4 @@ def _ranges(cfg: RunConfig) -> Iterator[Violation]:
             yield broken("range", {key: value}, f"{key} ({value:g}) must be {' and '.join(bounds)}", *mended)
 
 
-RUN_RULES = (_stage, _number_format, _lengths, _packing, _roles, _rollout_modes, _ranges)
+RUN_RULES = (_stage, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)

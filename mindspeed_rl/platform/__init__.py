@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from mindspeed_rl.platform.base import MemoryStats, Platform
+from mindspeed_rl.platform.base import MemoryStats, Platform, ProfileSettings
 
 #: name -> module and class; modules are imported only when chosen, so that no process needs another kind's packages
 PLATFORMS: dict[str, tuple[str, str]] = {
@@ -43,7 +43,9 @@ def select(name: str = "auto") -> Platform:
     chosen = detect() if name == "auto" else name
     cls = platform_class(chosen)
     if not cls.is_available():
-        raise ValueError(f"platform: '{chosen}' was asked for, but no such device is usable in this process (found: {detect()}).")
+        raise ValueError(
+            f"platform: '{chosen}' was asked for, but no such device is usable in this process (found: {detect()})."
+        )
     if _current is None or _current.name != chosen:
         _current = cls()
     return _current

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -18,6 +18,35 @@ class MemoryStats:
     allocated_gib: float
     reserved_gib: float
     peak_gib: float
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What a profile records; what a device cannot record is left out.
+
+    Attributes:
+        host, device: activity on either side.
+        memory: allocations.
+        shapes: input shapes of operators.
+        stacks: Python call stacks.
+        level: depth of device counters.
+        marks_only: light marks instead of a full trace of the device.
+        export: file kind of the parsed trace.
+        analyse: parse the trace as soon as it is written.
+    """
+
+    host: bool = True
+    device: bool = True
+    memory: bool = False
+    shapes: bool = False
+    stacks: bool = False
+    level: Literal["none", "0", "1", "2"] = "0"
+    marks_only: bool = False
+    export: Literal["text", "db"] = "text"
+    analyse: bool = False
+
+
+DEFAULT_PROFILE = ProfileSettings()
 
 
 class Platform(ABC):
@@ -107,10 +136,25 @@ class Platform(ABC):
         """Index of the device Ray assigned, in this process' own numbering."""
         return 0
 
+    def profiler_activities(self, settings: ProfileSettings) -> list[Any]:
+        """What of it torch's own profiler can record."""
+        return [torch.profiler.ProfilerActivity.CPU] if settings.host else []
+
     @contextlib.contextmanager
-    def profile(self, directory: str, **settings: Any) -> Iterator[Any]:
-        """Profiles the block and writes a trace below `directory`."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        handler = torch.profiler.tensorboard_trace_handler(directory)
-        with torch.profiler.profile(activities=activities, on_trace_ready=handler, **settings) as profiler:
+    def profile(self, directory: str, settings: ProfileSettings = DEFAULT_PROFILE) -> Iterator[Any]:
+        """Profiles the block and writes a trace below `directory`.
+
+        Raises:
+            ValueError: there is nothing to record.
+        """
+        activities = self.profiler_activities(settings)
+        if not activities:
+            raise ValueError(f"profiler: neither host nor device activity of {self.name} is to be recorded.")
+        with torch.profiler.profile(
+            activities=activities,
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
+            record_shapes=settings.shapes,
+            profile_memory=settings.memory,
+            with_stack=settings.stacks,
+        ) as profiler:
             yield profiler

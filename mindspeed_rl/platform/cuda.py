@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from mindspeed_rl.platform.base import MemoryStats, Platform
+from mindspeed_rl.platform.base import MemoryStats, Platform, ProfileSettings
 
 _GIB = float(1 << 30)
 
@@ -26,6 +28,10 @@ class CudaPlatform(Platform):
 
     def device(self, index: int = 0) -> torch.device:
         return torch.device("cuda", index)
+
+    def profiler_activities(self, settings: ProfileSettings) -> list[Any]:
+        host = super().profiler_activities(settings)
+        return host + [torch.profiler.ProfilerActivity.CUDA] if settings.device else host
 
     def current_device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())

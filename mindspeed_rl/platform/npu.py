@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.platform.base import MemoryStats, Platform
+from mindspeed_rl.platform.base import DEFAULT_PROFILE, MemoryStats, Platform, ProfileSettings
 
 _GIB = float(1 << 30)
 
@@ -131,21 +131,31 @@ class NpuPlatform(Platform):
         return order.index(assigned[0])
 
     @contextlib.contextmanager
-    def profile(self, directory: str, **settings: Any) -> Iterator[Any]:
+    def profile(self, directory: str, settings: ProfileSettings = DEFAULT_PROFILE) -> Iterator[Any]:
         """Profiles the block with torch_npu's profiler and writes a trace below `directory`.
 
-        Args:
-            settings: `level` ("none", "0", "1", "2": how much the device records), `analyse` (True parses the trace at the
-                end, which takes minutes; `torch_npu.profiler.profiler.analyse` does it later) and the keyword arguments
-                of `torch_npu.profiler.profile`.
+        Parsing the trace at once (`analyse`) takes minutes; `torch_npu.profiler.profiler.analyse` does it later.
+
+        Raises:
+            ValueError: there is nothing to record.
         """
         from torch_npu import profiler
 
-        level = f"Level{settings.pop('level', '0')}".replace("Levelnone", "Level_none")
-        handler = profiler.tensorboard_trace_handler(directory, analyse_flag=settings.pop("analyse", False))
-        settings.setdefault("activities", [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU])
-        settings.setdefault(
-            "experimental_config", profiler._ExperimentalConfig(profiler_level=getattr(profiler.ProfilerLevel, level))
-        )
-        with profiler.profile(on_trace_ready=handler, **settings) as session:
+        activities = [profiler.ProfilerActivity.CPU] if settings.host else []
+        activities += [profiler.ProfilerActivity.NPU] if settings.device else []
+        if not activities:
+            raise ValueError("profiler: neither host nor device activity is to be recorded.")
+        level = "Level_none" if settings.marks_only or settings.level == "none" else f"Level{settings.level}"
+        with profiler.profile(
+            activities=activities,
+            on_trace_ready=profiler.tensorboard_trace_handler(directory, analyse_flag=settings.analyse),
+            record_shapes=settings.shapes,
+            profile_memory=settings.memory,
+            with_stack=settings.stacks,
+            experimental_config=profiler._ExperimentalConfig(
+                profiler_level=getattr(profiler.ProfilerLevel, level),
+                mstx=settings.marks_only,
+                export_type=getattr(profiler.ExportType, settings.export.capitalize()),
+            ),
+        ) as session:
             yield session

@@ -55,7 +55,8 @@ class IntegratedWorker(Worker):
 
     def generate(self, iteration: int) -> WorkerReport:
         """All rows of the iteration have a response."""
-        return self._report(self.phases.generate(iteration))
+        with self.profiler("actor_generate"):
+            return self._report(self.phases.generate(iteration))
 
     def finish_rollout(self) -> WorkerReport:
         """Nothing more is generated in this iteration; the engine's memory belongs to training."""
@@ -75,19 +76,23 @@ class IntegratedWorker(Worker):
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """The first `count` rows have this role's log-probs."""
-        return self._report(self.phases.compute_log_probs(role, count))
+        with self.profiler("actor_compute_log_prob" if role == "actor" else "reference_compute_log_prob"):
+            return self._report(self.phases.compute_log_probs(role, count))
 
     def compute_values(self, count: int) -> WorkerReport:
         """The first `count` rows have the critic's values."""
-        return self._report(self.phases.compute_values(count))
+        with self.profiler("critic_compute_values"):
+            return self._report(self.phases.compute_values(count))
 
     def update_actor(self, order: UpdateOrder) -> WorkerReport:
         """The actor made all optimizer steps of the iteration."""
-        return self._report(self.phases.update_actor(order))
+        with self.profiler("actor_update"):
+            return self._report(self.phases.update_actor(order))
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
         """The critic made all its steps of the iteration."""
-        return self._report(self.phases.update_critic(steps))
+        with self.profiler("critic_update"):
+            return self._report(self.phases.update_critic(steps))
 
     def sync_reference(self, alpha: float) -> WorkerReport:
         """The reference moved towards the actor: ref = alpha * actor + (1 - alpha) * ref."""

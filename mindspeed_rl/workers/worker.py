@@ -7,11 +7,14 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ray
+
 from mindspeed_rl import platform
 from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
+from mindspeed_rl.workers.profiling import PhaseProfiler
 
 
 @dataclass
@@ -20,6 +23,17 @@ class WorkerReport:
 
     metrics: Metrics = field(default_factory=Metrics)
     intervals: list[Interval] = field(default_factory=list)
+
+
+def _device_index(platform_name: str, local_rank: int) -> int:
+    """Number of this worker's device in its process: the one Ray assigned, where devices are a Ray resource.
+
+    Ranks are counted from 0 on each node, but another job may hold the first devices.
+    """
+    chosen = platform.select(platform_name)
+    if chosen.ray_resource is None:
+        return local_rank
+    return chosen.device_id_for_ray(ray.get_runtime_context().get_accelerator_ids().get(chosen.ray_resource, []))
 
 
 class Worker:
@@ -34,10 +48,12 @@ class Worker:
         self.rank = rank
         self.run_dir = Path(run_dir)
         self.timers = Timers(worker=f"rank {rank}")
+        self.profiler = PhaseProfiler(cfg.profiler_config.integrated, self.run_dir, rank)
 
     def address(self) -> tuple[str, int]:
         """This host's address and a free port on it, for the rendezvous of all ranks."""
-        host = "127.0.0.1" if self.plan.num_nodes == 1 else socket.gethostbyname(socket.gethostname())
+        # not gethostbyname: on many machines a host's own name resolves to 127.0.1.1
+        host = "127.0.0.1" if self.plan.num_nodes == 1 else ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
@@ -59,7 +75,7 @@ class Worker:
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.plan.world_size),
-            LOCAL_RANK=str(local_rank),
+            LOCAL_RANK=str(_device_index(self.cfg.platform, local_rank)),
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
         )

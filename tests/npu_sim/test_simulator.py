@@ -13,6 +13,7 @@ import torch
 import torch_npu
 
 from mindspeed_rl import platform
+from mindspeed_rl.platform import ProfileSettings
 from mindspeed_rl.platform.npu import NpuPlatform
 
 
@@ -94,7 +95,7 @@ def test_memory_beyond_the_devices_is_an_out_of_memory_error() -> None:
 
 
 def test_the_profiler_runs_through_the_platform(tmp_path: Path) -> None:
-    with NpuPlatform().profile(str(tmp_path), record_shapes=True) as session:
+    with NpuPlatform().profile(str(tmp_path), ProfileSettings(shapes=True, level="1", export="db")) as session:
         torch.ones(3, device="npu") + 1
         session.step()
     assert any(tmp_path.rglob("*")), "the profiler wrote nothing"

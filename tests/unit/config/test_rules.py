@@ -36,6 +36,23 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
     ({"ref_config": {"lr": 1.0}}, "integrated_reference", ["ref_config", "integrated_mode_config.ref_model_load_path"]),
     ({R: {"reward_resource": {"num_npus": 8}}}, "reward_group", ["reward_resource", "reward_config"]),
     ({R: {"share_backbone": True}}, "share_backbone_lora", ["share_backbone", "lora_target_modules"]),
+    (
+        {R: {"share_backbone": True, "sync_ref_model": True}, M: {"lora_target_modules": ["linear_qkv"]}},
+        "share_backbone_sync",
+        ["share_backbone", "sync_ref_model", "frozen base"],
+    ),
+    ({M: {"lora_target_modules": ["linear_qvk"]}}, "lora_targets", ["'linear_qvk'", "linear_fc2", "did you mean 'linear_qkv'"]),
+    ({M: {"lora_dropout": 1.5}}, "range", ["lora_dropout (1.5)", "at most 1"]),
+    (
+        {"profiler_config": {"integrated": {"stage": ["actor_update", "actor_generat"]}}},
+        "profiler_stage",
+        ["'actor_generat'", "did you mean 'actor_generate'"],
+    ),
+    (
+        {"profiler_config": {"integrated": {"profile": True, "profile_with_cpu": False, "profile_with_npu": False}}},
+        "profiler_activity",
+        ["nothing would be recorded"],
+    ),
     ({R: {"adv_estimator": "gae"}}, "critic_group", ["gae", "critic_config"]),
     ({R: {"verifier_weight": [1.0, 2.0]}}, "one_weight_each", ["1 entries", "2 entries"]),
     ({R: {"rule_reward": False}}, "some_reward", ["rule_reward"]),

@@ -1,0 +1,63 @@
+"""Which phases of which ranks leave a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from mindspeed_rl import platform
+from mindspeed_rl.config import ProfilerConfig
+from mindspeed_rl.workers.profiling import PhaseProfiler
+
+
+def traces(folder: Path) -> set[str]:
+    """Folders with a trace, below `folder`."""
+    return {str(path.parent.relative_to(folder)) for path in folder.rglob("*.json")}
+
+
+def run(config: ProfilerConfig, folder: Path, rank: int = 0) -> set[str]:
+    """What four iterations of two phases leave."""
+    platform.select("cpu")
+    profiler = PhaseProfiler(config, folder, rank)
+    for _ in range(4):
+        for phase in ("actor_generate", "actor_update"):
+            with profiler(phase):
+                torch.ones(3).sum()
+    return traces(folder)
+
+
+def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
+    assert run(ProfilerConfig(stage="all"), tmp_path) == set()
+
+
+def test_a_named_phase_is_recorded_in_the_named_runs(tmp_path: Path) -> None:
+    config = ProfilerConfig(profile=True, stage="actor_update", profile_step_start=2, profile_step_end=4)
+    assert run(config, tmp_path) == {"profile/actor_update_2/rank_0", "profile/actor_update_3/rank_0"}
+
+
+def test_all_phases_and_lists_of_phases(tmp_path: Path) -> None:
+    first = {"profile/actor_generate_1/rank_0", "profile/actor_update_1/rank_0"}
+    assert run(ProfilerConfig(profile=True), tmp_path / "all") == first
+    phases = ["actor_generate", "critic_update"]
+    assert run(ProfilerConfig(profile=True, stage=phases), tmp_path / "list") == {"profile/actor_generate_1/rank_0"}
+
+
+def test_only_the_named_ranks_record(tmp_path: Path) -> None:
+    config = ProfilerConfig(profile=True, stage="actor_update", profile_ranks=[1, 3])
+    assert run(config, tmp_path, rank=0) == set()
+    assert run(config, tmp_path, rank=3) == {"profile/actor_update_1/rank_3"}
+
+
+def test_a_trace_goes_where_the_run_file_says_and_has_what_it_asks_for(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    config = ProfilerConfig(
+        profile=True, stage="actor_update", profile_save_path=str(target), profile_record_shapes=True, profile_with_memory=True
+    )
+    assert run(config, tmp_path / "run") == set()
+    (trace,) = target.rglob("*.json")
+    assert trace.parent == target / "actor_update_1" / "rank_0"
+    content = json.loads(trace.read_text())
+    assert content["record_shapes"] == 1
+    assert any("sum" in event["name"] for event in content["traceEvents"])
