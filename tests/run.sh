@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [pytest arguments]
 #
-# --all runs the tests marked slow too. Paths among the pytest arguments replace the default ones.
+# --all runs the tests marked slow and those on the simulated NPU too. Paths among the pytest arguments replace the default ones.
 # VENV_DIR=... uses another environment than .venv.
 set -euo pipefail
 
@@ -21,7 +21,9 @@ for argument in "$@"; do
         arguments+=("$argument")
     fi
 done
+whole=no
 if [[ ${#paths[@]} -eq 0 ]]; then
+    whole=yes
     for folder in tests/unit tests/dist tests/e2e; do
         [[ -d "$folder" ]] && paths+=("$folder")
     done
@@ -38,4 +40,8 @@ status=0
 [[ $status -eq 0 ]] || echo "tests/run.sh: the linters found faults (see above); the result is a failure whatever the tests say." >&2
 
 "$venv/bin/python" -m pytest "${select[@]}" ${arguments[@]+"${arguments[@]}"} "${paths[@]}" || status=$?
+# The simulated NPU has an environment of its own (x86_64 only).
+if [[ ${#select[@]} -eq 0 && "$whole" == yes && "$(uname -m)" == x86_64 ]]; then
+    bash tests/npu_sim/run.sh || status=$?
+fi
 exit "$status"

@@ -28,4 +28,8 @@ export TASK_QUEUE_ENABLE=0 NPU_SIM_DEVICES="${NPU_SIM_DEVICES:-8}" CUDA_DEVICE_M
 if [[ "${1:-}" == "--shell" ]]; then
     exec "${SHELL:-bash}"
 fi
-exec "$python" -m pytest -p no:cacheprovider "$here" -q "$@"
+paths=("$here")
+for argument in "$@"; do  # files or folders among the arguments replace the whole suite
+    if [[ "$argument" != -* && -e "${argument%%::*}" ]]; then paths=(); fi
+done
+exec "$python" -m pytest -p no:cacheprovider -q ${paths[@]+"${paths[@]}"} "$@"
