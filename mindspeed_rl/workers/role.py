@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, dtype_keys, read_json
+from mindspeed_rl.checkpoint.source import as_reward_config
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
@@ -129,7 +130,10 @@ class Role:
             save_peft(self.model, lora, folder, str(self.source.hf_folder))
             return
         if dist.get_rank() == 0:
-            changes = dtype_keys(read_json(self.source.hf_folder / "config.json"), self.dtype)
+            config = read_json(self.source.hf_folder / "config.json")
+            changes = dtype_keys(config, self.dtype)
+            if self.model.plan.network.head == "reward":  # transformers finds the scored token by the padding behind it
+                changes = {**as_reward_config(config), **changes, "pad_token_id": self.engine.shape.pad_id}
             with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:
                 writer.add_all(self.stream.named_tensors())
         else:
