@@ -1,0 +1,193 @@
+"""`mindspeed-rl evaluate`: scores of a model on benchmark data that lies on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.cli.inference_options import (
+    Parser,
+    Session,
+    add_model_options,
+    add_prompt_options,
+    add_sampling_options,
+    check_common,
+    needed_length,
+    open_session,
+    run_command,
+    running_engine,
+    say,
+)
+
+if TYPE_CHECKING:
+    from mindspeed_rl.inference.evaluation import EvaluationSettings, PreparedTask, TaskScore
+    from mindspeed_rl.inference.tasks.base import Task
+
+_DESCRIPTION = "Score a model on benchmarks. Data is read from local paths only; a task that fails makes the exit status 1."
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    from mindspeed_rl.inference.tasks import TASKS
+
+    parser = Parser(prog="mindspeed-rl evaluate", description=_DESCRIPTION, allow_abbrev=False)
+    group = parser.add_argument_group("tasks")
+    add = group.add_argument
+    add("--task", nargs="+", required=True, metavar="TASK", help=", ".join(TASKS))
+    add("--task-data-path", nargs="+", type=Path, required=True, help="file or folder of each task, in the order of --task")
+    add("--max-eval-samples", type=int, help="most questions of a task, spread over its subjects")
+    add("--num-shots", type=int, help="worked examples before each question; default: the task's usual number")
+    add("--chain-of-thought", action="store_true", help="multiple choice: reason before answering")
+    add("--num-return", type=int, default=1, help="answers to each question; the score is their mean")
+    add("--scorer", help="reward function in place of the task's own; jsonl needs one")
+    add("--input-key", help="jsonl: column of the prompt")
+    add("--label-key", help="jsonl: column of the label")
+    add("--output", type=Path, help="JSON file for all numbers")
+    add("--answers", type=Path, help="JSON lines file for every prompt, answer and verdict")
+    add("--greedy", action="store_true", help="the most likely answer (the default without --temperature)")
+    add("--no-chat-template", action="store_true", help="continue plain text (the default without --prompt-type)")
+    add("--eval-language", choices=("en", "zh"), help=argparse.SUPPRESS)
+    add_sampling_options(parser, max_new_tokens=None)
+    add_prompt_options(parser)
+    add_model_options(parser)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    check_common(args)
+    if len(args.task) != len(args.task_data_path):
+        raise ValueError(f"{len(args.task)} tasks need as many --task-data-path, not {len(args.task_data_path)}")
+    if len(set(args.task)) < len(args.task):
+        raise ValueError("--task names a task twice")
+    if args.max_eval_samples is not None and args.max_eval_samples < 1:
+        raise ValueError(f"--max-eval-samples is {args.max_eval_samples}; it must be at least 1")
+    if args.no_chat_template and (args.hf_chat_template or args.prompt_type):
+        raise ValueError("--no-chat-template contradicts --hf-chat-template and --prompt-type")
+    if args.eval_language is not None:
+        say("note: --eval-language has no effect: a task asks in the language of its data")
+    drawn = any(value is not None for value in (args.top_k, args.top_p, args.min_p)) or bool(args.temperature)
+    if args.greedy and drawn:
+        raise ValueError("--greedy draws nothing: drop --temperature, --top-k, --top-p and --min-p")
+    if args.num_return < 1 or (args.num_return > 1 and not args.temperature):
+        raise ValueError(f"--num-return {args.num_return}: several answers need a --temperature above 0")
+    if drawn and not args.temperature:
+        raise ValueError("--top-k, --top-p and --min-p need a --temperature above 0")
+
+
+def _open_tasks(args: argparse.Namespace) -> list[Task]:
+    from mindspeed_rl.inference.tasks import task_class
+    from mindspeed_rl.inference.tasks.base import TaskOptions
+
+    classes = [task_class(name) for name in args.task]
+    options = TaskOptions(
+        num_shots=args.num_shots,
+        chain_of_thought=args.chain_of_thought,
+        scorer=args.scorer,
+        max_new_tokens=args.max_new_tokens,
+        prompt_key=args.input_key,
+        label_key=args.label_key,
+    )
+    return [kind(path.expanduser(), options) for kind, path in zip(classes, args.task_data_path)]
+
+
+def _settings(args: argparse.Namespace, session: Session) -> EvaluationSettings:
+    from mindspeed_rl.inference.evaluation import EvaluationSettings
+    from mindspeed_rl.rollout.records import Sampling
+
+    sampling = Sampling(
+        temperature=args.temperature or 0.0,
+        max_tokens=args.max_new_tokens or 1,
+        stop_token_ids=session.prompt_format.stop_token_ids,
+        top_p=1.0 if args.top_p is None else args.top_p,
+        top_k=-1 if args.top_k is None else args.top_k,
+        min_p=args.min_p or 0.0,
+    )
+    return EvaluationSettings(
+        sampling, args.max_length or session.max_position, args.num_return, args.max_eval_samples, args.seed
+    )
+
+
+def _evaluate(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    _check(args)
+    tasks = _open_tasks(args)
+    session = open_session(args)
+    from dataclasses import replace
+
+    from mindspeed_rl.inference.evaluation import prepare, run_task, summary_table
+    from mindspeed_rl.inference.generation import write_jsonl
+
+    settings = _settings(args, session)
+    failures: dict[str, str] = {}
+    prepared: list[PreparedTask] = []
+    for task in tasks:
+        try:
+            prepared.append(prepare(task, session.prompt_format, settings))
+        except (ValueError, OSError) as error:
+            _note_failure(failures, task.name, error)
+    scores: list[TaskScore] = []
+    answers: list[dict[str, Any]] = []
+    if prepared:
+        length = max(needed_length(session, each.longest_prompt, each.max_new_tokens) for each in prepared)
+        with running_engine(session, max_model_len=length) as engine:
+            for each in prepared:
+                try:
+                    score, records = run_task(engine, each, session.prompt_format, replace(settings, max_model_len=length))
+                except (ValueError, RuntimeError, OSError) as error:
+                    _note_failure(failures, each.task.name, error)
+                    continue
+                scores.append(score)
+                answers += records
+                _show_details(score)
+    print(summary_table(scores, failures), flush=True)
+    if args.output is not None:
+        _write_json(args.output, session, scores, failures)
+    if args.answers is not None:
+        write_jsonl(args.answers, answers)
+        say(f"wrote {len(answers)} answers to {args.answers}")
+    return 1 if failures else 0
+
+
+def _note_failure(failures: dict[str, str], name: str, error: Exception) -> None:
+    failures[name] = f"{error}".removeprefix(f"{name}: ")
+    say(f"error: {name}: {failures[name]}")
+
+
+def _show_details(score: TaskScore) -> None:
+    from mindspeed_rl.inference.evaluation import group_table
+
+    if len(score.groups) > 1:
+        print(f"{score.task} by subject\n{group_table(score)}\n", flush=True)
+    if score.total > score.num_questions:
+        say(f"{score.task}: {score.solved} of {score.num_questions} questions have a right answer among theirs")
+    if score.dropped_shots:
+        say(f"note: {score.task}: {score.dropped_shots} examples were left out because prompts were too long")
+    if score.unscored:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in score.unscored.items())
+        say(f"note: {score.task}: answers that the scorer could not score count as wrong: {reasons}")
+    for text in score.notes:
+        say(f"note: {score.task}: {text}")
+
+
+def _write_json(path: Path, session: Session, scores: list[TaskScore], failures: dict[str, str]) -> None:
+    content = {
+        "model": session.model.describe(),
+        "prompt_type": session.prompt_format.name,
+        "dtype": session.settings.dtype
+        if session.settings.dtype != "auto"
+        else str(session.model.dtype).removeprefix("torch."),
+        "seed": session.args.seed,
+        "temperature": session.args.temperature or 0.0,
+        "tasks": {score.task: score.record() for score in scores},
+        "failed": failures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    say(f"wrote {path}")
+
+
+def main(argv: list[str]) -> int:
+    """Evaluates; returns 0, 1 when a task failed, 2 for a wrong option or file, 130 after Ctrl-C."""
+    return run_command(_evaluate, argv)

@@ -1,0 +1,332 @@
+"""Runs benchmarks on an engine: prompts, answers, scores, and a table that says everything that was counted."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mindspeed_rl.inference.generation import decode
+from mindspeed_rl.inference.prompts import PromptFormat
+from mindspeed_rl.inference.records import Answer, Engine, Request, collect
+from mindspeed_rl.inference.tasks.base import Question, Task
+from mindspeed_rl.inference.text_stream import cut_at, split_thought
+from mindspeed_rl.rewards.pool import RewardPool
+from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.seeds import sample_seed
+
+_SCORING_LIMIT_S = 30.0
+_MOST_SCORING_WORKERS = 4
+
+
+class TaskFailed(RuntimeError):
+    """A task has no score; the message says why."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What holds for all tasks.
+
+    Attributes:
+        sampling: temperature and cut-offs; its max_tokens is each task's own.
+        num_return: answers to each question; the score is the mean over all of them.
+        max_samples: most questions of a task, spread over its subjects; None takes all.
+        max_model_len: most tokens of prompt and answer.
+    """
+
+    sampling: Sampling
+    max_model_len: int
+    num_return: int = 1
+    max_samples: int | None = None
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
+class PreparedTask:
+    """A task whose prompts fit the model.
+
+    Attributes:
+        prompts: tokens of each question.
+        dropped_shots: examples that were left out because prompts were too long.
+    """
+
+    task: Task
+    questions: list[Question]
+    prompts: list[list[int]]
+    allowed: list[dict[int, str]]
+    dropped_shots: int
+
+    @property
+    def max_new_tokens(self) -> int:
+        """1 where the answer is read from the first token."""
+        return 1 if all(self.allowed) else self.task.max_new_tokens
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(map(len, self.prompts))
+
+
+@dataclass
+class TaskScore:
+    """What came out of a task.
+
+    Attributes:
+        right, total: answers.
+        groups: subject -> [right, total].
+        solved: questions with at least one right answer, of `num_questions`.
+        unscored: answers that the scorer could not score (counted as wrong), by reason.
+        cut_off: answers that the token limit ended.
+        notes: what scorers say besides, such as missing isolation of the sandbox.
+    """
+
+    task: str
+    right: int = 0
+    total: int = 0
+    num_questions: int = 0
+    solved: int = 0
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    unscored: dict[str, int] = field(default_factory=dict)
+    cut_off: int = 0
+    dropped_shots: int = 0
+    num_shots: int = 0
+    tokens: int = 0
+    generate_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        """Right answers among all."""
+        return self.right / self.total
+
+    @property
+    def group_mean(self) -> float:
+        """Mean of the subjects' accuracies."""
+        return sum(right / total for right, total in self.groups.values()) / len(self.groups)
+
+    def record(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        groups = {
+            name: {"accuracy": right / total, "right": right, "total": total} for name, (right, total) in self.groups.items()
+        }
+        return {"accuracy": self.accuracy, "group_mean": self.group_mean, **asdict(self), "groups": groups}
+
+
+def prepare(task: Task, prompt_format: PromptFormat, settings: EvaluationSettings) -> PreparedTask:
+    """Reads the task's data and makes its prompts; examples are left out, first ones first, where a prompt is too long.
+
+    Raises:
+        ValueError: the data is not as the task needs it, or a prompt is too long even without examples.
+    """
+    questions = _chosen(task.questions(), settings.max_samples)
+    if not questions:
+        raise ValueError(f"{task.name}: {task.path} has no questions")
+    room = settings.max_model_len - (1 if all(question.choices for question in questions) else task.max_new_tokens)
+    chat = prompt_format.is_chat
+    prompts = prompt_format.encode([question.as_conversation(chat=chat) for question in questions])
+    dropped = 0
+    for row, question in enumerate(questions):
+        left = len(question.shots)
+        while len(prompts[row]) > room and left:
+            left, dropped = left - 1, dropped + 1
+            prompts[row] = prompt_format.encode([question.as_conversation(chat=chat, num_shots=left)])[0]
+        if len(prompts[row]) > room:
+            raise ValueError(
+                f"{task.name}: a question has {len(prompts[row])} tokens; {max(room, 0)} fit beside the answer in "
+                f"{settings.max_model_len} (--max-length, --max-new-tokens)"
+            )
+    first_tokens: dict[tuple[str, ...], dict[int, str]] = {}
+    for question in questions:
+        if question.choices and question.choices not in first_tokens:
+            first_tokens[question.choices] = choice_tokens(prompt_format, question.choices)
+    allowed = [first_tokens.get(question.choices, {}) for question in questions]
+    return PreparedTask(task, questions, prompts, allowed, dropped)
+
+
+def _chosen(questions: list[Question], count: int | None) -> list[Question]:
+    """The first questions of every subject in turn, `count` in all, in their own order."""
+    if count is None or count >= len(questions):
+        return questions
+    groups: dict[str, list[int]] = {}
+    for row, question in enumerate(questions):
+        groups.setdefault(question.group, []).append(row)
+    depth = max(map(len, groups.values()))
+    turns = [rows[place] for place in range(depth) for rows in groups.values() if place < len(rows)]
+    return [questions[row] for row in sorted(turns[:count])]
+
+
+def choice_tokens(prompt_format: PromptFormat, choices: Sequence[str]) -> dict[int, str]:
+    """First token -> choice, with and without a blank before the word, where these tell all choices apart.
+
+    Raises:
+        ValueError: the tokenizer begins two choices with the same token.
+    """
+    found: dict[int, str] = {}
+    for blank in (" ", ""):
+        firsts = [prompt_format.tokenizer(f"{blank}{choice}", add_special_tokens=False)["input_ids"][0] for choice in choices]
+        if len(set(firsts)) == len(choices):
+            found |= dict(zip(firsts, choices))
+    if not found:
+        raise ValueError(
+            f"the tokenizer begins {' and '.join(choices)} with the same token; --chain-of-thought reads whole answers"
+        )
+    return found
+
+
+def run_task(
+    engine: Engine, prepared: PreparedTask, prompt_format: PromptFormat, settings: EvaluationSettings
+) -> tuple[TaskScore, list[dict[str, Any]]]:
+    """The score, and one record for each answer.
+
+    Raises:
+        TaskFailed: no answer could be scored.
+    """
+    task = prepared.task
+    num_return = 1 if all(prepared.allowed) else settings.num_return
+    requests = [
+        Request(
+            prompt,
+            seed=sample_seed(settings.seed, 0, row, sample),
+            allowed_ids=tuple(allowed),
+            max_tokens=1 if allowed else min(task.max_new_tokens, settings.max_model_len - len(prompt)),
+        )
+        for row, (prompt, allowed) in enumerate(zip(prepared.prompts, prepared.allowed))
+        for sample in range(num_return)
+    ]
+    stops = () if prompt_format.is_chat else task.stop_strings
+    # the first token of a choice is the most likely one, however other answers are drawn
+    greedy = Sampling(0.0, task.max_new_tokens, () if all(prepared.allowed) else prompt_format.stop_token_ids)
+    start = time.perf_counter()
+    answers = collect(engine.stream(requests, greedy if all(prepared.allowed) else settings.sampling, stops), len(requests))
+    seconds = time.perf_counter() - start
+    score = TaskScore(
+        task.name,
+        num_questions=len(prepared.questions),
+        dropped_shots=prepared.dropped_shots,
+        num_shots=task.num_shots,
+        tokens=sum(len(answer.token_ids) for answer in answers),
+        generate_s=seconds,
+    )
+    records = [_record(prepared, prompt_format, row // num_return, answer, stops) for row, answer in enumerate(answers)]
+    _score(prepared, score, records)
+    _count(score, records, num_return)
+    return score, records
+
+
+def _record(
+    prepared: PreparedTask, prompt_format: PromptFormat, row: int, answer: Answer, stops: Sequence[str]
+) -> dict[str, Any]:
+    """An answer beside its question; `right` is filled in by the scoring."""
+    question, allowed = prepared.questions[row], prepared.allowed[row]
+    common = {
+        "task": prepared.task.name,
+        "group": question.group,
+        "index": row,
+        "prompt": prompt_format.tokenizer.decode(prepared.prompts[row], skip_special_tokens=False),
+        "label": question.label,
+        "response_tokens": len(answer.token_ids),
+    }
+    if allowed:
+        return {**common, "response": allowed[answer.token_ids[0]], "finish_reason": "stop"}
+    thinking = prompt_format.opens_thought(prepared.prompts[row])
+    text = cut_at(decode(prompt_format, answer.token_ids), stops)
+    thought, text = split_thought(text, prompt_format.thought_marks, thinking=thinking)
+    return {**common, **({"thought": thought} if thought else {}), "response": text, "finish_reason": answer.finish}
+
+
+def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any]]) -> None:
+    """Sets `right` (and `error`) of every record."""
+    open_records = []
+    for record in records:
+        if prepared.allowed[record["index"]]:
+            record["right"] = record["response"] == prepared.questions[record["index"]].label
+        else:
+            open_records.append(record)
+    if not open_records:
+        return
+    task = prepared.task
+    samples = [_sample(prepared, record) for record in open_records]
+    workers = min(_MOST_SCORING_WORKERS, os.cpu_count() or 1, len(samples))
+    settings = RewardSettings(
+        max_tokens=max(task.max_new_tokens, 1),
+        reward_timeout_s=_SCORING_LIMIT_S,
+        num_reward_workers=workers,
+        reward_failure_limit=1.0,
+    )
+    with RewardPool([task.scorer], settings=settings) as pool:
+        results = pool.score(samples)
+    notes: dict[str, None] = {}
+    for record, result in zip(open_records, results):
+        record["right"] = result.parts.get(task.scorer, 0.0) >= 1.0
+        if result.failed:
+            score.unscored[result.state] = score.unscored.get(result.state, 0) + 1
+            record["error"] = result.error
+        notes |= {f"{name.rpartition('/')[2]}: {text}": None for name, text in result.notes.items()}
+    score.notes = list(notes)
+    if all(result.failed for result in results):
+        raise TaskFailed(f"{task.name}: {task.scorer} could score no answer; for example {results[0].error}")
+
+
+def _sample(prepared: PreparedTask, record: dict[str, Any]) -> RewardSample:
+    question = prepared.questions[record["index"]]
+    return RewardSample(
+        prompt=question.text,
+        response=prepared.task.response(question, record["response"]),
+        label=question.label,
+        columns=question.columns,
+        truncated=record["finish_reason"] == "length",
+    )
+
+
+def _count(score: TaskScore, records: list[dict[str, Any]], num_return: int) -> None:
+    solved: set[int] = set()
+    for record in records:
+        group = score.groups.setdefault(record["group"], [0, 0])
+        group[0] += record["right"]
+        group[1] += 1
+        score.right += record["right"]
+        score.total += 1
+        score.cut_off += record["finish_reason"] == "length"
+        if record["right"]:
+            solved.add(record["index"])
+    score.solved = len(solved)
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def summary_table(scores: Sequence[TaskScore], failures: dict[str, str]) -> str:
+    """One line a task: accuracy, counts, what went wrong."""
+    header = ("task", "accuracy", "right / total", "subjects", "subject mean", "cut off", "unscored", "tokens/s")
+    lines = [
+        (
+            score.task,
+            f"{score.accuracy:.2%}",
+            f"{score.right} / {score.total}",
+            str(len(score.groups)),
+            f"{score.group_mean:.2%}",
+            str(score.cut_off),
+            str(sum(score.unscored.values())),
+            f"{score.tokens / score.generate_s:.0f}",
+        )
+        for score in scores
+    ]
+    widths = [max(len(line[place]) for line in (header, *lines)) for place in range(len(header))]
+
+    def row(cells: Sequence[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:]))]).rstrip()
+
+    table = [row(header), *map(row, lines)]
+    return "\n".join([*table, *(f"{name}  FAILED: {reason}" for name, reason in failures.items())])
+
+
+def group_table(score: TaskScore) -> str:
+    """One line a subject, for tasks that have several."""
+    width = max(map(len, score.groups))
+    return "\n".join(
+        f"  {name.ljust(width)}  {right / total:7.2%}  {right} / {total}"
+        for name, (right, total) in sorted(score.groups.items())
+    )

@@ -1,0 +1,146 @@
+"""What a benchmark is: questions with labels, and how an answer is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mindspeed_rl.data.conversation import Conversation, Message, assistant, user
+from mindspeed_rl.rewards import find
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What the user says about a task; None takes the task's default.
+
+    Attributes:
+        num_shots: worked examples before each question.
+        chain_of_thought: the model reasons before it answers, where the task knows both ways.
+        scorer: name of a reward function, in place of the task's own.
+        max_new_tokens: longest answer.
+        prompt_key, label_key: columns, for tasks with free columns.
+    """
+
+    num_shots: int | None = None
+    chain_of_thought: bool = False
+    scorer: str | None = None
+    max_new_tokens: int | None = None
+    prompt_key: str | None = None
+    label_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A worked example."""
+
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """One item of a benchmark.
+
+    Attributes:
+        text: what is asked.
+        label: the right answer; one of `choices` where there are any.
+        group: subject, for the table.
+        instruction: said once, before the first example.
+        shots: examples, in order.
+        cue: where a plain prompt breaks off for the answer, such as "Answer:"; a chat has turns instead.
+        choices: words of which the answer is one; it is then read from the first token, no other token being allowed.
+        columns: further columns, for the scorer.
+        conversation: asks in place of text, instruction and shots.
+    """
+
+    text: str
+    label: Any
+    group: str = ""
+    instruction: str = ""
+    shots: tuple[Shot, ...] = ()
+    cue: str = ""
+    choices: tuple[str, ...] = ()
+    columns: dict[str, Any] = field(default_factory=dict)
+    conversation: Conversation | None = None
+
+    def as_conversation(self, *, chat: bool, num_shots: int | None = None) -> Conversation:
+        """The prompt: turns in a chat, one text otherwise.
+
+        Args:
+            num_shots: only the last so many examples; None takes all.
+        """
+        if self.conversation is not None:
+            return self.conversation
+        shots = self.shots if num_shots is None else self.shots[len(self.shots) - num_shots :]
+        texts = [shot.text for shot in shots] + [self.text]
+        if chat:
+            if self.instruction:
+                texts[0] = f"{self.instruction}\n\n{texts[0]}"
+            messages: list[Message] = []
+            for shot, text in zip(shots, texts):
+                messages += [user(text), assistant(shot.answer)]
+            return Conversation([*messages, user(texts[-1])])
+        cues = [f"{text}\n{self.cue}" if self.cue else text for text in texts]
+        blocks = [f"{cue} {shot.answer}" for cue, shot in zip(cues, shots)] + [cues[-1]]
+        return Conversation([user("\n\n".join([self.instruction, *blocks] if self.instruction else blocks))])
+
+
+class Task:
+    """One benchmark on the user's data.
+
+    Attributes:
+        name: in tables.
+        scorer: reward function of an answer; 1.0 or more is right. Not used for questions with choices.
+        max_new_tokens: longest answer.
+        default_shots: examples before each question.
+        stop_strings: what ends the answer of a model that only continues text.
+    """
+
+    name: ClassVar[str]
+    scorer: str = "exact_match"
+    max_new_tokens: int = 512
+    default_shots: ClassVar[int] = 0
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, options: TaskOptions) -> None:
+        """Checks the options; `questions` reads the data.
+
+        Raises:
+            ValueError: the path does not exist, or an option does not fit the task.
+        """
+        if not path.exists():
+            raise ValueError(f"{self.name}: --task-data-path {path} does not exist")
+        if options.num_shots is not None and options.num_shots < 0:
+            raise ValueError(f"{self.name}: --num-shots is {options.num_shots}; it must be at least 0")
+        self.path = path
+        self.options = options
+        self.num_shots = self.default_shots if options.num_shots is None else options.num_shots
+        if options.scorer is not None:
+            find(options.scorer)
+            self.scorer = options.scorer
+        if options.max_new_tokens is not None:
+            self.max_new_tokens = options.max_new_tokens
+
+    def questions(self) -> list[Question]:
+        """All questions, in the order of the data.
+
+        Raises:
+            ValueError: a file or a row is not as the task needs it.
+        """
+        raise NotImplementedError
+
+    def response(self, question: Question, text: str) -> str:
+        """What is scored, made of what was generated."""
+        return text
+
+    def some_shots(self, shots: Sequence[Shot], where: str) -> tuple[Shot, ...]:
+        """The first `num_shots` examples.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        if len(shots) < self.num_shots:
+            raise ValueError(f"{self.name}: --num-shots {self.num_shots}, but {where} has {len(shots)} examples")
+        return tuple(shots[: self.num_shots])

@@ -1,0 +1,138 @@
+"""Multiple choice: the letter with the highest probability, or the letter that a line of reasoning ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from mindspeed_rl.inference.tasks.base import Question, Shot, Task
+from mindspeed_rl.inference.tasks.files import column, rows_of, sibling_files, split_files, subject_of
+
+_LETTERS = "ABCDEFGHIJ"
+
+
+class MultipleChoice(Task):
+    """Rows of question, options (A, B, C, D or a list `choices`) and answer (a letter, or a place counted from 0).
+
+    Examples come from the `dev` split beside the questions, of the same subject.
+    """
+
+    name: ClassVar[str] = "multiple_choice"
+    scorer = "multiple_choice"
+    max_new_tokens = 1024
+    default_shots = 0
+    splits: ClassVar[tuple[str, ...]] = ("test", "val")
+    cue: ClassVar[str] = "Answer:"
+    instruction: ClassVar[str] = "Each question{about} has one right answer. Give its letter."
+    reasoning: ClassVar[str] = (
+        "Each question{about} has one right answer. Reason step by step and end with: The answer is (letter)."
+    )
+    about: ClassVar[str] = " about {subject}"
+
+    def questions(self) -> list[Question]:
+        files = split_files(self.path, self.splits)
+        if not files:
+            raise ValueError(f"{self.name}: {self.path} has no {' or '.join(self.splits)} files (csv, jsonl, json, parquet)")
+        if self.options.chain_of_thought and self.num_shots and self.options.num_shots is not None:
+            raise ValueError(f"{self.name}: the dev split has no reasoning; --chain-of-thought needs --num-shots 0")
+        with_shots = self.num_shots > 0 and not self.options.chain_of_thought
+        shots = self._shots_by_subject() if with_shots else {}
+        questions = []
+        for file in files:
+            for where, row in rows_of(file):
+                subject = str(row.get("subject") or subject_of(file))
+                text, label, letters = read_choice(row, where)
+                if with_shots and subject not in shots:
+                    raise ValueError(
+                        f"{self.name}: {self.num_shots} examples are wanted, but there is no dev split with {subject} in or "
+                        f"beside {self.path}; add it, or pass --num-shots 0"
+                    )
+                questions.append(
+                    Question(
+                        text=text,
+                        label=label,
+                        group=subject,
+                        instruction=self._instruction(subject),
+                        shots=self.some_shots(shots[subject], f"the dev split of {subject}") if with_shots else (),
+                        cue=self.cue,
+                        choices=() if self.options.chain_of_thought else tuple(letters),
+                    )
+                )
+        return questions
+
+    def _instruction(self, subject: str) -> str:
+        about = self.about.format(subject=subject.replace("_", " ")) if subject else ""
+        return (self.reasoning if self.options.chain_of_thought else self.instruction).format(about=about)
+
+    def _shots_by_subject(self) -> dict[str, list[Shot]]:
+        shots: dict[str, list[Shot]] = {}
+        for file in sibling_files(self.path, "dev"):
+            for where, row in rows_of(file):
+                text, label, _ = read_choice(row, where)
+                shots.setdefault(str(row.get("subject") or subject_of(file)), []).append(Shot(text, label))
+        return shots
+
+
+class Mmlu(MultipleChoice):
+    """MMLU, arXiv:2009.03300: `test/<subject>_test.csv` with `dev/` beside it, or parquet files of the same."""
+
+    name: ClassVar[str] = "mmlu"
+    default_shots = 5
+
+
+class CEval(MultipleChoice):
+    """C-Eval, arXiv:2305.08322: `val/<subject>_val.csv` with `dev/` beside it."""
+
+    name: ClassVar[str] = "ceval"
+    default_shots = 5
+    splits = ("val", "test")
+    cue = "答案："
+    instruction = "下面每道{about}单项选择题只有一个正确选项，请给出它的字母。"
+    reasoning = "下面每道{about}单项选择题只有一个正确选项。请先逐步推理，最后写出：答案是（字母）。"
+    about = "关于{subject}的"
+
+
+class Cmmlu(CEval):
+    """CMMLU, arXiv:2306.09212: `test/<subject>.csv` with `dev/` beside it."""
+
+    name: ClassVar[str] = "cmmlu"
+    splits = ("test", "val")
+
+
+def read_choice(row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
+    """(question with its options, right letter, all letters) of a row.
+
+    Raises:
+        ValueError: options or answer are missing, or the answer is none of the options.
+    """
+    listed = row.get("choices", row.get("options"))
+    if isinstance(listed, Mapping):  # {"text": [...], "label": [...]}
+        listed = listed.get("text")
+    options = _as_texts(listed) if listed is not None else _lettered(row)
+    if not 2 <= len(options) <= len(_LETTERS):
+        raise ValueError(f"{where}: has {len(options)} options; a question has 2 to {len(_LETTERS)}")
+    letters = _LETTERS[: len(options)]
+    answer = column(row, ("answer", "answerKey", "label"), where)
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(options):
+        label = letters[answer]
+    else:
+        label = str(answer).strip().strip("()").upper()
+    if label not in letters or not label:
+        raise ValueError(f"{where}: the answer {answer!r} is none of {', '.join(letters)}")
+    lines = [str(column(row, ("question",), where)).strip()]
+    lines += [f"{letter}. {option.strip()}" for letter, option in zip(letters, options)]
+    return "\n".join(lines), label, letters
+
+
+def _as_texts(options: Any) -> list[str]:
+    return [str(option) for option in options] if isinstance(options, Sequence) and not isinstance(options, str) else []
+
+
+def _lettered(row: Mapping[str, Any]) -> list[str]:
+    options = []
+    for letter in _LETTERS:
+        value = row.get(letter)
+        if value is None:
+            break
+        options.append(str(value))
+    return options

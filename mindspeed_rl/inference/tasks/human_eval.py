@@ -1,0 +1,45 @@
+"""HumanEval: functions written from their docstrings, run against unit tests in the sandbox."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mindspeed_rl.inference.tasks.base import Question, Task
+from mindspeed_rl.inference.tasks.files import column, data_files, rows_of
+from mindspeed_rl.rewards.code import extract_program
+
+
+class HumanEval(Task):
+    """arXiv:2107.03374: rows of prompt, test and entry_point, as JSON lines, packed (.gz) or not. Right: all tests pass."""
+
+    name: ClassVar[str] = "human_eval"
+    scorer = "code"
+    max_new_tokens = 512
+    default_shots = 0
+    # what begins at the left margin after the function's body is no part of it
+    stop_strings = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```")
+
+    def questions(self) -> list[Question]:
+        if self.num_shots:
+            raise ValueError(f"human_eval: --num-shots {self.num_shots}; the benchmark has no examples")
+        files = [self.path] if self.path.is_file() else data_files(self.path)
+        if not files:
+            raise ValueError(f"human_eval: {self.path} has no HumanEval.jsonl")
+        questions = []
+        for file in files:
+            for where, row in rows_of(file):
+                prompt, test = str(column(row, ("prompt",), where)), str(column(row, ("test",), where))
+                entry_point = str(column(row, ("entry_point",), where))
+                questions.append(Question(text=prompt, label=entry_point, columns={"tests": test, "entry_point": entry_point}))
+        return questions
+
+    def response(self, question: Question, text: str) -> str:
+        """A program: what was generated, with the prompt before it where it continues the prompt."""
+        block = extract_program(text) if "```" in text else text
+        program = block if block is not None else text
+        if f"def {question.label}" in program:
+            head = question.text.partition(f"def {question.label}")[0]  # imports and helpers
+            program = f"{head}\n{program}"
+        else:
+            program = question.text + program
+        return f"```python\n{program}\n```"

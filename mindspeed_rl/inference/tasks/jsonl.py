@@ -1,0 +1,51 @@
+"""Any questions with labels, scored by a reward function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.inference.generation import read_conversation
+from mindspeed_rl.inference.tasks.base import Question, Task, TaskOptions
+from mindspeed_rl.inference.tasks.files import column, data_files, rows_of
+
+_LABELS = ("label", "labels", "answer", "solution")
+
+
+class Jsonl(Task):
+    """Rows of prompt (question, instruction, messages; `--input-key`) and label (labels, answer, solution; `--label-key`).
+
+    All other columns reach the scorer, which `--scorer` names.
+    """
+
+    name: ClassVar[str] = "jsonl"
+
+    def __init__(self, path: Path, options: TaskOptions) -> None:
+        if options.scorer is None:
+            raise ValueError("jsonl: --scorer must name a reward function, such as exact_match, gsm8k_flexible or acc")
+        super().__init__(path, options)
+        if self.num_shots:
+            raise ValueError(f"jsonl: --num-shots {self.num_shots}; write examples into the prompts")
+
+    def questions(self) -> list[Question]:
+        files = [self.path] if self.path.is_file() else data_files(self.path)
+        if not files:
+            raise ValueError(f"jsonl: {self.path} has no data files")
+        labels = _LABELS if self.options.label_key is None else (self.options.label_key,)
+        questions = []
+        for file in files:
+            for where, row in rows_of(file):
+                try:
+                    conversation = read_conversation(row, self.options.prompt_key)
+                except BadRow as error:
+                    raise ValueError(f"{where}: {error}") from error
+                questions.append(
+                    Question(
+                        text=conversation.messages[-1].content,
+                        label=column(row, labels, where),
+                        columns=dict(row),
+                        conversation=conversation,
+                    )
+                )
+        return questions
