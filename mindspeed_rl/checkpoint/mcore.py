@@ -178,7 +178,7 @@ class MegatronFolder:
         second = len({second for _, second, _ in parts if second is not None}) or 1
         if three:
             pp, ep = args.pp or second, args.ep or len({third for _, _, third in parts})
-        elif second > 1 and network.num_moe_experts and (args.ep or 1) > 1 and (args.pp or 1) == 1:
+        elif second > 1 and network.num_moe_experts and self._second_number_is_expert(args):
             pp, ep = 1, args.ep or second
         else:
             pp, ep = args.pp or second, args.ep or 1
@@ -206,6 +206,14 @@ class MegatronFolder:
         if surplus:
             raise ValueError(f"{self.folder} has {surplus[0]}, which does not belong to TP {tp}, PP {pp}, EP {ep}")
         return layout
+
+    def _second_number_is_expert(self, args: CheckpointArgs) -> bool:
+        """Whether ``mp_rank_TT_NNN`` counts expert ranks: every expert rank holds the embedding, later stages do not."""
+        if args.pp is not None or args.ep is not None:
+            return (args.pp or 1) == 1 and (args.ep or 1) > 1
+        content = self._load(self.rank_folders[-1])
+        last = next(value for key, value in content.items() if re.fullmatch(r"model\d*", key))
+        return any("word_embeddings" in "/".join(keys) for keys, _ in walk_records(last))
 
     def state(self, rank: Rank, vp_stage: int, layout: Layout) -> dict[str, Piece]:
         """The tensors of one model chunk by name (for the legacy layout: keys joined by '/')."""

@@ -339,3 +339,40 @@ def test_a_tied_config_with_a_different_head_is_refused(tmp_path: Path, capsys: 
     text = error_of(capsys, f"--load-dir {tmp_path}/hf --save-dir {tmp_path}/out")
     assert "lm_head.weight differs from model.embed_tokens.weight" in text
     assert not list((tmp_path / "out").glob("iter*"))
+
+
+MEASURE = """
+import resource, sys
+import torch
+from mindspeed_rl.cli.convert import main
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+main(["--load-dir", sys.argv[1], "--save-dir", sys.argv[2] + "/warm", "--dry-run"])
+before = peak()
+assert main(["--load-dir", sys.argv[1], "--save-dir", sys.argv[2] + "/mg", "--target-tensor-parallel-size", "2"]) == 0
+back = ["--load-model-type", "mg", "--save-model-type", "hf"]
+assert main([*back, "--load-dir", sys.argv[2] + "/mg", "--save-dir", sys.argv[2] + "/hf"]) == 0
+print("grown", peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    config = transformers.Qwen2Config(
+        vocab_size=512,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    size = (tmp_path / "model/model.safetensors").stat().st_size
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "model", tmp_path], capture_output=True, text=True, check=True
+    )
+    grown = int(out.stdout.splitlines()[-1].split()[1])
+    largest_parameter = 2 * 2816 * 1024 * 2
+    assert size > 500_000_000 and grown < 6 * largest_parameter

@@ -214,7 +214,8 @@ def test_our_rank_files_hold_what_the_naive_loops_give(hf: Path, tmp_path: Path)
     assert (tmp_path / "mg/latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_expert_rank_files_are_read_and_named_as_documented(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_args", [True, False])
+def test_expert_rank_files_are_read_and_named_as_documented(with_args: bool, tmp_path: Path) -> None:
     """PP = 1 and EP = 2 give mp_rank_TT_EEE; expert e of rank r is the global expert 2 r + e."""
     tiny_models.save_hf_model("mixtral", tmp_path / "hf")
     hf = load_file(tmp_path / "hf" / "model.safetensors")
@@ -243,7 +244,7 @@ def test_expert_rank_files_are_read_and_named_as_documented(tmp_path: Path) -> N
                 w2.append(down.t())
             model[f"{prefix}.mlp.experts.weight1"] = torch.stack(w1).reshape(64, -1)
             model[f"{prefix}.mlp.experts.weight2"] = torch.stack(w2).reshape(-1, 64)
-        write(tmp_path / "mg", f"mp_rank_00_{ep:03d}", {"args": settings, "model": model})
+        write(tmp_path / "mg", f"mp_rank_00_{ep:03d}", {"model": model, **({"args": settings} if with_args else {})})
     assert_converts_to(tmp_path / "mg", tmp_path / "hf", tmp_path / "back", "--verify")
 
 
