@@ -16,13 +16,17 @@ class SamplingConfig:
     leaves out take the engine's neutral values (see `ENGINE_SAMPLING`), not the ones below.
     """
 
-    logprobs: int | None = key(1, "log-probabilities returned for each generated token")
+    logprobs: int | None = key(
+        1, "log-probabilities returned for each generated token", no_effect="that of the drawn token comes always, no other one"
+    )
     max_tokens: int = key(128, "longest response, in tokens")
     top_p: float = key(1.0, "nucleus: probability mass that is kept")
     top_k: int = key(50, "number of most likely tokens that are kept; -1 keeps all")
     min_p: float = key(0.0, "tokens below this fraction of the most likely one are dropped")
     temperature: float = key(0.2, "divides the logits, in rollout and in training alike; 0 is greedy")
-    detokenize: bool = key(False, "let the engine also turn tokens into text")
+    detokenize: bool = key(
+        False, "let the engine also turn tokens into text", no_effect="responses stay token ids; who needs text decodes them"
+    )
     seed: int | None = key(None, "base of the per-sample seeds; the run's seed when unset")
 
 

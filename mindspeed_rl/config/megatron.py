@@ -15,6 +15,7 @@ SUPERVISED_STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
 _NPU = ("npu",)
 _ONE_ENGINE = "Megatron-core is the only engine"
 _TEXT_ONLY = "text models only"
+_ALWAYS_FUSED = "on the NPU it is always fused; elsewhere the plain form computes the same"
 
 
 @dataclass(kw_only=True)
@@ -30,7 +31,9 @@ class DataKeys:
     dataset_additional_keys: list[str] = key([], "further dataset columns that travel with a sample, normally [labels]")
     full_shuffle_instruction_dataset: bool = key(False, "shuffle over all epochs at once instead of inside each")
     no_shuffle: bool = key(False, "read the dataset in file order")
-    num_workers: int = key(2, "loader processes of a data-parallel rank")
+    num_workers: int = key(
+        2, "loader processes of a data-parallel rank", no_effect="rows are read from mapped memory, without loader processes"
+    )
     dataloader_type: Literal["single", "cyclic", "external"] | None = key(
         None, "order of reading", no_effect="no_shuffle and seed decide the order"
     )
@@ -44,7 +47,11 @@ class DataKeys:
     )
     vocab_extra_ids: int = key(0, "ids added to the tokenizer", no_effect="the vocabulary is the model's")
     padded_vocab_size: int | None = key(None, "rows of the embedding; the model's vocabulary when unset")
-    make_vocab_size_divisible_by: int = key(128, "pads the vocabulary to a multiple", needs=("padded_vocab_size", (None,)))
+    make_vocab_size_divisible_by: int = key(
+        128,
+        "pads the vocabulary to a multiple",
+        no_effect="it is padded to padded_vocab_size, or as tensor parallelism needs it",
+    )
     prompt_type: str | None = key(None, "chat template of the prompts")
     prompt_type_path: str = key("configs/model/templates.json", "file with further chat templates")
     is_instruction_dataset: bool = key(False, "rows are prompt and answer", no_effect="the stage decides the row layout")
@@ -58,7 +65,9 @@ class DataKeys:
     )
     reset_position_ids: bool = key(False, "positions restart with every sample of a pack")
     reset_attention_mask: bool = key(False, "a sample of a pack sees only itself")
-    attention_mask_type: Literal["causal", "general"] = key("causal", "mask form of the fused attention", only_on=_NPU)
+    attention_mask_type: Literal["causal", "general"] = key(
+        "causal", "mask form of the fused attention", no_effect="it is causal always, inside each sample of a pack"
+    )
     pack: bool = key(False, "rows of the dataset hold several samples each")
     neat_pack: bool = key(False, "packed samples see only themselves; needs pack and reset_attention_mask")
     placeholder_token: str = key("ки", "prm: the token at which a step is judged")
@@ -182,11 +191,11 @@ class MemoryKeys:
 class KernelKeys:
     """Fused kernels and builder switches; off the NPU the plain modules compute the same."""
 
-    use_flash_attn: bool = key(False, "fused attention", only_on=_NPU)
+    use_flash_attn: bool = key(False, "fused attention", no_effect=_ALWAYS_FUSED)
     use_rotary_position_embeddings: bool = key(False, "rotary positions", no_effect="position_embedding_type decides")
-    use_fused_rmsnorm: bool = key(False, "fused RMSNorm", only_on=_NPU)
-    use_fused_swiglu: bool = key(False, "fused SwiGLU", only_on=_NPU)
-    use_fused_rotary_pos_emb: bool = key(False, "fused rotary embedding", only_on=_NPU)
+    use_fused_rmsnorm: bool = key(False, "fused RMSNorm", no_effect=_ALWAYS_FUSED)
+    use_fused_swiglu: bool = key(False, "fused SwiGLU", no_effect=_ALWAYS_FUSED)
+    use_fused_rotary_pos_emb: bool = key(False, "fused rotary embedding", no_effect=_ALWAYS_FUSED)
     no_bias_dropout_fusion: bool = key(False, "no fused bias and dropout", no_effect="they are never fused")
     no_masked_softmax_fusion: bool = key(
         False, "no fused masked softmax", no_effect="the attention of no platform has a separate masked softmax"

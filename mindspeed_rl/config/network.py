@@ -24,7 +24,11 @@ class NetworkKeys:
     num_query_groups: int = key(1, "key/value heads", needs=("group_query_attention", (True,)))
     untie_embeddings_and_output_weights: bool = key(False, "a separate output layer instead of the transposed embedding")
     add_qkv_bias: bool = key(False, "bias on the query/key/value projection (Qwen2.x)")
-    attention_bias: bool = key(False, "bias on all attention projections")
+    attention_bias: bool = key(
+        False,
+        "bias on all attention projections",
+        no_effect="no supported model has one; add_qkv_bias is the one that Qwen has",
+    )
     disable_bias_linear: bool = key(False, "no bias on linear layers")
     qk_layernorm: bool = key(False, "normalize queries and keys (Qwen3)")
     swiglu: bool = key(False, "gated MLP with SiLU")
@@ -33,7 +37,9 @@ class NetworkKeys:
     init_method_std: float = key(0.02, "standard deviation of fresh weights")
     attention_dropout: float = key(0.1, "dropout on attention weights; reinforcement learning wants 0")
     hidden_dropout: float = key(0.1, "dropout on the residual branches; reinforcement learning wants 0")
-    max_position_embeddings: int | None = key(None, "longest sequence the positions reach, in tokens")
+    max_position_embeddings: int | None = key(
+        None, "longest sequence the positions reach, in tokens", no_effect="rotary positions have no end"
+    )
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = key(
         "learned_absolute", "kind of position information"
@@ -70,7 +76,11 @@ class NetworkKeys:
     moe_ffn_hidden_size: int | None = key(None, "width inside one expert; ffn_hidden_size when unset")
     moe_router_topk: int = key(2, "experts a token goes to")
     first_k_dense_replace: int | None = key(None, "leading layers that stay dense")
-    moe_layer_freq: int | list[int] | str | None = key(None, "every how many layers experts come, or one 0/1 for each layer")
+    moe_layer_freq: int | list[int] | str | None = key(
+        None,
+        "every how many layers experts come, or one 0/1 for each layer",
+        no_effect="config.json says which layers have experts",
+    )
     norm_topk_prob: bool = key(False, "expert weights of a token sum to one")
     seq_aux: bool = key(False, "load balancing loss for each sequence instead of each batch")
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none", "softmax_topk", "noaux_tc"] = key(

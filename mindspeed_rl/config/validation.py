@@ -131,6 +131,11 @@ def unavailable(cfg: RunConfig) -> list[str]:
     """
     found = [
         (cfg.actor_config.ai_framework is not None, "megatron_training.ai_framework", "torch is the only backend"),
+        (
+            cfg.actor_config.save is not None and cfg.actor_config.ckpt_format == "torch",
+            "megatron_training.ckpt_format",
+            "training writes torch_dist; tools/convert_ckpt.py makes one file a rank of it",
+        ),
         (cfg.msprobe_config.msprobe, "msprobe_config.msprobe", "accuracy dumps are not available"),
     ]
     if (rl := cfg.rl_config) is not None:

@@ -23,6 +23,7 @@ from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
 from mindspeed_rl.engine.lora import LoraSettings, adapt_spec, start_adapters
+from mindspeed_rl.engine.network_keys import check_network_keys
 from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
@@ -31,7 +32,7 @@ from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network, RopeScaling
+from mindspeed_rl.models.network import Network
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: str = "lm
     hf_config = json.loads(path.read_text())
     architecture = architecture_for(hf_config)
     network = architecture.network(hf_config).with_head(head)
-    _check_keys(config, network, path)
+    check_network_keys(config, network, path)
     # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
     network = network.padded(1, config.tensor_model_parallel_size)
     if config.padded_vocab_size is not None:
@@ -100,51 +101,6 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: str = "lm
         num_experts=network.num_moe_experts or 0,
     )
     return ModelPlan(architecture, network, layout, hf_config)
-
-
-def _check_keys(config: MegatronConfig, network: Network, path: Path) -> None:
-    """Raises when the run file's network keys describe another model than config.json."""
-    if config.num_layers is None:
-        return
-    expected = {
-        "num_layers": network.num_layers + len(parallel.noop_layers(config)),
-        "hidden_size": network.hidden_size,
-        "num_attention_heads": network.num_attention_heads,
-        "qk_layernorm": network.qk_layernorm or network.multi_latent_attention and config.qk_layernorm,
-        "num_experts": network.num_moe_experts,
-        "untie_embeddings_and_output_weights": network.untie_embeddings_and_output_weights,
-        "disable_bias_linear": True,
-    }
-    if config.group_query_attention:
-        expected["num_query_groups"] = network.num_query_groups
-    expected |= _scaling_keys(network.rope_scaling)
-    wrong = [
-        f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value
-    ]
-    if wrong:
-        raise ValueError(f"model: the run file's network keys do not describe the model of {path}: {'; '.join(wrong)}.")
-
-
-def _scaling_keys(scaling: RopeScaling | None) -> dict[str, str | float | None]:
-    """The run file's words for how a network stretches its rotary frequencies."""
-    if scaling is None:
-        return {"rope_scaling_type": None}
-    keys: dict[str, str | float | None] = {"rope_scaling_type": scaling.type, "rope_scaling_factor": scaling.factor}
-    if scaling.type == "llama3":
-        keys |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    elif scaling.type == "yarn":
-        keys |= {
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "rope_scaling_mscale": 1.0 if scaling.mscale is None else scaling.mscale,
-            "rope_scaling_mscale_all_dim": 0.0 if scaling.mscale_all_dim is None else scaling.mscale_all_dim,
-            "rope_scaling_original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    return keys
 
 
 def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0) -> BatchShape:

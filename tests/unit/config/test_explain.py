@@ -217,11 +217,11 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
 
 
 def test_keys_of_another_platform_are_without_effect_only_there() -> None:
-    keys = {"use_flash_attn": True, "npu_deterministic": True}
+    keys = {"swap_attention": True, "npu_deterministic": True}
     cfg = prompt_level(megatron_training=keys, platform="npu")
     assert keys_without_effect(cfg) == {}
     cfg.platform = "cpu"
-    assert set(keys_without_effect(cfg)) == {"megatron_training.use_flash_attn", "megatron_training.npu_deterministic"}
+    assert set(keys_without_effect(cfg)) == {"megatron_training.swap_attention", "megatron_training.npu_deterministic"}
 
 
 def test_changed_keys_leave_out_defaults() -> None:

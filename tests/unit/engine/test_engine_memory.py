@@ -168,6 +168,11 @@ NETWORK = {
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
     "disable_bias_linear": True,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "position_embedding_type": "rope",
+    "rotary_base": 500000,
     "rope_scaling_type": "llama3",
     "rope_scaling_factor": 8.0,
     "low_freq_factor": 1.0,
@@ -205,7 +210,17 @@ def test_network_keys_that_describe_the_model_are_accepted(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rope_scaling_type", None), ("rope_scaling_factor", 32.0), ("low_freq_factor", 2.0), ("disable_bias_linear", False)],
+    [
+        ("rope_scaling_type", None),
+        ("rope_scaling_factor", 32.0),
+        ("low_freq_factor", 2.0),
+        ("disable_bias_linear", False),
+        ("norm_epsilon", 1e-5),
+        ("rotary_base", 10000),
+        ("ffn_hidden_size", 5),
+        ("kv_channels", 9),
+        ("group_query_attention", False),
+    ],
 )
 def test_network_keys_that_contradict_the_model_are_named(llama: Path, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"do not describe the model of .*{key}: {value} .there "):

@@ -1,0 +1,104 @@
+"""The run file's network keys, held against the config.json that the model is built from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.models.network import Network, RopeScaling
+
+
+def check_network_keys(config: MegatronConfig, network: Network, path: Path) -> None:
+    """Raises ValueError when the run file describes another model than config.json; a run file without them is right.
+
+    Keys whose unset value means "as the model has it" are compared only where they are set.
+    """
+    if config.num_layers is None:
+        return
+    expected = _expected(config, network) | {
+        key: value for key, value in _expected_where_set(config, network).items() if getattr(config, key) is not None
+    }
+    wrong = [
+        f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value
+    ]
+    if wrong:
+        raise ValueError(f"model: the run file's network keys do not describe the model of {path}: {'; '.join(wrong)}.")
+
+
+def _expected(config: MegatronConfig, network: Network) -> dict[str, Any]:
+    latent = network.multi_latent_attention
+    expected = {
+        "num_layers": network.num_layers + len(parallel.noop_layers(config)),
+        "hidden_size": network.hidden_size,
+        "num_attention_heads": network.num_attention_heads,
+        "qk_layernorm": network.qk_layernorm or latent and config.qk_layernorm,
+        "num_experts": network.num_moe_experts,
+        "untie_embeddings_and_output_weights": network.untie_embeddings_and_output_weights,
+        "disable_bias_linear": True,
+        "add_qkv_bias": network.add_qkv_bias,
+        "swiglu": network.activation == "silu",
+        "normalization": network.normalization,
+        "norm_epsilon": network.norm_epsilon,
+        "position_embedding_type": "rope",
+        "rotary_base": network.rotary_base,
+        "multi_latent_attention": latent,
+        **_scaling_keys(network.rope_scaling),
+    }
+    if config.group_query_attention:
+        expected["num_query_groups"] = network.num_query_groups
+    elif not latent and network.num_query_groups != network.num_attention_heads:
+        expected["group_query_attention"] = True
+    if network.num_moe_experts is not None:
+        expected |= {
+            "moe_router_topk": network.moe_router_topk,
+            "moe_router_score_function": network.moe_router_score_function,
+            "moe_router_enable_expert_bias": network.moe_router_enable_expert_bias,
+            "norm_topk_prob": not network.moe_router_pre_softmax,
+        }
+    return expected
+
+
+def _expected_where_set(config: MegatronConfig, network: Network) -> dict[str, Any]:
+    expected: dict[str, Any] = {}
+    if network.num_moe_experts is None:
+        expected["ffn_hidden_size"] = network.ffn_hidden_size
+    else:
+        shared = network.moe_shared_expert_intermediate_size or 0
+        expected |= {
+            "moe_ffn_hidden_size": network.moe_ffn_hidden_size,
+            "moe_router_num_groups": network.moe_router_num_groups,
+            "moe_router_group_topk": network.moe_router_group_topk,
+            "moe_router_topk_scaling_factor": network.moe_router_topk_scaling_factor,
+            "n_shared_experts": shared // network.moe_ffn_hidden_size,
+            "first_k_dense_replace": network.moe_layers[0],
+        }
+    if network.multi_latent_attention:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        expected |= {name: getattr(network, name) for name in names}
+    else:
+        expected["kv_channels"] = network.kv_channels
+    return expected
+
+
+def _scaling_keys(scaling: RopeScaling | None) -> dict[str, str | float | None]:
+    """The run file's words for how a network stretches its rotary frequencies."""
+    if scaling is None:
+        return {"rope_scaling_type": None}
+    keys: dict[str, str | float | None] = {"rope_scaling_type": scaling.type, "rope_scaling_factor": scaling.factor}
+    if scaling.type == "llama3":
+        keys |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    elif scaling.type == "yarn":
+        keys |= {
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "rope_scaling_mscale": 1.0 if scaling.mscale is None else scaling.mscale,
+            "rope_scaling_mscale_all_dim": 0.0 if scaling.mscale_all_dim is None else scaling.mscale_all_dim,
+            "rope_scaling_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    return keys

@@ -1,0 +1,106 @@
+"""Every key of a run file does something, is refused where it cannot, or says that it does nothing."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import mindspeed_rl
+from mindspeed_rl import config
+from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, ProfilerConfig, RLConfig, SamplingConfig
+
+PACKAGE = Path(mindspeed_rl.__file__).parent
+GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
+#: modules of the configuration layer that turn keys into numbers of the plan or into other keys
+DERIVING = ("loader.py", "objective.py", "plan.py", "sizes.py", "rl.py")
+#: objects of other layers that have attributes of the same names
+OTHERS = {"args", "arguments", "options", "network", "scaling", "destination", "sample"}
+
+
+def names_read(paths: list[Path]) -> set[str]:
+    """Attributes that these modules read, and their strings, which name keys in tables."""
+    found: set[str] = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and holder(node) not in OTHERS:
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def holder(node: ast.Attribute) -> str:
+    """The name in front of the last dot."""
+    value = node.value
+    return value.id if isinstance(value, ast.Name) else value.attr if isinstance(value, ast.Attribute) else ""
+
+
+@pytest.fixture(scope="module")
+def read() -> set[str]:
+    """Names that code outside the configuration layer reads, or that the layer turns into numbers of the plan."""
+    folder = PACKAGE / "config"
+    outside = [path for path in PACKAGE.rglob("*.py") if folder not in path.parents]
+    return names_read(outside) | names_read([folder / name for name in DERIVING])
+
+
+def refused() -> set[str]:
+    """Keys that `unavailable` looks at: a trainer does not start with them."""
+    tree = ast.parse((PACKAGE / "config" / "validation.py").read_text())
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "unavailable")
+    return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+
+
+def facts(field: dataclasses.Field) -> tuple[str, str | None]:
+    """Why a key does nothing, and the key that switches it on."""
+    needs = field.metadata["needs"]
+    return field.metadata["no_effect"], None if needs is None else needs[0]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_key_is_read_refused_or_declared_without_effect(group: type, read: set[str]) -> None:
+    switches = refused()
+    silent = []
+    for field in dataclasses.fields(group):
+        reason, needed = facts(field)
+        if reason or field.name in read or field.name in switches or needed in switches:
+            continue
+        if group is MsprobeConfig and "msprobe" in switches:
+            continue
+        silent.append(field.name)
+    assert silent == []
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_no_key_that_is_declared_without_effect_is_read_as_an_attribute_of_its_group(group: type) -> None:
+    """A reason that went stale would hide a key that works from `explain`."""
+    names = {field.name for field in dataclasses.fields(group) if facts(field)[0]}
+    for other in GROUPS:
+        names -= {field.name for field in dataclasses.fields(other) if not facts(field)[0]}
+    holders = {"config", "_config", "cfg", "actor", "actor_config", "rl", "rl_config", "generate_config", "role", "keys"}
+    stale = set()
+    for path in PACKAGE.rglob("*.py"):
+        if PACKAGE / "config" in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in names and holder(node) in holders:
+                stale.add(f"{path.relative_to(PACKAGE)}: {node.attr}")
+    assert stale == set()
+
+
+def test_a_refused_key_stops_a_run_with_a_sentence_that_names_it() -> None:
+    cfg = config.build_run_config({"megatron_training": {"stage": "sft"}, "msprobe_config": {"msprobe": True}})
+    assert config.unavailable(cfg) == ["msprobe_config.msprobe: accuracy dumps are not available"]
+    critic = config.build_run_config(
+        {
+            "megatron_training": {"stage": "ray_ppo"},
+            "rl_config": {"actor_resource": {"num_npus": 8}, "critic_resource": {"num_npus": 4}},
+            "generate_config": {"eplb_token_collects": True},
+        }
+    )
+    assert [sentence.split(":")[0] for sentence in config.unavailable(critic)] == [
+        "rl_config.critic_resource",
+        "generate_config.eplb_token_collects",
+    ]
