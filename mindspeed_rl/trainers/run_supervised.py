@@ -28,6 +28,8 @@ def run_supervised(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
         WorkerFailed: a worker died or raised.
     """
     plan = build_batch_plan(cfg, num_nodes)
+    if missing := unavailable(cfg):
+        raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
     if not plan.train_iters:
         raise ValueError("megatron_training.train_iters: not set; say how many optimizer steps the run has.")
     config = cfg.actor_config
