@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, MegatronConfig, RLConfig, RunConfig, build_batch_plan
+from mindspeed_rl.config import BatchPlan, ConfigError, MegatronConfig, RLConfig, RunConfig, build_batch_plan, unavailable
 from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.observability.progress import IterationProgress
