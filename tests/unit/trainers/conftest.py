@@ -1,0 +1,79 @@
+"""A tiny Qwen2.5 on disk, hand-made datasets, and supervised stages in a training world of this process alone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from supervised_samples import EOS, NETWORK, PAD, VOCAB
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from mindspeed_rl.config import build_batch_plan, build_run_config
+from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.workers.supervised_phases import SupervisedPhases
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: random weights, and a tokenizer whose token number i is the text <i>."""
+    folder = tmp_path_factory.mktemp("tiny_qwen25")
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**NETWORK)).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"<{number}>": number for number in range(VOCAB)}, unk_token="<2>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=f"<{PAD}>", eos_token=f"<{EOS}>", unk_token="<2>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process_world() -> Iterator[None]:
+    """The environment of rank 0 of 1; the groups that the first stage makes are gone afterwards."""
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.close()
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in rank.items():
+            patch.setenv(name, value)
+        yield
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def start(one_process_world: None, tiny_model: Path) -> Callable[..., SupervisedPhases]:
+    """(stage, data prefix, keys of megatron_training, rl_config=...) -> the stage, ready to train in fp32."""
+
+    def make(stage: str, data: Any, *, rl_config: Mapping[str, Any] | None = None, **keys: Any) -> SupervisedPhases:
+        training = {
+            "stage": stage,
+            "bf16": False,
+            "load": str(tiny_model),
+            "tokenizer_name_or_path": str(tiny_model),
+            "data_path": data if isinstance(data, list) else str(data),
+            "global_batch_size": 8,
+            "micro_batch_size": 4,
+            "seq_length": 64,
+            "no_pad_to_seq_lengths": True,
+            "no_shuffle": True,
+            "train_iters": 30,
+            "lr": 1e-3,
+            "lr_decay_style": "constant",
+            "weight_decay": 0.01,
+            "finetune": True,
+            **keys,
+        }
+        tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": dict(rl_config)} if rl_config else {})
+        cfg = build_run_config(tree, config_name="test")
+        return SupervisedPhases(cfg, build_batch_plan(cfg), Timers())
+
+    return make
