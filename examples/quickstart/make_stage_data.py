@@ -31,13 +31,11 @@ def main(folder: Path) -> None:
     def solved(a: int, b: int, error: int = 0) -> tuple[str, str]:
         return f"{a:02d}+{b:02d}=", f"{a + b + error:03d}"
 
-    write(
-        folder / "raw" / "documents.jsonl",
-        (
-            {"text": " ".join("".join(solved(*pair)) for pair in draw.sample(additions, draw.randint(1, 4)))}
-            for _ in range(NUM_ROWS)
-        ),
-    )
+    documents = []
+    for _ in range(NUM_ROWS):
+        sums = draw.sample(additions, draw.randint(1, 4))
+        documents.append({"text": " ".join("".join(solved(a, b)) for a, b in sums)})
+    write(folder / "raw" / "documents.jsonl", documents)
     pairs = []
     for a, b in draw.sample(additions, NUM_ROWS):
         question, right = solved(a, b)
