@@ -146,28 +146,33 @@ _FUSED_EXPERTS = re.compile(r"^(.+)\.experts\.(gate_up_proj|down_proj)$")
 
 
 def _with_separate_experts(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """The records, and every fused expert tensor also as the separate weights it consists of.
+
+    Mixtral's separate weights are called ``block_sparse_moe.experts.0.w1`` where the fused ones are ``mlp.experts``.
+    """
     result = dict(records)
     for name, record in records.items():
         match = _FUSED_EXPERTS.match(name)
         if not match or len(record.shape) != 3:
             continue
         prefix, kind = match.groups()
-        router = {"gate": f"{prefix}.gate.weight"}
         mixtral = prefix.replace(".mlp", ".block_sparse_moe")
+        if f"{prefix}.gate.weight" in records:
+            result[f"{mixtral}.gate.weight"] = records[f"{prefix}.gate.weight"]
         for expert in range(record.shape[0]):
-            one = record.rows(expert, expert + 1).reshaped(*record.shape[1:])
-            half = one.shape[0] // 2
-            parts = (
-                {"gate_proj": one.rows(0, half), "up_proj": one.rows(half, 2 * half)} if kind == "gate_up_proj" else {kind: one}
-            )
+            whole = record.rows(expert, expert + 1).reshaped(*record.shape[1:])
+            half = whole.shape[0] // 2
+            if kind == "gate_up_proj":
+                parts = {"gate_proj": whole.rows(0, half), "up_proj": whole.rows(half, 2 * half)}
+            else:
+                parts = {"down_proj": whole}
             for part, piece in parts.items():
                 result[f"{prefix}.experts.{expert}.{part}.weight"] = piece
-                w = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
-                result[f"{mixtral}.experts.{expert}.{w}.weight"] = piece
-        if router["gate"] in records:
-            result[f"{mixtral}.gate.weight"] = records[router["gate"]]
+                result[f"{mixtral}.experts.{expert}.{_MIXTRAL_NAMES[part]}.weight"] = piece
     return result
 
+
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 # ---------------------------------------------------------------------- writing
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import pickle
 from pathlib import Path
 
+import numpy
 import pytest
 import tiny_models
 import torch
@@ -19,8 +21,10 @@ from mindspeed_rl.cli.convert import main
 HEADS, GROUPS, HEAD_DIM, LAYERS = 8, 4, 8, 4
 
 
-class ModelType:
+class ModelType(enum.Enum):
     """Stands for an enum of Megatron that training puts into args."""
+
+    encoder_or_decoder = 1
 
 
 ModelType.__module__ = "megatron.core.enums"
@@ -96,7 +100,7 @@ def test_a_training_checkpoint_of_upstream_with_optimizer_and_enums_is_read(hf: 
     settings = argparse.Namespace(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers=4, params_dtype=torch.float32, noop_layers=None
     )
-    settings.model_type = ModelType()
+    settings.model_type = ModelType.encoder_or_decoder
     import sys
     import types
 
@@ -111,7 +115,9 @@ def test_a_training_checkpoint_of_upstream_with_optimizer_and_enums_is_read(hf: 
                 model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
                 optimizer = {"optimizer": {"state": {0: {"exp_avg": torch.randn(3)}}}, "step": 7}
                 content = {"args": settings, "checkpoint_version": 3.0, "iteration": 1, "model": model, "optimizer": optimizer}
-                write(tmp_path / "mg", f"mp_rank_{tp:02d}_{pp:03d}", {**content, "rng_state": [{"np": (1, 2)}]})
+                write(
+                    tmp_path / "mg", f"mp_rank_{tp:02d}_{pp:03d}", {**content, "rng_state": [{"np": numpy.random.get_state()}]}
+                )
     finally:
         if saved is None:
             del sys.modules["megatron.core.enums"]
@@ -281,6 +287,16 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refusing to load"):
         load_with_records(tmp_path / "bomb.pt")
     assert not (tmp_path / "exploded").exists()
+
+
+def test_attributes_are_taken_of_nothing_real(tmp_path: Path) -> None:
+    class Reach:
+        def __reduce__(self) -> tuple:
+            return (getattr, (torch.Tensor, "backward"))
+
+    torch.save({"model": {}, "args": Reach()}, tmp_path / "reach.pt", pickle_protocol=4)
+    with pytest.raises(ValueError, match="refusing to take 'backward'"):
+        load_with_records(tmp_path / "reach.pt")
 
 
 def test_a_poisoned_torch_dist_index_is_refused(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,260 @@
+"""Plans a conversion: which files the result has, where each parameter goes, and what happens to it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.checkpoint.hf import dtype_keys, make_safetensors_header, plan_shards, write_index
+from mindspeed_rl.checkpoint.jobs import HfTarget, Target, Transform
+from mindspeed_rl.checkpoint.lora import PeftMerge
+from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
+from mindspeed_rl.checkpoint.megatron_args import write_args
+from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.source import Source
+from mindspeed_rl.models.architecture import ExpertPacking
+from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.names import with_mindspeed_mla
+from mindspeed_rl.models.weights import WeightOp
+
+if TYPE_CHECKING:
+    from mindspeed_rl.checkpoint.dist import DistPlan
+
+_ITERATION = "iter_0000001"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What is to be made.
+
+    Args:
+        kind: the form.
+        path: the checkpoint folder (HF: the model folder).
+        layout: how a per-rank checkpoint is cut.
+        grouped_gemm: experts of a rank in one parameter.
+        transformer_engine: parameter names of Megatron's TransformerEngine implementation.
+        mindspeed_mla: latent attention packed as MindSpeed's own implementation has it.
+        make_vocab_size_divisible_by: vocabulary padding (times TP).
+        dtype: dtype of the weights; None keeps it.
+        max_shard_bytes: size limit of an HF weight file.
+        overwrite: replace a checkpoint that is there already.
+    """
+
+    kind: Literal["hf", "mcore", "legacy", "torch_dist"]
+    path: Path
+    layout: Layout | None = None
+    grouped_gemm: bool = False
+    transformer_engine: bool = False
+    mindspeed_mla: bool = False
+    make_vocab_size_divisible_by: int = 1
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = 5 * 10**9
+    overwrite: bool = False
+
+    @property
+    def final(self) -> Path:
+        """The folder that appears when everything is done."""
+        return self.path if self.kind == "hf" else self.path / _ITERATION
+
+    @property
+    def staging(self) -> Path:
+        """Where it is built."""
+        return self.final.with_name(self.final.name + ".partial")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A transform that casts floating-point weights; buffers keep their dtype."""
+
+    dtype: torch.dtype
+    keep: frozenset[str]
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if name in self.keep or not tensor.is_floating_point() else tensor.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Transforms one after the other."""
+
+    steps: tuple[Transform, ...]
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        for step in self.steps:
+            tensor = step(name, tensor)
+        return tensor
+
+
+@dataclass(frozen=True)
+class HfPlan:
+    """Which weight files an HF folder gets and what is in them."""
+
+    folder: Path
+    files: Sequence[tuple[str, list[str]]]
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    owners: Mapping[str, str]
+
+    def create(self) -> list[HfTarget]:
+        """Make the files with holes, write the index, and return what fills the holes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        targets = []
+        weight_map: dict[str, str] = {}
+        total = 0
+        for file_name, names in self.files:
+            path = self.folder / file_name
+            header, offsets = make_safetensors_header([(name, *self.entries[name]) for name in names])
+            records = {
+                name: TensorRecord(str(path), offsets[name], self.entries[name][1], self.entries[name][0]) for name in names
+            }
+            size = max((record.offset + record.num_bytes for record in records.values()), default=len(header))
+            if not path.is_file():
+                with path.open("wb") as stream:
+                    stream.write(header)
+                    stream.truncate(size)
+            targets += [HfTarget(name, record, self.owners.get(name, name)) for name, record in records.items()]
+            weight_map |= dict.fromkeys(names, file_name)
+            total += size - len(header)
+        write_index(self.folder, weight_map, total)
+        return targets
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that has been checked and can be run.
+
+    Args:
+        files: (path below the destination, bytes) of every weight file.
+        create: makes the files in the staging folder and returns the targets.
+        transform: what happens to tensors on the way.
+        memory_bytes: upper bound of the tensors in memory at once, per worker.
+        num_bytes: bytes to be written.
+    """
+
+    source: Source
+    destination: Destination
+    files: Sequence[tuple[Path, int, Sequence[tuple[str, tuple[int, ...], torch.dtype]]]]
+    create: Callable[[], Sequence[Target]]
+    transform: Transform | None
+    memory_bytes: int
+    num_bytes: int
+
+
+def make_plan(source: Source, destination: Destination, peft: PeftMerge | None = None) -> Plan:
+    """Check a conversion and plan its files; nothing is written.
+
+    Raises:
+        ValueError: the layout does not fit the model, the destination exists, or the form cannot hold the model.
+    """
+    architecture, network = source.architecture, source.network
+    if destination.kind == "legacy" and not architecture.legacy:
+        raise ValueError(f"Megatron's legacy layout cannot hold {architecture.name}; use the mcore layout")
+    if destination.kind == "legacy" and network.head == "reward":
+        raise ValueError("Megatron's legacy layout has no reward head; use the mcore layout")
+    dtypes = {name: group.dtype for group in source.groups for name in group.hf}
+    layout = destination.layout or Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
+    network = network.padded(destination.make_vocab_size_divisible_by, layout.tp)
+    grouped = destination.grouped_gemm and bool(network.num_moe_experts) and destination.kind == "mcore"
+    packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
+    ops = architecture.weight_ops(network, packing)
+    if destination.mindspeed_mla and network.multi_latent_attention:
+        ops = with_mindspeed_mla(network, ops)
+    buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
+    steps: list[Transform] = [] if peft is None else [peft]
+    if destination.dtype is not None:
+        steps.append(Cast(destination.dtype, buffers))
+        dtypes = {name: dtype if name in buffers else destination.dtype for name, dtype in dtypes.items()}
+    transform = None if not steps else steps[0] if len(steps) == 1 else Chain(tuple(steps))
+
+    def dtype_of(op: WeightOp) -> torch.dtype:
+        if op.hf[0] not in dtypes:
+            raise ValueError(f"{source.path} lacks {op.hf[0]!r}")
+        return dtypes[op.hf[0]]
+
+    staging = destination.staging
+    if destination.kind == "hf":
+        hf_plan = _plan_hf(source, ops, dtype_of, staging, destination.max_shard_bytes)
+        listed = [
+            (destination.final / file_name, [(name, hf_plan.entries[name][1], hf_plan.entries[name][0]) for name in names])
+            for file_name, names in hf_plan.files
+        ]
+        create: Callable[[], Sequence[Target]] = hf_plan.create
+    else:
+        config = dict(source.hf_config)
+        if destination.dtype is not None:
+            config |= dtype_keys(config, destination.dtype)
+        args = write_args(
+            network,
+            layout,
+            config,
+            destination.dtype or source.dtype,
+            make_vocab_size_divisible_by=destination.make_vocab_size_divisible_by,
+            grouped_gemm=destination.grouped_gemm,
+            transformer_impl="transformer_engine" if destination.transformer_engine else "local",
+            legacy=destination.kind == "legacy",
+        )
+        plan: RankPlan | DistPlan
+        if destination.kind == "torch_dist":
+            if layout.noop_layers:
+                raise ValueError(
+                    "torch_dist checkpoints load under any layout and hold no empty layers; leave out --noop-layers"
+                )
+            from mindspeed_rl.checkpoint.dist import plan_dist
+
+            plan = plan_dist(staging, ops, network, dtype_of)
+            listed = [
+                (destination.final / file.path.name, [(op.mcore, shape, dtype) for op, dtype, shape in file.items])
+                for file in plan.files
+            ]
+        else:
+            plan = plan_ranks(
+                staging,
+                ops,
+                network,
+                layout,
+                dtype_of,
+                legacy=destination.kind == "legacy",
+                transformer_engine=destination.transformer_engine,
+            )
+            listed = [
+                (
+                    destination.final / file.path.relative_to(staging),
+                    [("/".join(keys), shape, dtype) for keys, (dtype, shape) in file.tensors.items()],
+                )
+                for file in plan.files
+            ]
+        create = lambda: plan.create(args)  # noqa: E731
+    files = [
+        (path, sum(TensorRecord("", 0, shape, dtype).num_bytes for _, shape, dtype in items), items) for path, items in listed
+    ]
+    return Plan(
+        source, destination, files, create, transform, _memory_bound(source, ops, dtypes), sum(size for _, size, _ in files)
+    )
+
+
+def _plan_hf(
+    source: Source, ops: Sequence[WeightOp], dtype_of: Callable[[WeightOp], torch.dtype], folder: Path, max_shard_bytes: int
+) -> HfPlan:
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for op in ops:
+        if not op.copy_of_tied:
+            entries |= {name: (dtype_of(op), shape) for name, shape in zip(op.hf, op.shapes)}
+    copies = source.architecture.hf_copies(source.network)
+    entries |= {copy: entries[owner] for copy, owner in copies.items()}
+    sizes = {name: TensorRecord("", 0, shape, dtype).num_bytes for name, (dtype, shape) in entries.items()}
+    return HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies)
+
+
+def _memory_bound(source: Source, ops: Sequence[WeightOp], dtypes: Mapping[str, torch.dtype]) -> int:
+    # a job holds what it read and one packed shard; a cast or merge adds one more copy of a tensor
+    sizes: dict[str, int] = {}
+    for op in ops:
+        for name, shape in zip(op.hf, op.shapes):
+            sizes[name] = TensorRecord("", 0, shape, dtypes.get(name, torch.float32)).num_bytes
+    by_target = (sum(sizes[name] for name in op.hf) for op in ops)
+    by_group = (sum(sizes.get(name, 0) for name in group.hf) for group in source.groups)
+    return 2 * max(max(by_target, default=0), max(by_group, default=0))
