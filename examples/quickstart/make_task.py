@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 SEED = 7
 NUM_HELD_OUT = 500
 #: so few that supervised training cannot get all sums right, however long it runs: what is left is for GRPO
-NUM_SFT = 600
+NUM_SFT = 450
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 #: the question, then the answer and the end token
 CHAT_TEMPLATE = (

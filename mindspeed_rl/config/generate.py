@@ -27,6 +27,7 @@ class SamplingConfig:
     detokenize: bool = key(
         False, "let the engine also turn tokens into text", no_effect="responses stay token ids; who needs text decodes them"
     )
+    ignore_eos: bool = key(False, "go on after the end token: every response has max_tokens (for benchmarks)")
     seed: int | None = key(None, "base of the per-sample seeds; the run's seed when unset")
 
 

@@ -40,7 +40,7 @@ class Rollout:
         sampling = Sampling(
             temperature=keys.temperature,
             max_tokens=keys.max_tokens,
-            stop_token_ids=tuple(sorted({eos_id, *_generation_stops(source)})),
+            stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *_generation_stops(source)})),
             top_p=keys.top_p,
             top_k=keys.top_k,
             min_p=keys.min_p,
