@@ -261,6 +261,14 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
                 unknown_value("actor_config.lora_target_modules", name, LORA_TARGETS),
                 {"actor_config.lora_target_modules": list(LORA_TARGETS)},
             )
+    if cfg.actor_config.moe_alltoall_overlap_comm and {"linear_fc1", "linear_fc2"} & set(targets):
+        yield broken(
+            "lora_overlap",
+            {"actor_config.lora_target_modules": targets, "actor_config.moe_alltoall_overlap_comm": True},
+            "actor_config.moe_alltoall_overlap_comm has expert layers of its own, which have no adapters; "
+            "leave it out with linear_fc1 or linear_fc2 in lora_target_modules",
+            {"actor_config.moe_alltoall_overlap_comm": False},
+        )
     rl = cfg.rl_config
     if rl is not None and not cfg.is_supervised and rl.share_backbone and rl.sync_ref_model:
         yield broken(

@@ -42,6 +42,11 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["share_backbone", "sync_ref_model", "frozen base"],
     ),
     ({M: {"lora_target_modules": ["linear_qvk"]}}, "lora_targets", ["'linear_qvk'", "linear_fc2", "did you mean 'linear_qkv'"]),
+    (
+        {M: {"lora_target_modules": ["linear_fc1"], "moe_alltoall_overlap_comm": True}},
+        "lora_overlap",
+        ["moe_alltoall_overlap_comm", "linear_fc1"],
+    ),
     ({M: {"lora_dropout": 1.5}}, "range", ["lora_dropout (1.5)", "at most 1"]),
     (
         {"profiler_config": {"integrated": {"stage": ["actor_update", "actor_generat"]}}},
