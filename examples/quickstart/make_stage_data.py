@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     documents = []
     for _ in range(NUM_ROWS):
         sums = draw.sample(additions, draw.randint(1, 4))
-        documents.append({"text": " ".join("".join(solved(a, b)) for a, b in sums)})
+        documents.append({"text": ",".join("".join(solved(a, b)) for a, b in sums)})
     write(folder / "raw" / "documents.jsonl", documents)
     pairs = []
     for a, b in draw.sample(additions, NUM_ROWS):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from supervised_samples import EOS, NETWORK, PAD, VOCAB
+from supervised_samples import EOS, NETWORK, PAD, text
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -22,13 +22,14 @@ from mindspeed_rl.workers.supervised_phases import SupervisedPhases
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: random weights, and a tokenizer whose token number i is the text <i>."""
+    """A Hugging Face folder: random weights, and a tokenizer of single characters (`supervised_samples.text`)."""
     folder = tmp_path_factory.mktemp("tiny_qwen25")
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**NETWORK)).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"<{number}>": number for number in range(VOCAB)}, unk_token="<2>"))
+    characters = {text(number): number for number in range(3, 97)}
+    tokenizer = Tokenizer(models.BPE({"<pad>": PAD, "<eos>": EOS, "<unk>": 2, **characters}, [], unk_token="<unk>"))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=f"<{PAD}>", eos_token=f"<{EOS}>", unk_token="<2>"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
     return folder
 

@@ -26,6 +26,11 @@ NETWORK = {
 }
 
 
+def text(number: int) -> str:
+    """What token `number`, 3 to 96, is to the tokenizer."""
+    return chr(number + 30)
+
+
 def write_columns(prefix: Path, rows: Sequence[Mapping[str, Sequence[int]]]) -> Path:
     """The rows stand in <prefix>_packed_<column>_document; returns the prefix."""
     for column in rows[0]:
