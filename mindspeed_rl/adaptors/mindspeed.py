@@ -142,6 +142,8 @@ def settings(config: MegatronConfig) -> dict[str, Any]:
     for name in ("num_attention_heads", "num_layers", "seq_length", "num_experts"):
         if getattr(config, name) is not None:
             keys[name] = getattr(config, name)
+    if config.moe_grouped_gemm:  # its experts run on MindSpeed's grouped matrix product
+        keys |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": config.moe_token_dispatcher_type or "alltoall"}
     keys |= {name: getattr(config, name) for name in PASSED_KEYS if getattr(config, name) not in (None, False)}
     return keys
 

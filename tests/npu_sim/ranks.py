@@ -22,7 +22,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = None, *, timeout_s: float = 300) -> list[Any]:
+def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = None, *, timeout_s: float = 900) -> list[Any]:
     """Runs `programs/<program>.py` as `world_size` processes and returns their reports in rank order.
 
     The program reads its settings with `rank_settings()` and ends with `report(value)`.

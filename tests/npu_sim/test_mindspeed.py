@@ -68,8 +68,16 @@ def test_ring_attention_calls_the_fused_kernel_once_a_block(one_process: list[di
 
 
 def test_expert_parallelism_trains_like_one_process() -> None:
-    settings = {"mode": "mindspeed", "steps": STEPS, "bf16": True, "moe": True}
+    settings = {"mode": "mindspeed", "steps": STEPS, "bf16": True, "model": "qwen3_moe"}
     alone = losses(run_ranks("engine", 1, settings))
     together = losses(run_ranks("engine", 2, {**settings, "layout": {"expert_model_parallel_size": 2}}))
     for got, want in zip(together, alone, strict=True):
         assert got[0] == pytest.approx(want[0], rel=BF16)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek3"])
+def test_experts_on_the_grouped_matrix_product_equal_the_cpu(model: str) -> None:
+    settings = {"steps": 2, "model": model}
+    on_cpu = losses(run_ranks("engine", 1, {"mode": "cpu", **settings}))
+    on_npu = losses(run_ranks("engine", 1, {"mode": "mindspeed", **settings, "layout": {"moe_grouped_gemm": True}}))
+    assert on_npu == [pytest.approx(step, rel=2e-5) for step in on_cpu]

@@ -26,6 +26,18 @@ QWEN3_MOE = QWEN2 | {
     "mlp_only_layers": [], "attention_bias": False, "router_aux_loss_coef": 0.0, "num_hidden_layers": 2,
 }  # fmt: skip
 
+DEEPSEEK3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": False, "hidden_act": "silu",
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "moe_layer_freq": 1, "attention_bias": False,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+MODELS = {"qwen2": QWEN2, "qwen3_moe": QWEN3_MOE, "deepseek3": DEEPSEEK3}
+
 
 def main() -> None:
     """Everything: Megatron's checkpoint writer starts processes that import this file again."""
@@ -105,7 +117,7 @@ def main() -> None:
 
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{os.environ['RANK']}")
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN3_MOE if settings.get("moe") else QWEN2))
+    (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")]))
     plan = plan_model(config, folder)
     info = parallel.RankInfo.from_env()
     platform.current().set_device(info.local_rank)

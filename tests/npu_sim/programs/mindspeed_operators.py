@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import torch
@@ -12,12 +13,45 @@ def _rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
     return torch_npu.npu_rotary_mul(x, cos.to(x.dtype), sin.to(x.dtype), "half" if mode == 0 else "interleave")
 
 
+def _groups(group_list: torch.Tensor | list[int]) -> list[int]:
+    """Rows of each group from their cumulative ends."""
+    ends = group_list if isinstance(group_list, list) else group_list.tolist()
+    return [end - start for start, end in zip([0, *ends], ends)]
+
+
+def _grouped_matmul(x, weight, bias, group_list, group_type, group_list_type):
+    (rows,), (weights,) = x, weight
+    parts = rows.split(_groups(group_list))
+    return [torch.cat([part @ matrix for part, matrix in zip(parts, weights)])]
+
+
+def _grouped_matmul_backward(grad, x, weight, group_list, group_list_type):
+    sizes = _groups(group_list)
+    upstream, rows = grad[0].split(sizes), x[0].split(sizes)
+    grad_rows = torch.cat([part @ matrix.t() for part, matrix in zip(upstream, weight[0])])
+    grad_weights = torch.stack([part.t() @ above for part, above in zip(rows, upstream)])
+    return [grad_rows], [grad_weights], []
+
+
 #: operator builder's name -> functions of the compiled module
-OPERATORS = {"npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary}}
+OPERATORS = {
+    "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary},
+    "grouped_matmul": {"npu_gmm": _grouped_matmul, "npu_gmm_backward": _grouped_matmul_backward},
+}
+
+
+class _PyAcl(types.ModuleType):
+    """pyACL, which comes with CANN: MindSpeed's expert modules import it, and what they would call is not simulated."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(f"acl.{name} is not simulated")
 
 
 def install() -> None:
     """Replaces the builders' compile step; an operator without a stand-in is an error that names it."""
+    sys.modules.setdefault("acl", _PyAcl("acl"))
     from mindspeed.op_builder import builder
 
     def load(self: object, verbose: bool = True) -> types.SimpleNamespace:
