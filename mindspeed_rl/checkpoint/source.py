@@ -38,7 +38,6 @@ class ModelOptions:
         reward_head: the model ends in one score (``--orm``).
         mtp_num_layers: prediction layers to keep; None keeps what a Megatron source has and none of an HF source.
         num_layers, first_k_dense_replace: convert a truncated model (for debugging).
-        make_vocab_size_divisible_by: vocabulary padding of a Megatron result.
         loosely: skip tensors that the model does not have.
         hf_folder: where a Megatron source finds config.json and tokenizer, if not in the checkpoint.
         iteration: which iteration of a Megatron source.
@@ -51,7 +50,6 @@ class ModelOptions:
     mtp_num_layers: int | None = None
     num_layers: int | None = None
     first_k_dense_replace: int | None = None
-    make_vocab_size_divisible_by: int = 1
     loosely: bool = False
     hf_folder: Path | None = None
     iteration: int | None = None

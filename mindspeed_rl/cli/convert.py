@@ -218,7 +218,6 @@ def _open(args: argparse.Namespace) -> Source:
         mtp_num_layers=args.mtp_num_layers,
         num_layers=args.num_layers,
         first_k_dense_replace=args.first_k_dense_replace,
-        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
         loosely=args.load_checkpoint_loosely,
         hf_folder=args.hf_cfg_dir,
         iteration=args.load_iteration,
