@@ -183,7 +183,7 @@ def _stream(session: Session, engine: Engine, ids: list[int], settings: Generati
     from mindspeed_rl.inference.text_stream import IncrementalText
     from mindspeed_rl.rollout.seeds import sample_seed
 
-    text = IncrementalText(session.tokenizer)
+    text = IncrementalText(session.prompt_format.decoder)
     request = Request(ids, sample_seed(settings.seed, 0, 0, 0))
     for piece in engine.stream([request], settings.sampling):
         ids = [token for token in piece.token_ids if token not in settings.sampling.stop_token_ids]

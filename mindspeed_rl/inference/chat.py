@@ -70,7 +70,7 @@ def stream_answer(
     engine: Engine, prompt_format: PromptFormat, prompt_ids: list[int], sampling: Sampling, seed: int
 ) -> Generator[tuple[Kind, str], None, None]:
     """The answer in parts as they are made, thoughts told apart."""
-    text = IncrementalText(prompt_format.tokenizer)
+    text = IncrementalText(prompt_format.decoder)
     splitter = ThoughtSplitter(prompt_format.thought_marks, thinking=prompt_format.opens_thought(prompt_ids))
     for piece in engine.stream([Request(prompt_ids, seed)], sampling):
         token_ids = piece.token_ids

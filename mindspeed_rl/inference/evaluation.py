@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mindspeed_rl.inference.generation import decode
 from mindspeed_rl.inference.prompts import PromptFormat
 from mindspeed_rl.inference.records import Answer, Engine, Request, collect
 from mindspeed_rl.inference.tasks.base import Question, Task
@@ -231,7 +230,7 @@ def _record(
     if allowed:
         return {**common, "response": allowed[answer.token_ids[0]], "finish_reason": "stop"}
     thinking = prompt_format.opens_thought(prepared.prompts[row])
-    text = cut_at(decode(prompt_format, answer.token_ids), stops)
+    text = cut_at(prompt_format.decode(answer.token_ids), stops)
     thought, text = split_thought(text, prompt_format.thought_marks, thinking=thinking)
     return {**common, **({"thought": thought} if thought else {}), "response": text, "finish_reason": answer.finish}
 

@@ -118,7 +118,7 @@ def generate(
     return [
         Generated(
             *divmod(row, settings.num_return),
-            cut_at(decode(prompt_format, answer.token_ids), settings.stop_strings),
+            cut_at(prompt_format.decode(answer.token_ids), settings.stop_strings),
             len(answer.token_ids),
             answer.log_prob,
             answer.finish,
@@ -145,16 +145,8 @@ def _beams(
         ),
     )
     for sample, beam in enumerate(beams[: settings.num_return]):
-        text = decode(prompt_format, beam.token_ids)
+        text = prompt_format.decode(beam.token_ids)
         yield Generated(number, sample, text, len(beam.token_ids), beam.log_prob, "stop" if beam.finished else "length")
-
-
-def decode(prompt_format: PromptFormat, token_ids: Sequence[int]) -> str:
-    """The text of an answer without its end token."""
-    ids = list(token_ids)
-    if ids and ids[-1] in prompt_format.stop_token_ids:
-        ids.pop()
-    return prompt_format.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Stopwatch:

@@ -52,7 +52,7 @@ class InferenceWorker(Worker):
         self._pieces: Iterator[Piece] = iter(())
         return {}
 
-    def start(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str]) -> None:
+    def begin(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str]) -> None:
         """This replica's requests (every n-th from its number on) are under way."""
         self._pieces = self._engine.stream(requests[self._replica :: self._num_replicas], sampling, stop_strings)
 
@@ -81,7 +81,7 @@ class EngineGroup:
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
         """See `Engine.stream`."""
-        self._group.start(list(requests), sampling, tuple(stop_strings))
+        self._group.begin(list(requests), sampling, tuple(stop_strings))
         open_requests = set(range(len(requests)))
         try:
             while open_requests:

@@ -11,6 +11,7 @@ from mindspeed_rl.data.conversation import Conversation
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
+from mindspeed_rl.inference.text_stream import TextDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ class PromptFormat:
         name: of the template; None continues plain text.
         stop_token_ids: the tokenizer's and the template's end tokens, those that generation_config.json names, and the user's.
         thought_marks: what opens and closes a thought.
+        decoder: for answers; thought marks stay in the text.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PromptFormat:
         elif thinking != "none":
             raise ValueError(f"--enable-thinking {thinking} needs a chat template: --prompt-type or --hf-chat-template")
         self.thought_marks = (marks[0].strip(), marks[1].strip())
+        self.decoder = TextDecoder(tokenizer, keep=self.thought_marks)
         self._encoder = TextEncoder(tokenizer)
         for token in end_tokens:
             stops.add(self._encoder.special_id(Token(token)))
@@ -91,6 +94,11 @@ class PromptFormat:
                 "a system prompt, tools or several messages need a chat template: --prompt-type NAME or --hf-chat-template"
             )
         return self.tokenizer(conversation.messages[0].content)["input_ids"]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole answer, without its end token."""
+        ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
+        return self.decoder.decode(token_ids[:-1] if ended else token_ids)
 
     def opens_thought(self, prompt_ids: list[int]) -> bool:
         """True when the prompt ends inside a thought, so that the answer begins with it."""

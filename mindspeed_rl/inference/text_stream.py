@@ -12,11 +12,33 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 Kind = Literal["thought", "answer"]
 
 
+class TextDecoder:
+    """Tokens to text without special tokens, but with those that are named: some tokenizers count thought marks among them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, keep: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._kept = {number: token.content for number, token in added.items() if token.special and token.content in keep}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text."""
+        parts: list[str] = []
+        start = 0
+        for place, token in enumerate(token_ids):
+            if token in self._kept:
+                parts += [self._plain(token_ids[start:place]), self._kept[token]]
+                start = place + 1
+        return "".join([*parts, self._plain(token_ids[start:])])
+
+    def _plain(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 class IncrementalText:
     """The text of a growing token sequence, in pieces that add up to the decoded whole; half characters wait for their rest."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
         self._ids: list[int] = []
         self._start = 0  # decoding begins here: far enough back that blanks between tokens come out right
         self._shown = 0  # tokens whose text was handed out
@@ -24,8 +46,7 @@ class IncrementalText:
     def feed(self, token_ids: Sequence[int]) -> str:
         """Takes new tokens and returns the text that is complete with them."""
         self._ids += token_ids
-        before = self._decode(self._shown)
-        now = self._decode(len(self._ids))
+        before, now = self._texts()
         if now.endswith(_INCOMPLETE) or len(now) <= len(before):
             return ""
         self._start, self._shown = self._shown, len(self._ids)
@@ -33,14 +54,13 @@ class IncrementalText:
 
     def finish(self) -> str:
         """The rest, without a character that was never completed."""
-        rest = self._decode(len(self._ids))[len(self._decode(self._shown)) :]
+        before, now = self._texts()
         self._start = self._shown = len(self._ids)
-        return rest.rstrip(_INCOMPLETE)
+        return now[len(before) :].rstrip(_INCOMPLETE)
 
-    def _decode(self, stop: int) -> str:
-        return self._tokenizer.decode(
-            self._ids[self._start : stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+    def _texts(self) -> tuple[str, str]:
+        ids = self._ids[self._start :]
+        return self._decoder.decode(ids[: self._shown - self._start]), self._decoder.decode(ids)
 
 
 class ThoughtSplitter:
