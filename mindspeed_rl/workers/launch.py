@@ -28,6 +28,11 @@ _SPARE_CPUS = 16
 #: how long one poll of running phases may take before deaths of other actors are looked at again
 _POLL_S = 1.0
 
+#: how long the cause may come in after its consequences: Ray takes seconds to notice a death that a peer notices at once
+_CAUSE_S = 15.0
+#: what a collective says when another process of the group is gone
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker", "HCCL function error")
+
 
 class WorkerFailed(RuntimeError):
     """A worker died or raised; names the worker and the cause."""
@@ -245,19 +250,40 @@ def wait_all(futures: Sequence[Any], names: Sequence[str], what: str, plane: Dat
     Raises:
         WorkerFailed: naming the worker, the phase and the cause.
     """
-    pending = list(futures)
+    pending, named = list(futures), dict(zip(futures, names))
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
-        failed = [(names[list(futures).index(future)], error) for future in done if (error := _error_of(future)) is not None]
+        failed = [(named[future], error) for future in done if (error := _error_of(future)) is not None]
         if failed:
-            # somebody else's abort is a consequence, not the cause
-            failed.sort(key=lambda item: "DataPlaneAborted" in str(item[1]))
-            name, error = failed[0]
+            failed += _later_failures(failed, pending, named)
+            name, error = min(failed, key=lambda item: _distance_from_cause(item[1]))
             if plane is not None:
                 with contextlib.suppress(Exception):
                     plane.abort(f"{name} failed in {what}")
             raise WorkerFailed(f"{name} failed in {what}: {_reason(error)}") from error
     return ray.get(list(futures))
+
+
+def _later_failures(
+    failed: Sequence[tuple[str, Exception]], pending: list[Any], named: dict[Any, str]
+) -> list[tuple[str, Exception]]:
+    """Failures that come in while all those known look like consequences of another one."""
+    later: list[tuple[str, Exception]] = []
+    end = time.monotonic() + _CAUSE_S
+    while pending and time.monotonic() < end and all(_distance_from_cause(error) > 1 for _, error in [*failed, *later]):
+        done, pending = ray.wait(pending, num_returns=1, timeout=_POLL_S)
+        later += [(named[future], error) for future in done if (error := _error_of(future)) is not None]
+    return later
+
+
+def _distance_from_cause(error: Exception) -> int:
+    """0 for a death, 1 for an error of its own, more for what another worker's end brings about."""
+    if isinstance(error, RayActorError):
+        return 0
+    text = str(error)
+    if "DataPlaneAborted" in text:
+        return 3
+    return 2 if any(sign in text for sign in _LOST_PEER) else 1
 
 
 def _error_of(future: Any) -> Exception | None:
