@@ -31,6 +31,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,6 +62,11 @@ PASSED_KEYS = (
     "coc_fused_kernel",
     "use_fused_moe_token_permute_and_unpermute",
 )
+
+#: features whose MindSpeed modules import `megatron.training`, which the megatron-core package does not have; without a
+#: Megatron-LM source tree they are left off with a warning. They change speed, not results. Experts then run on Megatron's
+#: own GroupedMLP, whose grouped product MindSpeed replaces in any case.
+NEED_MEGATRON_TRAINING = ("moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion", "moe_grouped_gemm")
 
 #: fields of Megatron's TransformerConfig that its fused modules look at
 TRANSFORMER_SETTINGS = {"bias_activation_fusion": True}
@@ -117,8 +123,12 @@ def apply() -> None:
     _applied = True
 
 
-def settings(config: MegatronConfig) -> dict[str, Any]:
-    """The `repatch` keys of a role."""
+def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict[str, Any]:
+    """The `repatch` keys of a role.
+
+    Args:
+        megatron_training: `megatron.training` can be imported (a Megatron-LM source tree is installed).
+    """
     keys: dict[str, Any] = {
         "use_flash_attn": True,
         "use_fused_rmsnorm": True,
@@ -142,9 +152,13 @@ def settings(config: MegatronConfig) -> dict[str, Any]:
     for name in ("num_attention_heads", "num_layers", "seq_length", "num_experts"):
         if getattr(config, name) is not None:
             keys[name] = getattr(config, name)
-    if config.moe_grouped_gemm:  # its experts run on MindSpeed's grouped matrix product
-        keys |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": config.moe_token_dispatcher_type or "alltoall"}
     keys |= {name: getattr(config, name) for name in PASSED_KEYS if getattr(config, name) not in (None, False)}
+    if config.moe_grouped_gemm and megatron_training:
+        keys |= {"moe_grouped_gemm": True, "moe_token_dispatcher_type": config.moe_token_dispatcher_type or "alltoall"}
+    if not megatron_training:
+        for name in NEED_MEGATRON_TRAINING:
+            if keys.pop(name, None):
+                warnings.warn(f"{name}: left off; MindSpeed needs a Megatron-LM source tree for it.", stacklevel=3)
     return keys
 
 
@@ -190,7 +204,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     """
     apply()
     check(config)
-    keys = settings(config)
+    keys = settings(config, megatron_training=importlib.util.find_spec("megatron.training") is not None)
     from mindspeed.args_utils import get_mindspeed_args
     from mindspeed.megatron_adaptor import repatch
 

@@ -44,9 +44,7 @@ class _PyAcl(types.ModuleType):
     """pyACL, which comes with CANN: MindSpeed's expert modules import it, and what they would call is not simulated."""
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RuntimeError(f"acl.{name} is not simulated")
+        raise AttributeError(f"acl.{name} is not simulated")  # MindSpeed's patcher asks every module for every name
 
 
 def install() -> None:

@@ -50,3 +50,12 @@ def test_keys_that_exclude_each_other_are_refused(config: MegatronConfig, named:
 
 def test_ring_attention_does_not_need_divisible_heads() -> None:
     mindspeed.check(MegatronConfig(num_attention_heads=6, context_parallel_size=4, context_parallel_algo="megatron_cp_algo"))
+
+
+def test_features_that_need_a_megatron_source_tree_are_left_off_with_a_warning() -> None:
+    config = MegatronConfig(moe_alltoall_overlap_comm=True, moe_grouped_gemm=True)
+    with pytest.warns(UserWarning, match="moe_alltoall_overlap_comm: left off"):
+        keys = mindspeed.settings(config)
+    assert "moe_alltoall_overlap_comm" not in keys and "moe_grouped_gemm" not in keys
+    with_source = mindspeed.settings(config, megatron_training=True)
+    assert with_source["moe_alltoall_overlap_comm"] and with_source["moe_grouped_gemm"]
