@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
         documents.append({"text": ",".join("".join(solved(a, b)) for a, b in sums)})
     write(folder / "raw" / "documents.jsonl", documents)
     pairs = []
-    for a, b in draw.sample(additions, NUM_ROWS):
+    for a, b in draw.choices(additions, k=NUM_ROWS):
         question, right = solved(a, b)
         wrong = solved(a, b, draw.randint(1, 9))[1]
         pairs.append({"instruction": question, "input": "", "chosen": right, "rejected": wrong})

@@ -1,0 +1,126 @@
+"""From raw files to trained models: every supervised stage's tiny run file, and one run through Ray that is gone on with."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mindspeed_rl import adaptors, platform
+from mindspeed_rl.cli import preprocess
+from mindspeed_rl.config import RunConfig, build_batch_plan, load_run_config
+
+# preprocessing imports Megatron into this process, which trains afterwards
+platform.select("cpu")
+adaptors.apply("train")
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
+
+
+def _script(name: str) -> ModuleType:
+    """A script of examples/quickstart as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / "quickstart" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's folder: a random model and data for every stage, written by the scripts that users run."""
+    folder = tmp_path_factory.mktemp("stages")
+    _script("make_task").main(folder)
+    _script("make_stage_data").main(folder)
+    (folder / "data").mkdir()
+    common = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(folder / "model"), "--workers", "1"]
+    kinds = {
+        ("sft", "sft"): ["--prompt-type", "hf", "--handler-name", "AlpacaStyleInstructionHandler"],
+        ("pairs", "pairs"): ["--prompt-type", "hf", "--handler-name", "AlpacaStylePairwiseHandler"],
+        ("documents", "documents"): ["--handler-name", "GeneralPretrainHandler", "--json-keys", "text", "--append-eod"],
+        ("steps", "steps"): ["--handler-name", "AlpacaStyleProcessRewardHandler", "--placeholder-token", "#"]
+        + ["--reward-tokens", "y", "n"],
+    }  # fmt: skip
+    for (raw, prefix), options in kinds.items():
+        files = ["--input", str(folder / "raw" / f"{raw}.jsonl"), "--output-prefix", str(folder / "data" / prefix)]
+        assert preprocess.main([*common, *files, *options]) == 0
+    return folder
+
+
+def load(work: Path, stage: str, *overrides: str) -> RunConfig:
+    """The stage's run file, short, on the files of `work`; starts from the random model."""
+    name = f"{stage}_tiny_cpu"
+    prefix = load_run_config(name).megatron_training.data_path
+    keys = {
+        "load": work / "model",
+        "tokenizer_name_or_path": work / "model",
+        "data_path": str(prefix).replace("./runs/quickstart", str(work)).replace("'", ""),
+        "save": work / stage,
+        "train_iters": 2,
+        "eval_interval": 2,
+        "eval_iters": 1,
+    }
+    return load_run_config(name, None, [*(f"megatron_training.{key}={value}" for key, value in keys.items()), *overrides])
+
+
+@pytest.fixture(scope="module")
+def one_process_world() -> Iterator[None]:
+    """The environment of rank 0 of 1."""
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.close()
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in rank.items():
+            patch.setenv(name, value)
+        yield
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path, stage: str) -> None:
+    from mindspeed_rl.observability.timers import Timers
+    from mindspeed_rl.workers.supervised_phases import SupervisedPhases
+
+    cfg = load(work, stage, "megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
+    phases = SupervisedPhases(cfg, build_batch_plan(cfg), Timers())
+    losses = [phases.train().results()["train/loss"] for _ in range(2)]
+    assert all(0 < loss < 10 for loss in losses) and losses[0] != losses[1]
+    if phases.held_out is not None:
+        assert phases.evaluate().results()["eval/loss"] > 0
+
+
+def run(work: Path, *overrides: str) -> tuple[Path, list[dict]]:
+    """Runs stage sft through Ray with two workers; returns the run folder and the lines of metrics.jsonl."""
+    from mindspeed_rl.trainers.run_supervised import run_supervised
+
+    folder = run_supervised(load(work, "sft", "megatron_training.split='95,5,0'", *overrides))
+    return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sft_through_ray_trains_evaluates_saves_and_goes_on(work: Path) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    layout = "megatron_training.tensor_model_parallel_size=2"
+    folder, lines = run(work, f"run_dir={work / 'first'}", layout, "rl_config.use_tensorboard=true")
+    assert [line["iteration"] for line in lines] == [1, 2]
+    assert lines[1]["eval/loss"] > 0 and "eval/loss" not in lines[0]
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s", "train/tflops_per_device"} <= set(lines[0])
+    assert "Outcome: finished" in (folder / "report.md").read_text()
+    assert list((folder / "tensorboard").iterdir())
+    assert (work / "sft" / "hf" / "latest" / "model.safetensors").is_file()
+
+    again = ["megatron_training.finetune=false", f"megatron_training.load={work / 'sft'}", "megatron_training.train_iters=3"]
+    _, more = run(work, f"run_dir={work / 'second'}", *again)  # two replicas now, of one device each
+    assert [line["iteration"] for line in more] == [3]
+    assert more[0]["train/samples"] == 128
