@@ -10,7 +10,7 @@ from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of
 from mindspeed_rl.rewards.answers import closed_boxed
 
-_STATED = re.compile(r"(?i)\banswer is:?\s*(.+)")
+_STATED = re.compile(r"(?i)\banswer is:?\s*")
 _PROMPT_BAR = "-----"
 
 
@@ -19,9 +19,9 @@ def bbh_match(response: str, label: str) -> float:
 
     Case, quotes, a closing full stop and the brackets around a single letter do not count.
     """
-    stated = _STATED.findall(response)
-    lines = [line for line in response.splitlines() if line.strip()]
-    answer = closed_boxed(response) or (stated[-1] if stated else lines[-1] if lines else "")
+    stated = _STATED.split(response)
+    lines = [line for line in (stated[-1] if len(stated) > 1 else response).splitlines() if line.strip()]
+    answer = closed_boxed(response) or (lines[0 if len(stated) > 1 else -1] if lines else "")
     return float(_plain(answer) == _plain(label))
 
 
