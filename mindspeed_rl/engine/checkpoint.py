@@ -141,6 +141,10 @@ def _sharded_state(
         state[f"model{index}"] = weights
     if with_optimizer and engine.optimizer is not None:
         weights = state if len(engine.model.models) > 1 else {"model": state["model0"]}
+        for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+            if part.optimizer is not None and part.init_state_fn is not None:
+                # a save before the first step holds the moments that parameters start with
+                part.init_state_fn(part.optimizer, part.config)
         state["optimizer"] = engine.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT)
     return state
 
