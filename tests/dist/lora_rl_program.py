@@ -1,0 +1,147 @@
+# ruff: noqa: E402  (Megatron must be imported after the adaptor)
+"""One GRPO iteration with LoRA in one process: its own reference with the adapters off, its rollout engine fed merged weights.
+
+usage: lora_rl_program.py PORT MODEL_FOLDER RESULT_FILE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+
+import torch
+
+from mindspeed_rl.config import build_batch_plan, build_run_config
+from mindspeed_rl.dataplane.records import pack
+from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.platform import platform_class
+from mindspeed_rl.workers.integrated import UpdateOrder
+
+ROWS = 8
+
+
+class LocalPlane:
+    """Columns of one process, for a worker without Ray."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, dict[int, Any]] = {}
+
+    def put(self, data: Mapping[str, Sequence[Any]], indexes: Sequence[int], **options: Any) -> None:
+        for name, values in data.items():
+            self.columns.setdefault(name, {}).update(zip(indexes, values))
+
+    def get(
+        self, consumer: str, columns: Sequence[str], count: int | None = None, *, indexes: Sequence[int], **options: Any
+    ) -> tuple[dict[str, Any], list[int]]:
+        return {name: pack([self.columns[name][index] for index in indexes]) for name in columns}, list(indexes)
+
+    def column(self, name: str) -> list[Any]:
+        """All rows of a column."""
+        return [self.columns[name][row] for row in range(ROWS)]
+
+
+def run_config(folder: str) -> Any:
+    return build_run_config(
+        {
+            "platform": "cpu",
+            "megatron_training": {
+                "stage": "ray_grpo",
+                "bf16": False,
+                "global_batch_size": 4,
+                "micro_batch_size": 4,
+                "train_iters": 2,
+                "lr": 1e-2,
+                "lr_decay_style": "constant",
+                "seq_length": 32,
+                "load": folder,
+                "tokenizer_name_or_path": folder,
+                "finetune": True,
+                "reset_attention_mask": True,
+                "no_pad_to_seq_lengths": True,
+                "lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+                "lora_r": 4,
+            },
+            "rl_config": {
+                "actor_resource": {"num_npus": 1},
+                "share_backbone": True,
+                "n_samples_per_prompt": 2,
+                "mini_batch_size": 4,
+                "max_prompt_length": 16,
+                "use_remove_padding": True,
+                "init_kl_coef": 0.1,
+                "guarantee_order": True,
+            },
+            "generate_config": {
+                "infer_tensor_parallel_size": 1,
+                "dtype": "float32",
+                "max_num_seqs": 8,
+                "max_model_len": 32,
+                "max_num_batched_tokens": 256,
+                "sampling_config": {"max_tokens": 12, "temperature": 1.0, "top_k": -1},
+            },
+        }
+    )
+
+
+def largest_gap(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs))
+
+
+def main(port: str, folder: str, result: Path) -> None:
+    os.environ.update(platform_class("cpu")().worker_env())
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    cfg, plane = run_config(folder), LocalPlane()
+    plan = build_batch_plan(cfg)
+    from mindspeed_rl.workers.phases import Phases
+
+    phases = Phases(cfg, plan, plane, Timers(), run_id="lora")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 90, (6,), generator=generator) for _ in range(ROWS // 2) for _ in range(2)]
+    plane.put({"prompt_ids": prompts}, range(ROWS))
+    model = phases.roles.actor.model.models[0]
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_" not in name}
+    found: dict[str, Any] = {"has_reference": phases.roles.reference is not None}
+
+    phases.push_weights(0)
+    phases.generate(0)
+    phases.compute_log_probs("actor", ROWS)
+    phases.compute_log_probs("ref", ROWS)
+    found["rollout_gap"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
+    found["reference_gap_at_start"] = largest_gap(plane.column("ref_log_probs"), plane.column("old_log_probs"))
+    first_reference = plane.column("ref_log_probs")
+
+    responses = plane.column("responses")
+    plane.put(
+        {
+            "advantages": [torch.full((len(r),), 1.0 if row % 2 else -1.0) for row, r in enumerate(responses)],
+            "scored_mask": [torch.ones(len(r), dtype=torch.bool) for r in responses],
+            "loss_mask": [torch.ones(len(r), dtype=torch.bool) for r in responses],
+        },
+        range(ROWS),
+    )
+    phases.update_actor(UpdateOrder([list(range(ROWS))], 0.1, None, use_old_log_probs=True, use_ref_log_probs=True))
+    phases.compute_log_probs("ref", ROWS)
+    found["reference_moved"] = largest_gap(first_reference, plane.column("ref_log_probs"))
+    phases.compute_log_probs("actor", ROWS)
+    found["actor_moved"] = largest_gap(first_reference, plane.column("old_log_probs"))
+
+    phases.push_weights(1)
+    phases.generate(1)
+    phases.compute_log_probs("actor", ROWS)
+    found["rollout_gap_after_update"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
+    same = [torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base]
+    found["base_unchanged"] = all(same) and len(same) == len(base)
+    result.write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's engine does not end cleanly inside a training process
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

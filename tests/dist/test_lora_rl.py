@@ -1,0 +1,68 @@
+"""Reinforcement learning with LoRA: one process trains, generates and is its own reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+PROGRAM = Path(__file__).with_name("lora_rl_program.py")
+
+
+def save_model(folder: Path) -> None:
+    """A tiny Qwen2 with a tokenizer of one token a character."""
+    words = ["<pad>", "<eos>", "<unk>", *(chr(code) for code in range(32, 127))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    transformers.Qwen2ForCausalLM(config).float().save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    result = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), port, str(tmp_path / "model"), str(result)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert result.is_file(), done.stdout[-4000:]
+    found = json.loads(result.read_text())
+    assert found["has_reference"] is False
+    assert found["reference_gap_at_start"] == 0.0
+    assert found["reference_moved"] == 0.0
+    assert found["actor_moved"] > 0.01
+    assert found["base_unchanged"] is True
+    assert found["rollout_gap"] < 1e-3
+    assert found["rollout_gap_after_update"] < 1e-3
