@@ -111,7 +111,9 @@ _STAGE_KEYS = {
     **dict.fromkeys(("simpo_beta", "gamma_beta_ratio", "simpo_loss_type", "simpo_label_smoothing"), ("simpo",)),
     **dict.fromkeys(("placeholder_token", "reward_tokens"), ("prm",)),
     "pref_ftx": ("dpo", "simpo"),
-    **dict.fromkeys(("pack", "neat_pack", "reset_position_ids"), ("pretrain", "sft")),
+    **dict.fromkeys(("pack", "neat_pack"), ("sft",)),
+    "reset_position_ids": ("pretrain", "sft"),
+    "full_shuffle_instruction_dataset": ("sft", "dpo", "simpo", "orm", "prm"),
     **dict.fromkeys(("eval_iters", "skip_train", "log_interval"), ("pretrain", "sft", "dpo", "simpo", "orm", "prm")),
 }
 

@@ -17,7 +17,7 @@ from mindspeed_rl.trainers.run_folder import absolute_paths, is_weight, recorded
 from mindspeed_rl.trainers.supervised import SupervisedJournal, SupervisedTrainer
 from mindspeed_rl.workers.launch import WorkerGroup, cluster
 from mindspeed_rl.workers.model_source import find_model
-from mindspeed_rl.workers.supervised import SupervisedWorker
+from mindspeed_rl.workers.supervised import SupervisedWorker, has_own_reference, reference_of
 
 
 def run_supervised(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
@@ -36,6 +36,8 @@ def run_supervised(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
     source = find_model(config, "megatron_training")
     load_tokenizer(config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast)
     check_data(config)
+    if config.stage == "dpo" and has_own_reference(config):
+        reference_of(config, source)
     chosen = platform.detect() if cfg.platform == "auto" else cfg.platform
     with recorded_run(cfg) as record:
         cfg = absolute_paths(cfg)
@@ -98,4 +100,6 @@ def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path) -
         journal.num_devices = plan.world_size
         stack.callback(journal.close)
         evaluates = data.num_held_out > 0
+        if config.skip_train and not evaluates:
+            raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
         yield SupervisedTrainer(workers, config, plan, journal, evaluates=evaluates, start_iteration=start)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.workers.model_source import ModelSource, find_model
 from mindspeed_rl.workers.worker import Worker, WorkerReport
 
 
@@ -27,6 +30,33 @@ class DataSummary:
         text = f"{self.num_train:,} {self.unit} to train on"
         text += f", {self.num_held_out:,} to evaluate on" if self.num_held_out else ""
         return text + (f" ({self.num_too_long:,} longer than seq_length left out)" if self.num_too_long else "")
+
+
+def has_own_reference(config: MegatronConfig) -> bool:
+    """False when the reference of stage dpo is the policy without its adapters."""
+    return bool(config.ref_model) or not config.lora_target_modules
+
+
+def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
+    """Keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
+
+    Args:
+        config: the policy's keys.
+        start: the policy's weights.
+
+    Raises:
+        ValueError: the weights do not exist, or nothing says what the policy of a resumed run started from.
+    """
+    reference = copy.copy(config)
+    path = config.ref_model or config.pretrained_checkpoint or config.load
+    reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
+    reference.save, reference.lora_target_modules = None, None
+    if not config.ref_model and start.kind == "training" and not config.finetune and path == str(start.weights):
+        raise ValueError(
+            f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
+            "reference in ref_model, or what the policy started from in pretrained_checkpoint."
+        )
+    return reference, find_model(reference, "ref_model" if config.ref_model else "reference")
 
 
 class SupervisedWorker(Worker):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig
+from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.workers.model_source import ModelSource, find_model
-from mindspeed_rl.workers.supervised import DataSummary
+from mindspeed_rl.workers.supervised import DataSummary, has_own_reference, reference_of
 from mindspeed_rl.workers.world import join_world, prepare_process
 
 if TYPE_CHECKING:
@@ -74,27 +73,14 @@ class SupervisedPhases:
         self.role.engine.choices = self.stage.choices
         self.resumed = self.role.resumed
         self.reference = None
-        if self.stage.needs_reference and (self.config.ref_model or not self.config.lora_target_modules):
+        if self.stage.needs_reference and has_own_reference(self.config):
             from mindspeed_rl.engine.build import plan_model
 
-            config, ref_source = self._reference_source(source)
+            config, ref_source = reference_of(self.config, source)
             plan = plan_model(config, ref_source.hf_folder)
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
             self.reference = Role("ref", config, plan, ref_source, steps_per_iteration=None, iteration=iteration, **shared)
-
-    def _reference_source(self, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
-        """The reference is `ref_model`, else what the policy started from before any resume."""
-        config = copy.copy(self.config)
-        path = config.ref_model or config.pretrained_checkpoint or config.load
-        config.load, config.pretrained_checkpoint, config.finetune = path, None, True
-        config.save, config.lora_target_modules = None, None
-        if not config.ref_model and start.kind == "training" and not self.config.finetune and path == str(start.weights):
-            raise ValueError(
-                f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
-                "reference in ref_model, or what the policy started from in pretrained_checkpoint."
-            )
-        return config, find_model(config, "ref_model" if config.ref_model else "reference")
 
     def data(self) -> DataSummary:
         """What the run learns from."""

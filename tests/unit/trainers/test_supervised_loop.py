@@ -1,0 +1,92 @@
+"""The loop around the stages: what happens when, and what is written."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervised_samples import answers, instruction_row, write_columns
+
+from mindspeed_rl.config import MegatronConfig, RLConfig
+from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.trainers.run_supervised import check_data
+from mindspeed_rl.trainers.supervised import SupervisedJournal, SupervisedTrainer
+from mindspeed_rl.workers.supervised_phases import SupervisedPhases
+from mindspeed_rl.workers.worker import WorkerReport
+
+
+class OneWorker:
+    """The calls of a WorkerGroup, made in this process."""
+
+    def __init__(self, phases: SupervisedPhases) -> None:
+        self.phases = phases
+
+    def __getattr__(self, name: str) -> Callable[..., list[WorkerReport]]:
+        return lambda *arguments: [WorkerReport(getattr(self.phases, name)(*arguments), self.phases.timers.drain())]
+
+
+def run(phases: SupervisedPhases, folder: Path) -> tuple[list[dict], str]:
+    """(lines of metrics.jsonl, console) of a whole run."""
+    console = io.StringIO()
+    config, plan = phases.config, phases.plan
+    journal = SupervisedJournal(
+        folder,
+        make_trackers(RLConfig(), folder, {}),
+        IterationProgress(plan.train_iters, stream=console, every=config.log_interval),
+    )
+    evaluates = phases.held_out is not None
+    SupervisedTrainer(OneWorker(phases), config, plan, journal, evaluates=evaluates).fit()
+    journal.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], console.getvalue()
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    return write_columns(tmp_path / "sft", [instruction_row(*sample) for sample in answers(32, seed=1)])
+
+
+def test_saves_and_evaluations_come_at_their_intervals_and_at_the_end(
+    start: Callable[..., Any], prefix: Path, tmp_path: Path
+) -> None:
+    keys = {"train_iters": 7, "save_interval": 3, "eval_interval": 2, "keep_last": 2, "log_interval": 5, "split": "3,1,0"}
+    lines, console = run(start("sft", prefix, save=str(tmp_path / "save"), save_hf=True, **keys), tmp_path)
+    assert [line["iteration"] for line in lines] == list(range(1, 8))
+    assert [line["iteration"] for line in lines if "eval/loss" in line] == [2, 4, 6, 7]
+    assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == ["iter_0000006", "iter_0000007"]
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert (tmp_path / "save" / "hf" / "latest" / "config.json").is_file()
+    shown = [line.split("|")[0].strip() for line in console.splitlines()]
+    assert shown == [f"iteration {number}/7" for number in (2, 4, 5, 6, 7)]
+    for name in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s", "train/samples_per_s"):
+        assert all(line[name] > 0 for line in lines), name
+    assert all(line["train/tflops_per_device"] > 0 and line["train/memory_gib"] > 0 for line in lines)
+
+
+def test_skip_train_evaluates_and_changes_nothing(start: Callable[..., Any], prefix: Path, tmp_path: Path) -> None:
+    phases = start("sft", prefix, train_iters=7, skip_train=True, split="1,1,0", save=str(tmp_path / "save"))
+    lines, _ = run(phases, tmp_path)
+    assert len(lines) == 1 and lines[0]["eval/loss"] > 0 and "train/loss" not in lines[0]
+    assert phases.consumed == 0 and not (tmp_path / "save").exists()
+
+
+def config(**keys: Any) -> MegatronConfig:
+    return MegatronConfig(**{"stage": "sft", **keys})
+
+
+def test_missing_data_is_named_before_anything_starts(prefix: Path, tmp_path: Path) -> None:
+    check_data(config(data_path=str(prefix)))
+    with pytest.raises(ValueError, match="data_path: not set; stage dpo learns from it"):
+        check_data(config(stage="dpo"))
+    with pytest.raises(
+        ValueError, match=r"chosen_input_ids_document.idx does not exist \(found attention_mask, input_ids, labels"
+    ):
+        check_data(config(stage="dpo", data_path=str(prefix)))
+    with pytest.raises(ValueError, match="eval_data_path: .*elsewhere_packed_input_ids_document.idx does not exist"):
+        check_data(config(data_path=str(prefix), eval_data_path=str(tmp_path / "elsewhere")))
+    with pytest.raises(ValueError, match="data_path: .*sft.idx does not exist .*with _text_document"):
+        check_data(config(stage="pretrain", data_path=[0.5, str(prefix)]))
