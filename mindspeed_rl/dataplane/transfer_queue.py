@@ -11,6 +11,7 @@ which rows a request gets, so that the same rules hold as in our TransferDock. F
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -457,7 +458,8 @@ def _start_engine(n_samples_per_prompt: int, num_storage_units: int, init_timeou
 
 def _to_field(column: Column) -> torch.Tensor | NonTensorStack:
     if not isinstance(column, Ragged):
-        return NonTensorStack(*column)
+        # TransferQueue's own encoding would turn dataclasses into dicts and tuples into lists
+        return NonTensorStack(*(pickle.dumps(entry) for entry in column))
     if column.offsets is None:
         return column.tensor()
     return torch.nested.nested_tensor_from_jagged(column.tensor(), torch.from_numpy(column.offsets))
@@ -465,5 +467,5 @@ def _to_field(column: Column) -> torch.Tensor | NonTensorStack:
 
 def _from_field(field: Any) -> Column:
     if not isinstance(field, torch.Tensor):
-        return list(field)
+        return [pickle.loads(entry) for entry in field]
     return pack(list(field.unbind())) if field.is_nested else pack(field)

@@ -102,6 +102,12 @@ def test_every_kind_of_row_comes_back_as_it_was_put(plane):
     assert all(torch.equal(row, half) for row, half in zip(batch["halves"], halves))
 
 
+def test_objects_keep_their_types(plane):
+    spec = ColumnSpec("a dataclass")
+    plane.put({"texts": [spec, (1, "tuple"), b"bytes", {"a": 0.1}]}, range(4))
+    assert plane.get("train", ["texts"], 4)[0]["texts"] == [spec, (1, "tuple"), b"bytes", {"a": 0.1}]
+
+
 def test_numbers_beyond_32_bits_survive(plane):
     plane.put({"responses": [torch.tensor([2**40, -1]), torch.tensor([3])]}, [0, 1])
     assert lists(plane.get("train", ["responses"], 2)[0]["responses"]) == [[2**40, -1], [3]]
