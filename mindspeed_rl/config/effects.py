@@ -182,6 +182,10 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name.startswith("soft_") and "soft_overlong" not in functions, "no reward function soft_overlong"),
         (name.startswith("judge_") and name != "judge_url" and rl.judge_url is None, "judge_url is not set"),
         (name == "reward_model_weight" and rl.reward_model is None and cfg.reward_config is None, "there is no reward model"),
+        (
+            name == "process_reward_aggregation" and (cfg.reward_config is None or not cfg.reward_config.reward_tokens),
+            "there is no process reward model (reward_config.reward_tokens)",
+        ),
         (name == "verifier_timeout" and rl.reward_timeout_s is not None, "reward_timeout_s is set"),
         (name == "verifier_parallel" and rl.num_reward_workers is not None, "num_reward_workers is set"),
         (

@@ -238,6 +238,9 @@ class RewardKeys:
     reward_failure_limit: float = key(0.1, "share of failed scores in an iteration above which the run stops")
     reward_model: str | None = key(None, "folder of a reward model whose score is added last")
     reward_model_weight: float = key(1.0, "its weight beside the reward functions")
+    process_reward_aggregation: Literal["min", "mean", "product", "last", "max"] = key(
+        "min", "how the scores of steps become that of the response, for a reward model with reward_tokens"
+    )
     judge_url: str | None = key(None, "OpenAI-compatible endpoint of a generative judge; off when unset")
     judge_model: str | None = key(None, "model name sent to that endpoint")
     judge_prompt: str | None = key(None, "file with the judge's prompt template")

@@ -124,6 +124,15 @@ def missing_for_training(cfg: RunConfig) -> list[str]:
     return [f"{name} is not set in megatron_training or actor_config" for name, value in needed.items() if value is None]
 
 
+_SHARED_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
 def unavailable(cfg: RunConfig) -> list[str]:
     """Return a sentence for each feature that the run file switches on and this version does not have.
 
@@ -157,6 +166,12 @@ def unavailable(cfg: RunConfig) -> list[str]:
         for role, resource in (("critic", rl.critic_resource), ("reward", rl.reward_resource)):
             apart = resource is not None and resource.num_npus not in (None, shared)
             found.append((apart, f"rl_config.{role}_resource", f"every role shares the {shared} devices of the actor"))
+            own = getattr(cfg, f"{role}_config")
+            for key in _SHARED_LAYOUT if own is not None else ():
+                theirs, actors = getattr(own, key), getattr(cfg.actor_config, key)
+                found.append(
+                    (theirs != actors, f"{role}_config.{key}", f"is {theirs}; roles share the actor's layout, {actors}")
+                )
     if cfg.generate_config is not None:
         found.append(
             (

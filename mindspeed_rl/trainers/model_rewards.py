@@ -19,7 +19,7 @@ class ModelRewards:
     """Scores by the reward model that shares the workers' devices."""
 
     def __init__(self, cfg: RunConfig, workers: WorkerGroup, plane: DataPlane) -> None:
-        self._weight = cfg.rl_config.reward_model_weight if cfg.rl_config.rule_reward else 1.0
+        self._weight = cfg.rl_config.reward_model_weight
         self._timeout_s = cfg.rl_config.wait_timeout_s
         self._workers, self._plane = workers, plane
 
@@ -43,9 +43,9 @@ class ModelRewards:
         Args:
             items: have prompt_ids.
         """
-        sequences = [list(item["prompt_ids"]) + list(response) for item, response in zip(items, responses)]
-        shares = [share for share in self._workers.score(sequences) if share is not None]
-        scores = [0.0] * len(sequences)
+        prompts = [list(item["prompt_ids"]) for item in items]
+        shares = [share for share in self._workers.score(prompts, list(responses)) if share is not None]
+        scores = [0.0] * len(prompts)
         for replica, share in enumerate(shares):
             scores[replica :: len(shares)] = share
         return self._add(results, scores)

@@ -70,9 +70,9 @@ class IntegratedWorker(Worker):
         """The first `count` rows have the reward model's score."""
         return self._report(self.phases.compute_model_rewards(count))
 
-    def score(self, sequences: Sequence[list[int]]) -> list[float] | None:
-        """The reward model's scores of this replica's share of the sequences; None on ranks that do not hand results out."""
-        return self.phases.score(sequences)
+    def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
+        """The reward model's scores of this replica's share of the responses; None on ranks that do not hand results out."""
+        return self.phases.score(prompts, responses)
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """The first `count` rows have this role's log-probs."""

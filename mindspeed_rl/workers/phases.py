@@ -18,7 +18,7 @@ from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.workers.integrated import UpdateOrder
 from mindspeed_rl.workers.model_source import find_model
 from mindspeed_rl.workers.order import share_of
-from mindspeed_rl.workers.rows import to_rows, whole_rows
+from mindspeed_rl.workers.rows import to_rows
 from mindspeed_rl.workers.world import join_world, prepare_process
 
 if TYPE_CHECKING:  # these import Megatron, which `prepare_process` has to come before
@@ -50,12 +50,7 @@ class Phases:
         tokenizer = load_tokenizer(
             cfg.actor_config.tokenizer_name_or_path or source.hf_folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast
         )
-        shared = {
-            "packed": cfg.rl_config.use_remove_padding,
-            "pad_id": tokenizer.pad_token_id,
-            "temperature": cfg.generate_config.sampling_config.temperature or 1.0,
-        }
-        self.roles = build_roles(cfg, plan, source, model_plan, shared)
+        self.roles = build_roles(cfg, plan, source, model_plan, tokenizer)
         self.resumed = self.roles.actor.resumed
         self.rollout = Rollout(cfg, plan, plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
         self.follow(cfg, plan, plane)
@@ -186,33 +181,35 @@ class Phases:
     # ------------------------------------------------------------------ reward model
 
     def compute_model_rewards(self, count: int) -> Metrics:
-        """The first `count` rows have the reward model's score of prompt and response, read at the last token."""
+        """The first `count` rows have the reward model's score of prompt and response."""
         with self.timers("reward_model"):
             for part in self._dispatches(count, None):
-                batch = self._fetch("reward_scores", ["input_ids"], part)
-                scores = self._model_scores(batch["input_ids"])
+                batch = self._fetch("reward_scores", ["prompt_ids", "responses"], part)
+                scores = self._model_scores(list(batch["prompt_ids"]), list(batch["responses"]))
                 if self.is_output:
                     self.plane.put({"rm_scores": scores}, part)
         return Metrics()
 
-    def score(self, sequences: Sequence[list[int]]) -> list[float] | None:
-        """The reward model's scores of every dp_size-th sequence, starting with this replica's number; None on ranks that hand
+    def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
+        """The reward model's scores of every dp_size-th response, starting with this replica's number; None on ranks that hand
         none out."""
         from megatron.core import parallel_state
 
         size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        mine = [torch.tensor(sequence) for sequence in sequences[rank::size]]
-        missing = -(-len(sequences) // size) - len(mine)  # replicas that share experts make equally many passes
-        scores = self._model_scores(mine + [torch.tensor(sequences[0])] * missing)
+        mine = list(range(rank, len(prompts), size))
+        missing = -(-len(prompts) // size) - len(mine)  # replicas that share experts make equally many passes
+        taken = mine + [0] * missing
+        scores = self._model_scores(*([torch.tensor(ids[row]) for row in taken] for ids in (prompts, responses)))
         return scores[: len(mine)] if self.is_output else None
 
-    def _model_scores(self, sequences: Sequence[Tensor]) -> list[float]:
+    def _model_scores(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[float]:
         """[] on ranks that hand none out."""
-        role = self.roles.reward
+        role, scoring = self.roles.reward, self.roles.scoring
         role.offloader.onload(params=True)
-        output = role.engine.forward(whole_rows(sequences), self._batching("ref", role.config.micro_batch_size))
+        rows = scoring.rows(prompts, responses)
+        outputs = role.engine.forward(rows, self._batching("ref", role.config.micro_batch_size))
         role.offloader.offload(params=self.generate_config.offload_train_param)
-        return [float(value) for value in output[0]] if self.is_output else []
+        return scoring.scores(rows, outputs) if self.is_output else []
 
     # ------------------------------------------------------------------ training
 

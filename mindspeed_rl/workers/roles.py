@@ -14,6 +14,7 @@ from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
 from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
 from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.scoring import Scoring, make_scoring
 
 #: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
 _REFERENCE_FOLDER = "reference"
@@ -27,6 +28,7 @@ class Roles:
     reference: Role | None = None
     critic: Role | None = None
     reward: Role | None = None
+    scoring: Scoring | None = None
 
     def trained(self) -> list[Role]:
         """Actor and critic."""
@@ -37,19 +39,21 @@ class Roles:
         return [role for role in (self.reference, self.reward) if role is not None]
 
 
-def build_roles(
-    cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan: ModelPlan, shared: Mapping[str, Any]
-) -> Roles:
+def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan: ModelPlan, tokenizer: Any) -> Roles:
     """All models of the run with their weights; collective over the training world.
 
     Args:
         source, model_plan: of the actor.
-        shared: arguments of `Role` that all roles have in common.
 
     Raises:
         ValueError: weights are missing, or the roles' checkpoints do not belong together.
     """
     steps = plan.num_optimizer_steps
+    shared = {
+        "packed": cfg.rl_config.use_remove_padding,
+        "pad_id": tokenizer.pad_token_id,
+        "temperature": cfg.generate_config.sampling_config.temperature or 1.0,
+    }
     actor = Role("actor", cfg.actor_config, model_plan, source, steps_per_iteration=steps, **shared)
     roles = Roles(actor)
     resumed_at = actor.resumed["iteration"] if actor.resumed else None
@@ -59,7 +63,8 @@ def build_roles(
         roles.critic = _critic(cfg, steps, resumed_at, shared)
     reward = reward_model_config(cfg)
     if reward is not None:
-        roles.reward = _reward_model(reward, shared)
+        roles.scoring = make_scoring(reward, tokenizer, cfg.rl_config.process_reward_aggregation)
+        roles.reward = _reward_model(reward, roles.scoring, shared)
     return roles
 
 
@@ -112,12 +117,14 @@ def _critic(cfg: RunConfig, steps: int, resumed_at: int | None, shared: Mapping[
     return Role("critic", config, plan, source, steps_per_iteration=steps, iteration=resumed_at, **shared)
 
 
-def _reward_model(config: MegatronConfig, shared: Mapping[str, Any]) -> Role:
+def _reward_model(config: MegatronConfig, scoring: Scoring, shared: Mapping[str, Any]) -> Role:
     source = find_model(config, "reward_config")
-    if lacks_score_head(source):
+    if scoring.head == "reward" and lacks_score_head(source):
         raise ValueError(
-            f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one label "
-            "or a checkpoint of stage orm."
+            f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one "
+            "label, a checkpoint of stage orm, or with reward_tokens a language model that judges steps."
         )
-    plan = plan_model(config, source.hf_folder, head="reward")
-    return Role("reward", config, plan, source, steps_per_iteration=None, **{**shared, "temperature": 1.0})
+    plan = plan_model(config, source.hf_folder, head=scoring.head)
+    role = Role("reward", config, plan, source, steps_per_iteration=None, **{**shared, "temperature": 1.0})
+    role.engine.choices = scoring.choices
+    return role

@@ -38,3 +38,22 @@ def whole_rows(sequences: Sequence[torch.Tensor]) -> Rows:
         prompt_lengths=[len(ids) for ids in sequences],
         targets=[torch.zeros(1, dtype=torch.int64) for _ in sequences],
     )
+
+
+def marked_rows(prompts: Sequence[torch.Tensor], texts: Sequence[torch.Tensor], mark: int) -> Rows:
+    """Rows of which the engine returns what it computes from the first mark on; column `is_mark` says where marks are.
+
+    Args:
+        texts: what follows the prompts; each has a mark.
+    """
+    from mindspeed_rl.engine.batching import Rows
+
+    input_ids, lengths, masks = [], [], []
+    for prompt, text in zip(prompts, texts):
+        is_mark = text == mark
+        first = int(is_mark.nonzero()[0])
+        input_ids.append(torch.cat([prompt, text]).to(torch.int64))
+        lengths.append(len(prompt) + first + 1)
+        masks.append(is_mark[first:])
+    targets = [torch.zeros(len(mask), dtype=torch.int64) for mask in masks]
+    return Rows(input_ids, lengths, {"is_mark": masks}, targets)

@@ -1,0 +1,92 @@
+"""What a reward model reads and how its outputs become one score for a response: outcome and process reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.rewards.process import aggregate, mark_steps, split_steps
+from mindspeed_rl.workers.rows import marked_rows, whole_rows
+
+if TYPE_CHECKING:  # it imports Megatron, which the worker first has to prepare for
+    from mindspeed_rl.engine.batching import Rows
+
+
+class Scoring(Protocol):
+    """Of one kind of reward model.
+
+    Attributes:
+        head: what the model ends in: "reward" for a value head, "lm" for the vocabulary.
+        choices: token ids whose logits are read, None for a value head.
+    """
+
+    head: str
+    choices: tuple[int, int] | None
+
+    def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
+        """What the model reads, a row for each response."""
+
+    def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
+        """One score a row, from what `TrainEngine.forward` returned for the rows."""
+
+
+class OutcomeScoring:
+    """A value head's number at the last token of prompt and response, as sequence classifiers of transformers give it."""
+
+    head = "reward"
+    choices = None
+
+    def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
+        return whole_rows([torch.cat([prompt, response]) for prompt, response in zip(prompts, responses)])
+
+    def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
+        return [float(value) for value in outputs[0]]
+
+
+class ProcessScoring:
+    """The probability of the good one of two judgement tokens behind every step, aggregated over the steps.
+
+    The response is cut into steps at blank lines, and each is followed by `placeholder_token`, at which the model judges.
+    """
+
+    head = "lm"
+
+    def __init__(self, config: MegatronConfig, tokenizer: Any, aggregation: str) -> None:
+        """
+        Raises:
+            ValueError: `reward_tokens` are not two, or they or the placeholder are not one token each.
+        """
+        if len(config.reward_tokens) != 2:
+            raise ValueError(
+                f"reward_config.reward_tokens: {config.reward_tokens} must be two tokens here: a good step's, then a bad one's."
+            )
+        self._tokenizer, self._aggregation, self._mark = tokenizer, aggregation, config.placeholder_token
+        self.choices = (self._single(config.reward_tokens[0]), self._single(config.reward_tokens[1]))
+        self._mark_id = self._single(config.placeholder_token)
+
+    def _single(self, token: str) -> int:
+        ids = self._tokenizer.encode(token, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"reward_config: {token!r} is {len(ids)} tokens in this tokenizer, but must be one.")
+        return ids[0]
+
+    def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
+        marked = []
+        for response in responses:
+            text = self._tokenizer.decode(response.tolist(), skip_special_tokens=True).replace(self._mark, "")
+            steps = split_steps(text) or [""]
+            marked.append(torch.tensor(self._tokenizer.encode(mark_steps(steps, self._mark), add_special_tokens=False)))
+        return marked_rows(prompts, marked, self._mark_id)
+
+    def scores(self, rows: Rows, outputs: tuple[list[Tensor], list[Tensor]]) -> list[float]:
+        judged = zip(*outputs, rows.columns["is_mark"])
+        return [aggregate(torch.sigmoid(good - bad)[is_mark].tolist(), self._aggregation) for good, bad, is_mark in judged]
+
+
+def make_scoring(config: MegatronConfig, tokenizer: Any, aggregation: str) -> Scoring:
+    """A process reward model where `reward_tokens` say how it judges, an outcome reward model otherwise."""
+    return ProcessScoring(config, tokenizer, aggregation) if config.reward_tokens else OutcomeScoring()
