@@ -195,7 +195,6 @@ def open_session(args: argparse.Namespace, *, default_template: str | None = Non
     from mindspeed_rl.observability.logging import quiet_environment, set_up_logging
 
     os.environ.update(quiet_environment(os.environ))
-    set_up_logging(None)
     from mindspeed_rl import platform
 
     device = platform.select(args.platform)
@@ -219,6 +218,7 @@ def open_session(args: argparse.Namespace, *, default_template: str | None = Non
         loosely=args.load_checkpoint_loosely,
     )
     model = open_model(model_settings)
+    set_up_logging(None)
     for notice in model.source.notices:
         say(f"note: {notice}")
     tokenizer_path = args.tokenizer_name_or_path or str(model.hf_folder)

@@ -15,6 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mindspeed_rl.inference.model_files import ModelSettings, open_model
+
 PROGRAM = Path(__file__).with_name("lora_program.py")
 SIZES = {
     "vocab_size": 64,
@@ -106,3 +108,17 @@ def test_exported_adapters_are_those_of_the_split_model(folder: Path, kind: str)
             torch.testing.assert_close(base[name] + 16 / 4 * b @ a, merged[name], atol=1e-6, rtol=0)
     changed = {name for name, tensor in base.items() if not torch.equal(tensor, merged.get(name, tensor))}
     assert changed == {module.removeprefix("base_model.model.") + ".weight" for module in modules}
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("parts", ["whole", "adapters"])
+def test_inference_opens_what_training_saved_with_the_adapters_merged(folder: Path, kind: str, parts: str) -> None:
+    saved_under = {"dense": "tp2-sp", "moe": "tp2-etp2-grouped"}[kind]
+    saved = load_file(folder / f"{kind}-{saved_under}.safetensors")
+    del saved["norms"]
+    checkpoint = folder / f"{kind}-{parts}"
+    if parts == "whole":
+        settings = ModelSettings(checkpoint, hf_folder=folder / kind, lora_alpha=16)
+    else:
+        settings = ModelSettings(folder / kind, lora_load=checkpoint)
+    assert largest_difference(dict(open_model(settings).named_tensors()), saved) < 1e-6
