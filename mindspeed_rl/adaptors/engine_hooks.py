@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from mindspeed_rl.config import GenerateConfig
+
+
+def refresh_latent_attention(model: nn.Module) -> None:
+    """The matrices that latent attention folds out of `kv_b_proj` equal its present weight.
+
+    vLLM computes W_UV and W_UK_T once, after its own load of the checkpoint; `load_weights` alone leaves the old ones in
+    use, and every token is then decoded with a mixture of old and new weights. The kernel's object holds them in
+    vllm-ascend, the layer elsewhere; either computes them into the memory they already have.
+    """
+    for module in model.modules():
+        kernel = getattr(module, "impl", None)
+        holder = kernel if hasattr(kernel, "W_UV") else module
+        if hasattr(holder, "W_UV"):
+            holder.process_weights_after_loading(module.kv_b_proj.weight.dtype)
 
 
 class EngineHooks:

@@ -6,6 +6,7 @@
 | no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
 | sleep level 1 | `release` | level 2 also drops tensors of the weight pool that no checkpoint holds and no buffer registers |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
+| latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
 loaders fill, and the kernels' (last two dimensions swapped). vllm-ascend guesses the present one from shapes, which is
@@ -27,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.config import GenerateConfig
 
 #: first vllm-ascend release -> `additional_config` of a rollout engine from that release on. Later releases have more keys;
@@ -167,7 +168,10 @@ class VllmAscendHooks(EngineHooks):
         self._in_checkpoint_layout = True
 
     def after_load(self, model: nn.Module) -> None:
-        """Expert parameters in the kernels' layout; no byte moves, because the loaded tensors were views of it."""
+        """Expert parameters in the kernels' layout, latent attention's matrices those of the new weights.
+
+        No byte of an expert moves, because the loaded tensors were views of the kernels' layout.
+        """
         for name, module in _expert_modules(model):
             for weight in _EXPERT_WEIGHTS:
                 data = module._parameters[weight].data.transpose(1, 2)
@@ -178,6 +182,7 @@ class VllmAscendHooks(EngineHooks):
                     )
                 module.register_parameter(weight, nn.Parameter(data, requires_grad=False))
         self._in_checkpoint_layout = False
+        refresh_latent_attention(model)
 
     def release(self, llm: Any) -> None:
         if self._in_checkpoint_layout and self._has_experts(llm):

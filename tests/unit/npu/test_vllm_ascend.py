@@ -14,6 +14,7 @@ from mindspeed_rl.adaptors import vllm_ascend
 from mindspeed_rl.config import GenerateConfig
 
 EXPERTS, INNER, HIDDEN = 3, 4, 8
+RANK, HEADS, NOPE, VALUE = 4, 2, 3, 5
 
 
 class AscendExperts(nn.Module):
@@ -26,6 +27,30 @@ class AscendExperts(nn.Module):
 
     def weight_loader(self, parameter: nn.Parameter, loaded: torch.Tensor, expert: int) -> None:
         parameter.data[expert].copy_(loaded)
+
+
+class LatentKernel:
+    """Latent attention's kernel object: copies of the two halves of kv_b_proj per head, made when weights were loaded."""
+
+    def __init__(self, kv_b_proj: nn.Linear) -> None:
+        self.kv_b_proj = kv_b_proj
+        self.process_weights_after_loading(torch.float32)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        nope, value = self.kv_b_proj.weight.data.T.reshape(RANK, HEADS, NOPE + VALUE).split([NOPE, VALUE], -1)
+        if not hasattr(self, "W_UV"):
+            self.W_UV, self.W_UK_T = torch.empty(HEADS, RANK, VALUE), torch.empty(HEADS, NOPE, RANK)
+        self.W_UV.copy_(value.transpose(0, 1))
+        self.W_UK_T.copy_(nope.permute(1, 2, 0))
+
+
+class LatentAttention(nn.Module):
+    """A layer of latent attention as vllm-ascend has it: the kernel object is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False)
+        self.impl = LatentKernel(self.kv_b_proj)
 
 
 class Engine:
@@ -84,6 +109,19 @@ def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) ->
         hooks.restore_cache(engine)
     assert layer.w13_weight.untyped_storage().data_ptr() == storage, "the memory pool's own tensors must be written"
     assert engine.slept == [1, 1, 1] and engine.awake == ["weights", "kv_cache"] * 3
+
+
+def test_latent_attention_multiplies_with_the_pushed_weights() -> None:
+    layer, hooks = LatentAttention(), vllm_ascend.VllmAscendHooks()
+    storage = layer.impl.W_UV.data_ptr()
+    pushed = torch.arange(layer.kv_b_proj.weight.numel(), dtype=torch.float32).view_as(layer.kv_b_proj.weight)
+    hooks.before_load(layer)
+    layer.kv_b_proj.weight.data.copy_(pushed)
+    hooks.after_load(layer)
+    for head in range(HEADS):
+        rows = pushed[head * (NOPE + VALUE) : (head + 1) * (NOPE + VALUE)]
+        assert torch.equal(layer.impl.W_UK_T[head], rows[:NOPE]) and torch.equal(layer.impl.W_UV[head], rows[NOPE:].T)
+    assert layer.impl.W_UV.data_ptr() == storage, "captured graphs hold the address"
 
 
 def test_a_push_without_sleep_works_too() -> None:
