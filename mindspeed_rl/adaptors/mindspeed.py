@@ -35,6 +35,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mindspeed_rl.adaptors import hccl_buffers
 from mindspeed_rl.config import MegatronConfig
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
@@ -202,6 +203,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     Raises:
         ValueError: keys of the run file contradict each other, or one is unknown to the installed MindSpeed.
     """
+    buffers = hccl_buffers.parse(config.hccl_group_buffer)
     apply()
     check(config)
     keys = settings(config, megatron_training=importlib.util.find_spec("megatron.training") is not None)
@@ -210,4 +212,6 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
 
     check_keys(keys, vars(get_mindspeed_args(get_defaults=True)))
     repatch(keys)
+    if buffers:
+        hccl_buffers.apply(buffers)
     return keys

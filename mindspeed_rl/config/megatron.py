@@ -211,6 +211,9 @@ class KernelKeys:
     coc_mode: int = key(-1, "variant of that overlap", only_on=_NPU, needs=("use_ascend_coc", (True,)))
     coc_parallel_num: int = key(1, "pieces of that overlap", only_on=_NPU, needs=("use_ascend_coc", (True,)))
     coc_fused_kernel: bool = key(False, "fused kernels for that overlap", only_on=_NPU, needs=("use_ascend_coc", (True,)))
+    hccl_group_buffer: str | None = key(
+        None, "MiB of HCCL buffers by process group, like tp:256;dp:64; others have rl_config.hccl_buffersize", only_on=_NPU
+    )
     shape_order: Literal["SBH", "BSH", "BSND", "BNSD", "TND"] = key(
         "SBH", "memory order of the fused attention", no_effect="packed rows are TND, padded ones BSND"
     )

@@ -39,6 +39,11 @@ def test_hccl_collectives_deliver_what_their_names_say(size: int) -> None:
     assert results[1]["recv"] == values(0, 2)
 
 
+def test_one_kind_of_group_has_its_own_buffer_size() -> None:
+    for sizes in run_ranks("group_buffers", 4):
+        assert sizes["tp"] == 64 and sizes["dp"] != 64
+
+
 def test_ranks_that_disagree_about_a_collective_fail_and_say_so() -> None:
     with pytest.raises(AssertionError, match="HCCL mismatch.*count 3.*count 4|HCCL mismatch.*count 4.*count 3"):
         run_ranks("disagreement", 2)

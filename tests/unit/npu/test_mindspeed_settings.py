@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 
-from mindspeed_rl.adaptors import mindspeed
+from mindspeed_rl.adaptors import hccl_buffers, mindspeed
 from mindspeed_rl.config import MegatronConfig
 
 
@@ -59,3 +63,27 @@ def test_features_that_need_a_megatron_source_tree_are_left_off_with_a_warning()
     assert "moe_alltoall_overlap_comm" not in keys and "moe_grouped_gemm" not in keys
     with_source = mindspeed.settings(config, megatron_training=True)
     assert with_source["moe_alltoall_overlap_comm"] and with_source["moe_grouped_gemm"]
+
+
+def test_hccl_buffers_are_given_by_group() -> None:
+    assert hccl_buffers.parse("tp:256; dp:64") == hccl_buffers.parse("tp:256,dp:64") == {"tp": 256, "dp": 64}
+    assert hccl_buffers.parse(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tp:big", "'tp:big' is not a group with its MiB"),
+        ("tp", "'tp' is not"),
+        ("exp:64", "'exp' is not one of Megatron's groups cp, dp"),
+    ],
+)
+def test_hccl_buffers_of_unknown_groups_or_sizes_are_refused(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        hccl_buffers.parse(text)
+
+
+def test_the_groups_are_those_that_megatron_asks_options_for() -> None:
+    core = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0])
+    asked = re.findall(r"get_nccl_options\(\s*\"(\w+)\"", (core / "parallel_state.py").read_text())
+    assert set(hccl_buffers.GROUPS) == set(asked)
