@@ -145,7 +145,13 @@ class NpuPlatform(Platform):
         activities += [profiler.ProfilerActivity.NPU] if settings.device else []
         if not activities:
             raise ValueError("profiler: neither host nor device activity is to be recorded.")
-        level = "Level_none" if settings.marks_only or settings.level == "none" else f"Level{settings.level}"
+        levels = {
+            "none": profiler.ProfilerLevel.Level_none,
+            "0": profiler.ProfilerLevel.Level0,
+            "1": profiler.ProfilerLevel.Level1,
+            "2": profiler.ProfilerLevel.Level2,
+        }
+        exports = {"text": profiler.ExportType.Text, "db": profiler.ExportType.Db}
         with profiler.profile(
             activities=activities,
             on_trace_ready=profiler.tensorboard_trace_handler(directory, analyse_flag=settings.analyse),
@@ -153,9 +159,9 @@ class NpuPlatform(Platform):
             profile_memory=settings.memory,
             with_stack=settings.stacks,
             experimental_config=profiler._ExperimentalConfig(
-                profiler_level=getattr(profiler.ProfilerLevel, level),
+                profiler_level=levels["none" if settings.marks_only else settings.level],
                 mstx=settings.marks_only,
-                export_type=getattr(profiler.ExportType, settings.export.capitalize()),
+                export_type=exports[settings.export],
             ),
         ) as session:
             yield session

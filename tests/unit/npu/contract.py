@@ -19,8 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rl.cli.doctor import variables
+
 ROOT = Path(__file__).parents[3]
 PINNED = ROOT / "tests" / "data" / "npu" / "contract.json"
+#: stands before the keys of ProcessGroupHCCL.Options.hccl_config
+HCCL_OPTIONS = "torch_npu.hccl_config."
+#: stands before the names of environment variables that a library reads
+VARIABLE = "torch_npu.environment."
 #: first part of a dotted name -> package whose contract it belongs to
 PACKAGES = {"torch_npu": "torch_npu", "mindspeed": "mindspeed", "vllm_ascend": "vllm_ascend", "megatron": "megatron"}
 
@@ -66,10 +72,11 @@ def _uses_of_file(path: Path, root: Path) -> Iterator[Use]:
                     aliases[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
                     if "." in alias.name:
                         yield Use(alias.name, _place(path, root, node))
+    yield from _named_in_strings(tree, path, root)
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner and isinstance(node.ctx, ast.Load):
+        if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:
             name = _full_name(node, aliases)
             if name is None or "." not in name:
                 continue
@@ -79,6 +86,20 @@ def _uses_of_file(path: Path, root: Path) -> Iterator[Use]:
             else:
                 keywords = tuple(keyword.arg for keyword in call.keywords if keyword.arg)
                 yield Use(name, _place(path, root, node), keywords, len(call.args))
+
+
+def _named_in_strings(tree: ast.Module, path: Path, root: Path) -> Iterator[Use]:
+    """Modules that are imported by name, and keys of HCCL's options, which are a plain dict."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            first = node.args[0]
+            if node.func.attr == "import_module" and isinstance(first, ast.Constant) and "." in first.value:
+                if first.value.split(".")[0] in PACKAGES:
+                    yield Use(first.value, _place(path, root, node))
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute) and isinstance(node.value, ast.Dict):
+            if node.targets[0].attr == "hccl_config":
+                for key in node.value.keys:
+                    yield Use(f"{HCCL_OPTIONS}{ast.literal_eval(key)}", _place(path, root, node))
 
 
 def _place(path: Path, root: Path, node: ast.AST) -> str:
@@ -288,11 +309,15 @@ def record_torch_npu(folder: Path, names: set[str]) -> dict[str, str]:
     tree = SourceTree(folder)
     schemas = operator_schemas(folder / "torch_npu" / "lib" / "libtorch_npu.so")
     binary = b"".join(path.read_bytes() for path in (folder / "torch_npu").glob("_C*.so"))
+    library = (folder / "torch_npu" / "lib" / "libtorch_npu.so").read_bytes()
     record: dict[str, str] = {}
     for name in sorted(names):
         last = name.split(".")[-1]
         if name.startswith("torch_npu.npu_") and last in schemas:
             record[name] = schemas[last]
+        elif name.startswith(HCCL_OPTIONS):
+            if b"\0" + last.encode() + b"\0" in library:
+                record[name] = ""
         elif name.startswith("torch_npu._C."):
             if last.encode() in binary:
                 record[name] = ""
@@ -300,11 +325,11 @@ def record_torch_npu(folder: Path, names: set[str]) -> dict[str, str]:
             record[name] = signature
         elif tree.signature(name.rpartition(".")[0]) is not None and last.encode() in binary:
             record[name] = ""  # a member of a class that is compiled
-    return record
+    return record | {f"{VARIABLE}{name}": "" for name in sorted(variables.NAMES) if b"\0" + name.encode() + b"\0" in library}
 
 
-def record_vllm_ascend(folder: Path) -> dict[str, list[str]]:
-    """Keys of additional_config and environment variables of one vllm-ascend."""
+def record_vllm_ascend(folder: Path) -> dict[str, object]:
+    """Keys of additional_config, environment variables and methods that the suite relies on, of one vllm-ascend."""
     sources = [path.read_text(errors="replace") for path in (folder / "vllm_ascend").rglob("*.py")]
     text = "\n".join(sources)
     keys = set(re.findall(r"additional_config\.get\(\s*[\"'](\w+)", text)) | set(
@@ -319,11 +344,19 @@ def record_vllm_ascend(folder: Path) -> dict[str, list[str]]:
         for node in methods.body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
+    latent = (folder / "vllm_ascend" / "attention" / "mla_v1.py").read_text()
+    kernel = next(node for node in ast.parse(latent).body if isinstance(node, ast.ClassDef) and node.name == "AscendMLAImpl")
+    defaults = re.search(r"class EplbConfig.*?_defaults = \{(.*?)\n    \}", text, re.DOTALL)
     kept = ("sleep", "wake_up", "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
     return {
         "additional_config": sorted(keys),
         "environment": sorted(variables),
         "worker": {name: calls[name] for name in kept if name in calls},
+        "eplb_config": sorted(re.findall(r"[\"'](\w+)[\"']:", defaults[1])),
+        "latent_attention": {
+            "process_weights_after_loading": _arguments(_top_level(kernel)["process_weights_after_loading"]),
+            "attributes": sorted(set(re.findall(r"self\.(W_UV|W_UK_T|kv_b_proj)\b", latent))),
+        },
     }
 
 

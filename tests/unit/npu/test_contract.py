@@ -13,7 +13,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import contract
 
 from mindspeed_rl.adaptors import mindspeed, vllm_ascend
+from mindspeed_rl.cli.doctor import variables as doctor_variables
 from mindspeed_rl.config import MegatronConfig
+
+#: set by configs/envs/runtime_env.yaml or named there, and read by torch_npu itself
+OF_TORCH_NPU = """
+PYTORCH_NPU_ALLOC_CONF TASK_QUEUE_ENABLE CPU_AFFINITY_CONF MULTI_STREAM_MEMORY_REUSE STREAMS_PER_DEVICE COMBINED_ENABLE
+NPU_ASD_ENABLE INF_NAN_MODE_ENABLE ASCEND_LAUNCH_BLOCKING HCCL_DETERMINISTIC HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT
+HCCL_ASYNC_ERROR_HANDLING TORCH_HCCL_ZERO_COPY TORCH_HCCL_TRACE_BUFFER_SIZE TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC
+ASCEND_GLOBAL_LOG_LEVEL
+""".split()
+#: kept in runtime_env.yaml for older releases of vllm-ascend, and said to be so
+OLD_VARIABLES = {"VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"}
 
 RECORD = json.loads(contract.PINNED.read_text())
 USES = contract.uses(contract.ROOT / "mindspeed_rl")
@@ -64,6 +75,24 @@ def test_every_additional_config_key_exists_in_the_releases_that_get_it() -> Non
         assert set(row) <= set(names["additional_config"]), version
         assert "VLLM_ASCEND_ENABLE_NZ" in names["environment"]
         assert names["worker"]["wake_up"] == "(tags=None)" and names["worker"]["sleep"] == "(level=1)"
+
+
+def test_expert_maps_and_latent_attention_are_what_the_hooks_expect() -> None:
+    for version, names in RECORD["vllm_ascend"].items():
+        assert "eplb_config" in names["additional_config"] and "expert_map_path" in names["eplb_config"], version
+        latent = names["latent_attention"]
+        assert latent["process_weights_after_loading"] == "(act_dtype)", version
+        assert set(latent["attributes"]) == {"W_UV", "W_UK_T", "kv_b_proj"}, version
+
+
+def test_variables_of_the_environment_are_read_by_the_libraries_they_belong_to() -> None:
+    names = {contract.VARIABLE + name for name in OF_TORCH_NPU}
+    for version, offered_names in RECORD["torch_npu"].items():
+        assert names <= set(offered_names), version
+    mine = {name for name in doctor_variables.NAMES if name.startswith("VLLM_ASCEND_")} - OLD_VARIABLES
+    for version, recorded in RECORD["vllm_ascend"].items():
+        assert mine <= set(recorded["environment"]), version
+        assert not OLD_VARIABLES & set(recorded["environment"]), version
 
 
 def test_weight_transfer_exists_exactly_where_the_table_says() -> None:
