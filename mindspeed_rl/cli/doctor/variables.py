@@ -29,6 +29,9 @@ VARIABLES = (
     Variable(
         "ASCEND_OPP_PATH", "operator package; set_env.sh sets it", "", "`import torch` fails when only ASCEND_HOME_PATH is set"
     ),
+    Variable(
+        "LD_LIBRARY_PATH", "set_env.sh adds the libraries of CANN and of the driver", "", "lib*.so: cannot open shared object"
+    ),
     Variable("ATB_HOME_PATH", "ATB library of NNAL; nnal/atb/set_env.sh sets it", "", "vLLM finds no device (libatb.so)"),
     Variable("ASCEND_RT_VISIBLE_DEVICES", "dies this process may use", "", "no device, or error 107001"),
     Variable(
@@ -46,6 +49,7 @@ VARIABLES = (
         "",
         "sleep mode asserts; not together with max_split_size_mb or PYTORCH_ALLOC_CONF",
     ),
+    Variable("PYTORCH_ALLOC_CONF", "the same for every torch device", "", "refused beside PYTORCH_NPU_ALLOC_CONF"),
     Variable(
         "TASK_QUEUE_ENABLE",
         "operator queue: 2 trains fastest, 1 with graph capture, 0 to debug",
@@ -78,9 +82,14 @@ VARIABLES = (
     Variable("GLOO_SOCKET_IFNAME", "the same for gloo", "", "rendezvous hangs"),
     Variable("TP_SOCKET_IFNAME", "the same for torch RPC", "", "rendezvous hangs"),
     Variable("HCCL_OP_EXPANSION_MODE", "AIV: collectives on the vector cores", "", "AIV caps HCCL_EXEC_TIMEOUT at 1091 s"),
+    Variable("HCCL_ALGO", "algorithm of collectives by level"),
     Variable("HCCL_DETERMINISTIC", "true or strict: reproducible reductions", "", "runs differ in the last bits"),
     Variable("HCCL_WHITELIST_DISABLE", "1: no whitelist of peers", "", "connections refused"),
     Variable("HCCL_ASYNC_ERROR_HANDLING", "1: errors end the process", ""),
+    Variable("TORCH_HCCL_ZERO_COPY", "1: large tensors are sent without a copy"),
+    Variable("TORCH_HCCL_TRACE_BUFFER_SIZE", "collectives that the trace remembers; 0: no trace"),
+    Variable("TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC", "seconds until a silent process counts as dead", "", "healthy processes end"),
+    Variable("HCCL_ENTRY_LOG_ENABLE", "1: a log line for every collective", "", "full disk"),
     Variable(
         "CUDA_DEVICE_MAX_CONNECTIONS", "Megatron asserts 1 with tensor parallelism, on NPUs too", "1", "assertion at start"
     ),
@@ -88,12 +97,22 @@ VARIABLES = (
     Variable("VLLM_VERSION", "release of a vLLM installed from source", "", "InvalidVersion"),
     Variable("VLLM_ASCEND_ENABLE_NZ", "0: weights stay in the plain layout", "0", "wake_up and weight updates refuse to run"),
     Variable("VLLM_ASCEND_ENABLE_FUSED_MC2", "must stay 0: it forces expert weights into NZ", "", "weight updates"),
+    Variable("VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE", "1: fused product and reduction; a key of additional_config from 0.23 on"),
+    Variable("VLLM_ASCEND_ENABLE_FLASHCOMM1", "1: sequence-parallel rollout; needs tensor, for MoE also expert parallelism"),
+    Variable("VLLM_ASCEND_ENABLE_MLAPO", "1: fused start of latent attention, quantised weights only"),
+    Variable("VLLM_ASCEND_BALANCE_SCHEDULING", "1: balanced scheduling between data-parallel engines"),
     Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1: fused sampling cut-offs (older releases)", "1"),
     Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "", "fork after device start"),
     Variable("VLLM_BATCH_INVARIANT", "1: results independent of the batch (beta)", "", "slower; forces NZ off"),
+    Variable(
+        "VLLM_SERVER_DEV_MODE", "1: endpoints for development", "", "anybody who reaches the server can change the engine"
+    ),
+    Variable("VLLM_DISABLE_COMPILE_CACHE", "1: graphs are compiled anew"),
     Variable("VLLM_DP_SIZE", "data-parallel size of the rollout; the suite derives it", "1"),
     Variable("ASCEND_GLOBAL_LOG_LEVEL", "0 debug to 3 error", "3", "full disk"),
     Variable("ASCEND_PROCESS_LOG_PATH", "folder of plogs", ""),
+    Variable("ASCEND_SLOG_PRINT_TO_STDOUT", "1: plogs on the screen too", "", "unreadable output"),
+    Variable("TRANSFORMERS_VERBOSITY", "error: no warnings"),
     Variable("HYDRA_FULL_ERROR", "1: whole stack of configuration errors", "1"),
     Variable("OMP_NUM_THREADS", "threads of one process", "1"),
     Variable("TOKENIZERS_PARALLELISM", "threads of tokenizers; warns after fork when true", "true"),

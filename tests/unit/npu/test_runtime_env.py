@@ -23,22 +23,42 @@ VLLM_ASCEND_ACL_OP_INIT_MODE VLLM_ASCEND_ENABLE_NZ TASK_QUEUE_ENABLE CPU_AFFINIT
 GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME HCCL_SOCKET_IFNAME HCCL_HOST_SOCKET_PORT_RANGE HCCL_NPU_SOCKET_PORT_RANGE
 """.split()
 
+#: further ones of CANN, torch_npu and vllm-ascend
+KNOWN_TO_LIBRARIES = """
+ASCEND_HOME_PATH ASCEND_OPP_PATH ATB_HOME_PATH LD_LIBRARY_PATH ASCEND_RT_VISIBLE_DEVICES TORCH_DEVICE_BACKEND_AUTOLOAD
+ASCEND_LAUNCH_BLOCKING MULTI_STREAM_MEMORY_REUSE STREAMS_PER_DEVICE COMBINED_ENABLE NPU_ASD_ENABLE INF_NAN_MODE_ENABLE
+HCCL_OP_EXPANSION_MODE HCCL_DETERMINISTIC HCCL_ALGO HCCL_WHITELIST_DISABLE HCCL_ASYNC_ERROR_HANDLING TORCH_HCCL_ZERO_COPY
+TORCH_HCCL_TRACE_BUFFER_SIZE TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC VLLM_WORKER_MULTIPROC_METHOD VLLM_SERVER_DEV_MODE
+VLLM_BATCH_INVARIANT VLLM_DISABLE_COMPILE_CACHE VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE VLLM_ASCEND_ENABLE_FLASHCOMM1
+VLLM_ASCEND_ENABLE_FUSED_MC2 VLLM_ASCEND_ENABLE_MLAPO VLLM_ASCEND_BALANCE_SCHEDULING ASCEND_GLOBAL_LOG_LEVEL
+ASCEND_SLOG_PRINT_TO_STDOUT ASCEND_PROCESS_LOG_PATH HCCL_ENTRY_LOG_ENABLE OMP_NUM_THREADS TRANSFORMERS_VERBOSITY
+""".split()
 
-@pytest.mark.parametrize("name", KNOWN_TO_USERS)
+
+@pytest.mark.parametrize("name", [*KNOWN_TO_USERS, *KNOWN_TO_LIBRARIES])
 def test_every_known_variable_is_in_the_file(name: str) -> None:
     assert re.search(rf"\b{name}\b", FILE.read_text())
 
 
-def test_every_set_variable_has_a_comment_in_both_languages() -> None:
-    comment = ""
+@pytest.mark.parametrize("name", KNOWN_TO_LIBRARIES)
+def test_the_doctor_knows_what_the_libraries_read(name: str) -> None:
+    assert name in doctor_variables.NAMES
+
+
+def test_every_variable_has_a_comment_in_both_languages() -> None:
+    comment, last_was_comment, found = "", False, 0
     for line in FILE.read_text().splitlines():
         stripped = line.strip()
-        if stripped.startswith("#"):
-            comment += stripped
-        elif ":" in stripped and not stripped.startswith("env_vars"):
+        if re.match(r"(# )?[A-Z][A-Z0-9_]+: '", stripped):
             assert re.search("[a-z]{3}", comment) and re.search("[\u4e00-\u9fff]", comment), stripped
+            found += 1
+            last_was_comment = False
+        elif stripped.startswith("#"):
+            comment = f"{comment} {stripped}" if last_was_comment else stripped
+            last_was_comment = True
         else:
-            comment = ""
+            comment, last_was_comment = "", False
+    assert found > 50
 
 
 def test_the_shipped_file_has_no_problem_once_it_is_fitted() -> None:
