@@ -7,10 +7,12 @@ it holds the adapters and their optimizer, without the base weights.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +20,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
-from mindspeed_rl.engine import random_state
+from mindspeed_rl.engine import optimizer_state, random_state
 from mindspeed_rl.engine.lora import LoraSettings, is_trained
 from mindspeed_rl.engine.train_engine import TrainEngine
 
 _LATEST = "latest_checkpointed_iteration.txt"
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+_log = logging.getLogger(__name__)
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
@@ -83,7 +86,8 @@ class CheckpointSaver:
                 "iteration": iteration,
                 "world_size": dist.get_world_size(),
                 "layout": _layout(self.engine),
-                "distributed_optimizer": config.use_distributed_optimizer,
+                "noop_layers": list(self.engine.model.plan.layout.noop_layers),
+                "bf16": config.bf16,
                 "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
                 "scheduler": None
                 if config.no_save_optim or self.engine.scheduler is None
@@ -92,7 +96,8 @@ class CheckpointSaver:
             }
             (partial / "run_state.json").write_text(json.dumps(record, indent=1))
         finish = _finisher(self.folder, partial, final, iteration, config.keep_last)
-        request = dist_checkpointing.save(state, str(partial), async_sharded_save=config.async_save)
+        with _said_plainly(f"save: {partial} could not be written"):
+            request = dist_checkpointing.save(state, str(partial), async_sharded_save=config.async_save)
         if request is None:
             finish()
         else:
@@ -101,11 +106,27 @@ class CheckpointSaver:
 
     def poll(self) -> None:
         """Completes a background save that has finished writing; call it once an iteration."""
-        self._queue.maybe_finalize_async_calls(blocking=False)
+        with _said_plainly(f"save: the checkpoint in {self.folder} could not be written"):
+            self._queue.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
         """Returns when no save is under way."""
-        self._queue.maybe_finalize_async_calls(blocking=True)
+        with _said_plainly(f"save: the checkpoint in {self.folder} could not be written"):
+            self._queue.maybe_finalize_async_calls(blocking=True)
+
+
+@contextlib.contextmanager
+def _said_plainly(what: str) -> Iterator[None]:
+    """Turns torch's CheckpointException, which is no Exception and would end the process, into an error with its cause.
+
+    Raises:
+        ValueError: the block failed on any rank.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise ValueError(f"{what}: rank {rank}: {type(cause).__name__}: {str(cause)[:500]}") from error
 
 
 def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_last: int | None) -> Callable[[], None]:
@@ -119,10 +140,9 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
             temporary.write_text(str(iteration))
             os.replace(temporary, latest)
             if keep_last:
-                finished = sorted(
-                    path for path in folder.glob("iter_*") if path.is_dir() and not path.name.endswith(".partial")
-                )
-                for path in finished[:-keep_last]:
+                # newer ones are of a run that was set back: not ours to count or to delete
+                known = (path for path in folder.glob("iter_*") if path.is_dir() and path.name <= final.name)
+                for path in sorted(path for path in known if path.suffix != ".partial")[:-keep_last]:
                     shutil.rmtree(path)
         dist.barrier()
 
@@ -141,11 +161,7 @@ def _sharded_state(
         state[f"model{index}"] = weights
     if with_optimizer and engine.optimizer is not None:
         weights = state if len(engine.model.models) > 1 else {"model": state["model0"]}
-        for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-            if part.optimizer is not None and part.init_state_fn is not None:
-                # a save before the first step holds the moments that parameters start with
-                part.init_state_fn(part.optimizer, part.config)
-        state["optimizer"] = engine.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_OPTIMIZER_FORMAT)
+        state["optimizer"] = optimizer_state.sharded_state(engine.optimizer, weights, is_loading=is_loading)
     return state
 
 
@@ -189,6 +205,17 @@ def _shown(record: dict[str, Any]) -> str:
     return f"lora_r {record['r']}, lora_alpha {record['alpha']}, lora_target_modules {' '.join(record['target_modules'])}"
 
 
+def _load_schedule(engine: TrainEngine, saved: dict[str, Any], path: Path) -> None:
+    """The schedule stands where the saved one stood; its shape is this run's."""
+    scheduler = engine.scheduler
+    mine = scheduler.state_dict()
+    changed = [f"{name} {saved[name]} -> {mine[name]}" for name in saved if name != "num_steps" and saved[name] != mine[name]]
+    if changed and dist.get_rank() == 0:
+        _log.warning("load: the schedule of this run is not that of %s, and counts: %s.", path, ", ".join(changed))
+    scheduler.num_steps = saved["num_steps"]
+    scheduler.step(increment=0)
+
+
 def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | None = None) -> dict[str, Any]:
     """Restores weights and, unless the run's keys say otherwise, optimizer, schedule and random generators; collective.
 
@@ -221,18 +248,21 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     with_optimizer = engine.optimizer is not None and not (config.finetune or config.no_load_optim)
     if with_optimizer and record["scheduler"] is None:
         raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
-    if with_optimizer and record["distributed_optimizer"] != config.use_distributed_optimizer:
-        saved = str(record["distributed_optimizer"]).lower()
-        raise ValueError(
-            f"load: {path} was saved with use_distributed_optimizer: {saved}; keep that, or set no_load_optim or finetune."
-        )
+    if with_optimizer and record["bf16"] != config.bf16:
+        saved = str(record["bf16"]).lower()
+        raise ValueError(f"load: {path} was saved with bf16: {saved}; keep that, or set no_load_optim or finetune.")
+    noop_layers = list(engine.model.plan.layout.noop_layers)
+    if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
+        raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
     parts = _parts_to_load(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
-    state = dist_checkpointing.load(_sharded_state(engine, parts, with_optimizer=with_optimizer, is_loading=True), str(path))
+    wanted = _sharded_state(engine, parts, with_optimizer=with_optimizer, is_loading=True)
+    with _said_plainly(f"load: {path} does not fit this run"):
+        state = dist_checkpointing.load(wanted, str(path))
     for index, model in enumerate(engine.model.models):
         model.load_state_dict(state[f"model{index}"], strict=parts == "all")
     if with_optimizer:
-        engine.optimizer.load_state_dict(state["optimizer"])
-        engine.scheduler.load_state_dict(record["scheduler"])
+        optimizer_state.load_state(engine.optimizer, state["optimizer"], num_steps=record["scheduler"]["num_steps"])
+        _load_schedule(engine, record["scheduler"], path)
     elif engine.optimizer is not None:
         engine.optimizer.reload_model_params()
     random_restored = False

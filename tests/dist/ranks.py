@@ -57,7 +57,7 @@ def _serve(connection: Connection, rank: int, size: int, log: str) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         try:
             connection.send((True, getattr(importlib.import_module(module), name)(**settings)))
-        except Exception:
+        except BaseException:
             connection.send((False, traceback.format_exc()))
 
 
@@ -105,7 +105,7 @@ class Ranks:
         raise RankFailure(f"{job.__qualname__}({settings}) on {self.size} ranks:\n" + "\n".join(texts))
 
     def _text(self, rank: int, answer: tuple[bool, Any] | None) -> str:
-        said = "no answer in time" if answer is None else "done" if answer[0] else answer[1]
+        said = "no answer in time" if answer is None else "done" if answer[0] else answer[1][-3000:]
         output = Path(self._logs.name, str(rank)).read_text(errors="replace")[-2000:]
         return f"--- rank {rank}: {said}\n{output}"
 

@@ -9,7 +9,7 @@ import transformers
 
 _DENSE = {
     "vocab_size": 131,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,

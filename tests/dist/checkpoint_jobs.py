@@ -1,0 +1,114 @@
+"""Jobs that save and load training checkpoints, and steps that go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, summary, weighted_loss
+
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
+from mindspeed_rl.engine.train_engine import NonFiniteError
+
+
+def save_then_train(setting: Setting, folder: str, before: int = 2, after: int = 3) -> dict[str, Any]:
+    """Trains `before` steps, saves, trains `after` more while a background save may still be writing, and reports those."""
+    with engine_of(setting) as engine:
+        rows = my_rows(all_rows())
+        for _ in range(before):
+            engine.step(rows, setting.batching, weighted_loss)
+        saver = CheckpointSaver(engine, folder)
+        saver.save(before, {"consumed": 8 * before})
+        results = [engine.step(rows, setting.batching, weighted_loss) for _ in range(after)]
+        saver.poll()
+        saver.finish()
+        return summary(results, full_weights(engine)) | {"random": torch.rand(3).tolist()}
+
+
+def load_then_train(setting: Setting, folder: str, steps: int = 3, iteration: int | None = None) -> dict[str, Any]:
+    """Loads into an engine that has gone another way, trains and reports."""
+    with engine_of(setting) as engine:
+        rows = my_rows(all_rows())
+        for _ in range(steps and 1):
+            engine.step(rows, setting.batching, weighted_loss)
+        torch.rand(17)
+        loaded = load_checkpoint(engine, folder, iteration)
+        results = [engine.step(rows, setting.batching, weighted_loss) for _ in range(steps)]
+        report = summary(results, full_weights(engine)) | {"random": torch.rand(3).tolist()}
+        return report | {"loaded": loaded}
+
+
+def refusal(setting: Setting, folder: str) -> str:
+    """What loading says that cannot be done."""
+    with engine_of(setting) as engine:
+        try:
+            load_checkpoint(engine, folder)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+
+def save_many(setting: Setting, folder: str, iterations: list[int]) -> None:
+    """Saves the same state under several iteration numbers, one after the other."""
+    with engine_of(setting) as engine:
+        saver = CheckpointSaver(engine, folder)
+        for iteration in iterations:
+            saver.save(iteration, {})
+        saver.finish()
+
+
+def killed_while_saving(setting: Setting, folder: str, iteration: int) -> None:
+    """The last rank is killed as soon as the save of this iteration has begun."""
+
+    def watch() -> None:
+        while not list(Path(folder).glob(f"iter_{iteration:07d}*")):
+            time.sleep(0.0005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with engine_of(setting) as engine:
+        engine.step(my_rows(all_rows()), setting.batching, weighted_loss)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            threading.Thread(target=watch, daemon=True).start()
+        CheckpointSaver(engine, folder).save(iteration, {})
+
+
+# ---------------------------------------------------------------- steps that go wrong
+
+
+def broken_loss(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+    """NaN where the micro-batch holds row 3 of its rank."""
+    result = weighted_loss(micro_batch, log_probs, entropy)
+    bad = float("nan") if 3 in micro_batch.indexes else 0.0
+    return LossOutput(result.loss_sum + bad, result.count, result.metrics)
+
+
+def broken_gradient(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+    """A finite loss with an infinite gradient in the micro-batch with row 3."""
+    result = weighted_loss(micro_batch, log_probs, entropy)
+    bad = (log_probs[0, 0] - log_probs[0, 0].detach()).sqrt() if 3 in micro_batch.indexes else 0.0
+    return LossOutput(result.loss_sum + bad, result.count, result.metrics)
+
+
+def survive_a_broken_step(setting: Setting, kind: str) -> dict[str, Any]:
+    """One good step, one that is not finite, four good ones; reports the good ones and what the broken one said."""
+    with engine_of(setting) as engine:
+        rows = my_rows(all_rows())
+        results = [engine.step(rows, setting.batching, weighted_loss)]
+        before = full_weights(engine)
+        try:
+            engine.step(rows, setting.batching, {"loss": broken_loss, "gradient": broken_gradient}[kind])
+            said = "nothing"
+        except NonFiniteError as error:
+            said = str(error)
+        after = full_weights(engine)
+        untouched = all(torch.equal(before[name], after[name]) for name in before)
+        results += [engine.step(rows, setting.batching, weighted_loss) for _ in range(4)]
+        return summary(results, full_weights(engine)) | {"said": said, "untouched": untouched}
