@@ -8,13 +8,16 @@ from torch import nn
 
 from mindspeed_rl.config import GenerateConfig
 
+#: ends of the names of parameters that vLLM computes from other ones: no checkpoint has them
+DERIVED = (".W_UV", ".W_UK_T")
+
 
 def refresh_latent_attention(model: nn.Module) -> None:
     """The matrices that latent attention folds out of `kv_b_proj` equal its present weight.
 
-    vLLM computes W_UV and W_UK_T once, after its own load of the checkpoint; `load_weights` alone leaves the old ones in
-    use, and every token is then decoded with a mixture of old and new weights. The kernel's object holds them in
-    vllm-ascend, the layer elsewhere; either computes them into the memory they already have.
+    vLLM computes W_UV and W_UK_T once, after its own load of the checkpoint. Where they are copies (vllm-ascend's kernel
+    objects hold such) and not views, `load_weights` alone leaves the old ones in use, and every token is decoded with a
+    mixture of old and new weights. They are computed into the memory that they already have.
     """
     for module in model.modules():
         kernel = getattr(module, "impl", None)

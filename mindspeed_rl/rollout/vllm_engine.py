@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl import adaptors, platform
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.rollout.records import Completion, GenerationRequest, Sampling
 
@@ -156,7 +157,7 @@ class VllmEngine:
             self._hooks.before_load(model)
             loaded = model.load_weights(iter(named))
             tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
-            missing = {name for name, _ in model.named_parameters()} - tied - set(loaded)
+            missing = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)} - tied - set(loaded)
             if missing:
                 raise RuntimeError(
                     f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}."

@@ -1,0 +1,71 @@
+"""A rollout engine with latent attention draws from the weights that were pushed last; transformers is the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# kv_lora_rank and qk_rope_head_dim are those that vLLM's kernel for the CPU is built for
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder = Path(sys.argv[1])
+config = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "q_lora_rank": 32,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}
+(folder / "config.json").write_text(json.dumps(config))
+torch.manual_seed(0)
+reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().eval()
+reference.save_pretrained(folder / "weights")
+
+from safetensors.torch import load_file
+
+from mindspeed_rl import platform
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.rollout.records import GenerationRequest, Sampling
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+platform.select("cpu")
+sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=6, stop_token_ids=())
+settings = GenerateConfig(infer_tensor_parallel_size=1, max_model_len=128, max_num_seqs=4, dtype="float32")
+engine = VllmEngine(folder, settings, sampling, run_id="latent", kv_bytes_per_token=1 << 14)
+weights = load_file(folder / "weights" / "model.safetensors")
+worst = []
+for push, factor in enumerate((1.0, -2.0)):
+    changed = {name: value * factor if "kv_b_proj" in name else value for name, value in weights.items()}
+    engine.load_weights(changed.items(), push)
+    for name, parameter in reference.named_parameters():
+        if "kv_b_proj" in name:
+            parameter.data.copy_(changed[name])
+    prompt = [5, 9, 33, 2, 77]
+    (answer,) = engine.generate([GenerationRequest(prompt, seed=push)])
+    ids = torch.tensor([prompt + answer.token_ids])
+    want = reference(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    want = want.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    worst.append((torch.tensor(answer.log_probs) - want).abs().max().item())
+print("WORST", json.dumps(worst))
+"""
+
+
+@pytest.mark.slow
+def test_latent_attention_draws_from_the_weights_of_the_last_push(tmp_path: Path) -> None:
+    from mindspeed_rl.platform.cpu import CpuPlatform
+
+    environment = {**os.environ, **CpuPlatform().worker_env()}
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], env=environment, capture_output=True, text=True)
+    found = [line for line in ended.stdout.splitlines() if line.startswith("WORST")]
+    assert found, ended.stderr[-3000:]
+    assert max(json.loads(found[0].removeprefix("WORST"))) < 5e-3
