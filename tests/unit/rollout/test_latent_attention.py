@@ -23,8 +23,8 @@ config = {
     "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "q_lora_rank": 32,
     "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
-    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "norm_topk_prob": True,
-    "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }
 (folder / "config.json").write_text(json.dumps(config))
 torch.manual_seed(0)
