@@ -174,6 +174,16 @@ def _quiet_initialisation() -> Iterator[None]:
         platform.current().set_rng_state(state)
 
 
+def _reduce_over_expert_ranks(model: nn.Module) -> None:
+    """Experts that several tensor ranks hold get the gradient sum over those ranks.
+
+    Megatron marks them so itself, but only where expert parallelism is on; without it the ranks' experts would drift apart.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+
+
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
     """This rank's model chunks with random weights; collective over the training world."""
     network, layout = plan.network, plan.layout
@@ -209,6 +219,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = network.vocab_size
                 model.final_logit_softcapping = network.final_logit_softcapping
+            if layout.num_experts and layout.expert_tp_size < layout.tp:
+                _reduce_over_expert_ranks(model)
             models.append(model.to(platform.current().current_device()))
         if lora is not None:
             start_adapters(models, layout, seed=config.seed)

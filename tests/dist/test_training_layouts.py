@@ -145,6 +145,9 @@ TWO_PROCESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "EP2 allgather padded": ("moe", {"keys": EP | {"moe_token_dispatcher_type": "allgather"}, "packed": False}),
     "EP2 grouped distributed optimizer": ("moe", {"keys": EP | ZERO | {"moe_grouped_gemm": True}}),
     "TP2 SP EP2 ETP1": ("moe", {"keys": SP | EP | {"expert_tensor_parallel_size": 1}}),
+    "TP2 SP experts": ("moe", {"keys": SP}),
+    "TP2 SP ETP1": ("moe", {"keys": SP | {"expert_tensor_parallel_size": 1}}),
+    "TP2 SP ETP1 grouped": ("moe", {"keys": SP | {"expert_tensor_parallel_size": 1, "moe_grouped_gemm": True}}),
     "TP2 SP experts over TP": ("moe", {"keys": SP | {"moe_tp_extend_ep": True}}),
     "PP2 experts": ("moe", {"keys": PP}),
 }
