@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.engine.weights import LocalWeight
 from mindspeed_rl.models.weights import WeightOp
 
@@ -97,7 +98,7 @@ def check_delivery(
     """
     packed_names: Mapping[str, Sequence[str]] = getattr(engine_model, "packed_modules_mapping", {})
     remaining = dict(trained)
-    parameters = dict(engine_model.named_parameters())
+    parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(DERIVED)}
     local = [bit_sum(parameter) for parameter in parameters.values()]
     everyone = [local]
     if infer_tp_size > 1:
