@@ -217,6 +217,6 @@ class AdvantageInputs:
             lam=rl_config.lam,
             scale=rl_config.scale_rewards,
             eps=rl_config.adv_epsilon,
-            whiten=rl_config.advantage_whiten or rl_config.adv_estimator != "gae",
+            whiten=rl_config.advantage_whiten,
             **tensors,
         )

@@ -10,6 +10,7 @@ from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.schema import default_of
+from mindspeed_rl.config.sizes import read_sizes, world_size
 
 ROLE_GROUPS = ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
 
@@ -152,11 +153,27 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
     return next((reason for is_idle, reason in conditions if is_idle), "")
 
 
+# Keys that bound the ratio of new to old policy.
+_OFF_POLICY_KEYS = frozenset(
+    ("clip_ratio", "clip_higher_enable", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "delta", "tau_pos", "tau_neg")
+)
+
+
+def _is_on_policy(cfg: RunConfig) -> bool:
+    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+        return False
+    sizes = read_sizes(cfg)
+    return sizes.can_divide and sizes.steps_per_rollout * sizes.epochs == 1
+
+
 def _rl_reason(cfg: RunConfig, name: str) -> str:
     rl = cfg.rl_config
     objective = resolve_objective(cfg)
     functions = rl.verifier_function if rl.rule_reward else []
+    estimator = f"adv_estimator is {rl.adv_estimator}"
     kl_keys = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
+    kl_keys += ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+    scaled = rl.adv_estimator == "gdpo" or (rl.adv_estimator == "group_norm" and rl.scale_rewards != "none")
     conditions = (
         (name == "beta" and rl.num_generations is None, "without num_generations the coefficient is init_kl_coef"),
         (
@@ -164,19 +181,22 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
             "with num_generations global_batch_size is the optimizer step",
         ),
         (name == "clip_ratio" and rl.clip_higher_enable, "clip_higher_enable is true"),
-        (name.startswith("clip_ratio") and objective.ratio == "sapo", "loss_type sapo does not clip"),
+        (name.startswith("clip_") and objective.ratio == "sapo", "loss_type sapo does not clip"),
+        (name == "clip_ratio_low" and objective.ratio == "cispo_cap", "loss_type cispo_cap has no lower bound"),
+        (name in _OFF_POLICY_KEYS and _is_on_policy(cfg), "each rollout makes one optimizer step, in which the ratio is 1"),
         (name == "token_level_loss" and rl.loss_type is not None, "loss_type is set"),
         (name == "token_level_loss" and cfg.stage != "ray_dapo", f"stage is {cfg.stage}"),
         (name in kl_keys and not objective.needs_reference, _no_kl(cfg)),
+        (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(cfg)),
+        (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "init_kl_coef" and rl.init_kl_coef and not objective.needs_reference, _no_kl(cfg)),
-        (
-            name.startswith("ref_") and not name.startswith("ref_model") and not objective.needs_reference,
-            "no reference model is needed",
-        ),
+        (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
         (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),
         (name == "dynamic_sampling_dispatch_size" and not rl.filter_groups_enable, "filter_groups_enable is false"),
-        (name.startswith("critic_") and rl.adv_estimator != "gae", f"adv_estimator is {rl.adv_estimator}"),
-        (name == "scale_rewards" and rl.adv_estimator != "group_norm", f"adv_estimator is {rl.adv_estimator}"),
+        (name.startswith("critic_") and rl.adv_estimator != "gae", estimator),
+        (name in ("scale_rewards", "adv_epsilon") and rl.adv_estimator not in ("group_norm", "gdpo"), estimator),
+        (name == "scale_rewards" and rl.adv_estimator == "gdpo", estimator),
+        (name == "adv_epsilon" and not scaled, f"scale_rewards is {rl.scale_rewards}"),
         (name.startswith("cosine_") and "cosine" not in functions, "no reward function cosine"),
         (name.startswith("repetition_") and "repetition" not in functions, "no reward function repetition"),
         (name.startswith("soft_") and "soft_overlong" not in functions, "no reward function soft_overlong"),

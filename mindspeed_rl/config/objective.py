@@ -127,13 +127,14 @@ def _advantage(cfg: RunConfig) -> str:
         "none": f"r - mean_{n}(r)",
         "gdpo": f"sum_k w_k (r_k - mean_{n}(r_k)) / (std_{n}(r_k) + {rl.adv_epsilon:g}), whitened over the batch",
     }
+    whitened = ", whitened over all tokens of the batch" if rl.advantage_whiten else ""
     forms = {
         "group_norm": spread[rl.scale_rewards],
         "rloo": f"r - mean of the other {n - 1} samples of the prompt",
-        "reinforce_plus_plus": f"return with gamma {rl.gamma:g}, whitened over all tokens of the batch",
-        "reinforce_plus_plus_baseline": f"r - mean_{n}(r), whitened over all tokens of the batch",
+        "reinforce_plus_plus": f"return with gamma {rl.gamma:g}{whitened}",
+        "reinforce_plus_plus_baseline": f"r - mean_{n}(r){whitened}",
         "remax": "r - reward of the greedy response",
-        "gae": f"GAE with gamma {rl.gamma:g}, lambda {rl.lam:g}" + (", whitened" if rl.advantage_whiten else ""),
+        "gae": f"GAE with gamma {rl.gamma:g}, lambda {rl.lam:g}{whitened}",
         "gdpo": spread["gdpo"],
     }
     return f"A = {forms.get(rl.adv_estimator, rl.adv_estimator)}"

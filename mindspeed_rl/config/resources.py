@@ -94,6 +94,7 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         phases = [{"phase": "train", "devices": everyone, "holds": f"{cfg.stage} on Megatron {actor}"}]
         return phases
     rl, generate = cfg.rl_config, cfg.generate_config
+    has_critic = sizes.critic is not None and rl.adv_estimator == "gae"
     kept = []
     if generate is not None:
         kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
@@ -101,29 +102,36 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     count, tensor = shown(sizes.rollout.dp_size), sizes.rollout.tensor
     phases = [{"phase": "generate", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}{beside}"}]
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
-    if cfg.reward_config is not None:
-        scorers.append("the reward model")
+    if rl.judge_url is not None:
+        scorers.append("the judge")
     workers = rl.num_reward_workers or rl.verifier_parallel
-    where = "host" if cfg.reward_config is None else "host and reward devices"
-    phases.append(
-        {"phase": "rewards", "devices": where, "holds": f"{' and '.join(scorers) or 'judge'} in {workers} process(es)"}
-    )
-    if resolve_objective(cfg).needs_reference:
+    if scorers:
+        phases.append({"phase": "rewards", "devices": "host", "holds": f"{' and '.join(scorers)} in {workers} process(es)"})
+    if rl.adv_estimator == "remax":
+        phases.append({"phase": "greedy_baselines", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}"})
+    if cfg.reward_config is not None or rl.reward_model is not None:
+        model = _engine(sizes.reward or sizes.actor)
+        phases.append({"phase": "reward_model", "devices": everyone, "holds": f"reward model on Megatron {model}"})
+    objective = resolve_objective(cfg)
+    if objective.needs_reference:
         what = "the actor with adapters off" if rl.share_backbone else "reference weights"
         phases.append(
             {"phase": "ref_log_probs", "devices": everyone, "holds": f"{what} on Megatron {_engine(sizes.ref or sizes.actor)}"}
         )
-    if sizes.steps_per_rollout * sizes.epochs != 1 or rl.use_kl_in_reward or rl.top_entropy_quantile < 1:
+    if sizes.steps_per_rollout * sizes.epochs != 1 or objective.kl_in_reward or rl.top_entropy_quantile < 1:
         phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
-    if sizes.critic is not None:
+    if has_critic:
         phases.append({"phase": "values", "devices": everyone, "holds": f"critic on Megatron {_engine(sizes.critic)}"})
     phases.append({"phase": "advantages", "devices": "host", "holds": rl.adv_estimator})
-    if sizes.critic is not None:
+    if has_critic:
         phases.append({"phase": "update_critic", "devices": everyone, "holds": f"critic on Megatron {_engine(sizes.critic)}"})
     phases.append(
         {"phase": "update_actor", "devices": everyone, "holds": f"actor weights, gradients, optimizer on Megatron {actor}"}
     )
     moves = f"{actor} -> TP{tensor} x {count}"
+    if rl.sync_ref_model and objective.needs_reference:
+        share = f"{rl.ref_model_mixup_alpha:g} of the actor enters the reference every {rl.ref_model_sync_steps} iteration(s)"
+        phases.append({"phase": "sync_reference", "devices": everyone, "holds": share})
     phases.append({"phase": "update_weights", "devices": everyone, "holds": f"resharding {moves}"})
     return phases
 

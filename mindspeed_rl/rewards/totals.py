@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from mindspeed_rl.rewards.records import RewardResult, RewardSettings
 
+MODEL_PART = "reward_model"
+"""Name of a reward model's score among the parts of a result."""
+
 
 def weighted_total(parts: Mapping[str, float], functions: Sequence[str], weights: Sequence[float]) -> float:
     """Return the sum of weight times score over the functions that had an opinion."""
@@ -25,7 +28,7 @@ def overlong_penalty(num_tokens: int, settings: RewardSettings) -> float:
 
 
 def add_model_scores(
-    results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0, name: str = "reward_model"
+    results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0, name: str = MODEL_PART
 ) -> list[RewardResult]:
     """Add a reward model's scores to the rules' results, as the last part; rows the rules skipped take the model's score alone.
 

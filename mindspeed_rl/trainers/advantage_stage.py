@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.advantages import compute_advantages
-from mindspeed_rl.algorithms.kl import kl_penalty
+from mindspeed_rl.algorithms.kl import kl_coefficient, kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
 from mindspeed_rl.algorithms.records import AdvantageInputs
 from mindspeed_rl.config import BatchPlan, RunConfig
@@ -16,6 +16,8 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.records import Batch
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
+from mindspeed_rl.rewards.records import reward_functions
+from mindspeed_rl.rewards.totals import MODEL_PART
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.rollout_journal import RolloutJournal
 
@@ -40,6 +42,7 @@ class AdvantageStage:
     ) -> None:
         self._cfg, self._plan, self._plane, self._journal = cfg, plan, plane, journal
         self._baselines = baselines
+        self._kl_in_reward = cfg.rl_config.use_kl_in_reward and kl_coefficient(cfg.rl_config) != 0.0
         self.entropy_threshold: float | None = None
 
     def run(self, iteration: int, *, kl_coef: float) -> Metrics:
@@ -50,7 +53,7 @@ class AdvantageStage:
         """
         rl, rows = self._cfg.rl_config, range(self._plan.num_train_samples)
         columns = ["rewards", "reward_results", "response_length", "truncated", "weight_version"]
-        if rl.use_kl_in_reward:
+        if self._kl_in_reward:
             columns += ["old_log_probs", "ref_log_probs"]
         if rl.adv_estimator == "gae":
             columns.append("values")
@@ -89,7 +92,7 @@ class AdvantageStage:
     ) -> AdvantageInputs:
         rl, width = self._cfg.rl_config, response_mask.size(1)
         tensors: dict[str, Any] = {"scored": scored}
-        if rl.use_kl_in_reward:
+        if self._kl_in_reward:
             old, ref = (batch[name].padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
             kl = torch.where(response_mask, kl_penalty(old, ref, rl.kl_penalty, clamp=rl.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
@@ -100,8 +103,8 @@ class AdvantageStage:
             results = batch["reward_results"]
             names = list(dict.fromkeys(name for result in results for name in result.parts if "/" not in name))
             tensors["reward_components"] = torch.tensor([[float(r.parts.get(name, 0.0)) for name in names] for r in results])
-            weights = dict(zip(rl.verifier_function, rl.verifier_weight))
-            tensors["reward_weights"] = tuple(weights.get(name, 1.0) for name in names)
+            weights = dict(zip(*reward_functions(rl))) | {MODEL_PART: rl.reward_model_weight}
+            tensors["reward_weights"] = tuple(weights[name] for name in names)
         if rl.adv_estimator == "remax":
             tensors["greedy_rewards"] = self._baselines.rewards()
         return AdvantageInputs.from_config(rl, rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)

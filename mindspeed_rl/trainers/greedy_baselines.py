@@ -16,15 +16,22 @@ class GreedyBaselines:
     """`answer` needs the rollout engine, `rewards` does not: the device may have gone to training between the two."""
 
     def __init__(
-        self, plan: BatchPlan, plane: DataPlane, evaluator: Evaluator, model_rewards: ModelRewards | NoModelRewards
+        self,
+        plan: BatchPlan,
+        plane: DataPlane,
+        evaluator: Evaluator,
+        model_rewards: ModelRewards | NoModelRewards,
+        *,
+        timeout_s: float,
     ) -> None:
         self._plan, self._plane, self._evaluator, self._model_rewards = plan, plane, evaluator, model_rewards
+        self._timeout_s = timeout_s
 
     def answer(self) -> list[WorkerReport]:
         """Each prompt of the batch has been answered greedily and scored by the reward functions."""
         group, count = self._plan.n_samples_per_prompt, self._plan.num_train_samples
         batch, _ = self._plane.get(
-            "compute_advantage", ["prompt_ids", "labels", "extra"], indexes=range(0, count, group), timeout_s=60.0
+            "compute_advantage", ["prompt_ids", "labels", "extra"], indexes=range(0, count, group), timeout_s=self._timeout_s
         )
         self._items = [
             {"prompt_ids": ids.tolist(), "label": label, "columns": columns}

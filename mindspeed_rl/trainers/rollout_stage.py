@@ -124,6 +124,7 @@ class FilteredRollout:
         self._plan, self._plain, self._plane, self._model_rewards = plan, plain, plane, model_rewards
         self._metric = rl.filter_groups_metric if rl.filter_groups_enable else None
         self._limit = rl.filter_groups_max_batches if rl.filter_groups_enable else 1 + rl.max_resample_times
+        self._timeout_s = rl.wait_timeout_s
         self._draws = 0
 
     def run(self, iteration: int) -> list[WorkerReport]:
@@ -138,7 +139,7 @@ class FilteredRollout:
             reports += self._model_rewards.run(self._plan.num_samples)
             self._draws, draws = self._draws + 1, draws + 1
             batch, _ = self._plane.get(
-                "dynamic_sampling", list(SCORED_COLUMNS), indexes=range(self._plan.num_samples), timeout_s=60.0
+                "dynamic_sampling", list(SCORED_COLUMNS), indexes=range(self._plan.num_samples), timeout_s=self._timeout_s
             )
             groups = groups_with_signal(self._scores(batch), self._plan.n_samples_per_prompt)
             kept.append(self._rows(batch, groups))
@@ -165,7 +166,7 @@ class FilteredRollout:
         return torch.tensor([float(result.parts.get(name, 0.0)) for result in batch["reward_results"]])
 
     def _rows(self, batch: dict[str, Any], groups: torch.Tensor) -> dict[str, Any]:
-        rows = rows_of_groups(groups, self._plan.n_samples_per_prompt).nonzero()[:, 0].tolist()
+        rows = rows_of_groups(groups, self._plan.n_samples_per_prompt).tolist()
         return {name: _take(column, rows) for name, column in batch.items()}
 
     def state_dict(self) -> dict[str, int]:

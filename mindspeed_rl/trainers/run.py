@@ -181,7 +181,7 @@ def assemble(
     evaluator = Evaluator(cfg, inputs.held_out, workers, rewards, model_rewards)
     baselines: GreedyBaselines | NoBaselines = NoBaselines()
     if cfg.rl_config.adv_estimator == "remax":
-        baselines = GreedyBaselines(plan, plane, evaluator, model_rewards)
+        baselines = GreedyBaselines(plan, plane, evaluator, model_rewards, timeout_s=cfg.rl_config.wait_timeout_s)
     feed = PromptFeed(inputs.prompts, plane, plan, seed=actor.seed, shuffle=not actor.no_shuffle)
     rollout, to_add = make_rollout(cfg, plan, feed, workers, rewards, plane, model_rewards)
     schedule = Schedule(cfg, plan)

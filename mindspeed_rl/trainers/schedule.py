@@ -19,7 +19,7 @@ class Schedule:
 
     Attributes:
         kl: controller of the KL coefficient.
-        kl_in_loss: the KL to the reference is a term of the policy loss.
+        kl_in_loss, kl_in_reward: where the KL to the reference goes; neither with a coefficient of 0.
         needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
     """
 
@@ -31,9 +31,10 @@ class Schedule:
         self.kl = kl_controller(rl)
         with_kl = kl_coefficient(rl) != 0.0
         self.kl_in_loss = with_kl and cfg.stage == "ray_grpo" and not rl.use_kl_in_reward
-        self.needs_reference = self.kl_in_loss or (with_kl and rl.use_kl_in_reward)
+        self.kl_in_reward = with_kl and rl.use_kl_in_reward
+        self.needs_reference = self.kl_in_loss or self.kl_in_reward
         self.masks_by_entropy = rl.top_entropy_quantile < 1.0
-        self.needs_old_log_probs = not plan.on_policy or rl.use_kl_in_reward or self.masks_by_entropy
+        self.needs_old_log_probs = not plan.on_policy or self.kl_in_reward or self.masks_by_entropy
         self.has_critic = rl.adv_estimator == "gae"
         self.reference_mixup_alpha = rl.ref_model_mixup_alpha
 

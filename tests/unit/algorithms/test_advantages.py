@@ -272,3 +272,13 @@ def test_inputs_take_their_numbers_from_the_run_file():
     config = RLConfig(scale_rewards="none", adv_epsilon=0.1, gamma=0.5, lam=0.25, adv_estimator="gae", advantage_whiten=False)
     inputs = AdvantageInputs.from_config(config, torch.ones(2), torch.ones(2, 1, dtype=torch.bool), group_size=2)
     assert (inputs.scale, inputs.eps, inputs.gamma, inputs.lam, inputs.whiten) == ("none", 0.1, 0.5, 0.25, False)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_advantages_are_left_as_they_are_without_whitening(name):
+    config = RLConfig(adv_estimator=name, advantage_whiten=False)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    values = {"values": torch.zeros(2, 2)} if name == "gae" else {}
+    inputs = AdvantageInputs.from_config(config, torch.tensor([3.0, 1.0]), mask, group_size=2, **values)
+    got, returns, _ = compute_advantages(name, inputs)
+    assert torch.equal(got, returns) and got.sum() != 0 or name == "reinforce_plus_plus_baseline" and got[0, 0] == 1.0

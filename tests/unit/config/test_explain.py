@@ -216,6 +216,46 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("rl", "idle"),
+    [
+        ({"clip_ratio": 0.1}, {"clip_ratio": "each rollout makes one optimizer step, in which the ratio is 1"}),
+        ({"clip_ratio": 0.1, "epochs": 2}, {}),
+        ({"clip_ratio": 0.1, "mini_batch_size": 16}, {}),
+        ({"adv_estimator": "rloo", "adv_epsilon": 0.1}, {"adv_epsilon": "adv_estimator is rloo"}),
+        ({"scale_rewards": "none", "adv_epsilon": 0.1}, {"adv_epsilon": "scale_rewards is none"}),
+        ({"adv_estimator": "reinforce_plus_plus", "advantage_whiten": False}, {}),
+        ({"init_kl_coef": 0.0, "sync_ref_model": True}, {"sync_ref_model": "init_kl_coef is 0"}),
+        ({"use_kl_in_reward": True, "use_bias_correction_kl": True}, {"use_bias_correction_kl": "the KL is in the reward"}),
+    ],
+)
+def test_keys_that_other_keys_make_idle_are_named(rl: dict, idle: dict) -> None:
+    changes = {name: value for name, value in rl.items() if name != "mini_batch_size"}
+    cfg = prompt_level(rl_config={**changes, "mini_batch_size": rl.get("mini_batch_size", 32)})
+    assert keys_without_effect(cfg) == {f"rl_config.{name}": reason for name, reason in idle.items()}
+
+
+def test_every_phase_of_a_run_says_who_holds_the_devices() -> None:
+    def phases(**rl: object) -> list[str]:
+        return [phase["phase"] for phase in explain(prompt_level(rl_config=rl))["resources"]["phases"]]
+
+    log_probs, updates = ["ref_log_probs", "advantages"], ["update_actor", "update_weights"]
+    assert phases() == ["generate", "rewards", *log_probs, *updates]
+    remax = phases(adv_estimator="remax", reward_model="somewhere", sync_ref_model=True)
+    assert remax == [
+        "generate",
+        "rewards",
+        "greedy_baselines",
+        "reward_model",
+        *log_probs,
+        "update_actor",
+        "sync_reference",
+        updates[1],
+    ]
+    judged = phases(rule_reward=False, judge_url="http://127.0.0.1", init_kl_coef=0.0)
+    assert judged == ["generate", "rewards", "advantages", *updates]
+
+
 def test_keys_of_another_platform_are_without_effect_only_there() -> None:
     keys = {"swap_attention": True, "npu_deterministic": True}
     cfg = prompt_level(megatron_training=keys, platform="npu")

@@ -1,0 +1,34 @@
+"""What the end-to-end tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from rl_world import World
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two workers, data parallel, with all roles: 16 prompts of 8 responses an iteration, one optimizer step."""
+    from rl_world import World
+    from tiny_task import make_task
+
+    shared = [
+        "rl_config.actor_resource.num_npus=2",
+        "actor_config.tensor_model_parallel_size=1",
+        "actor_config.micro_batch_size=16",
+        "actor_config.lr=3e-4",
+        "actor_config.lr_decay_style=constant",
+        "megatron_training.global_batch_size=16",
+        "rl_config.mini_batch_size=16",
+        "rl_config.wait_timeout_s=60",
+        "generate_config.sampling_config.max_tokens=4",
+    ]
+    folder = tmp_path_factory.mktemp("world")
+    world = World(make_task(folder / "task"), folder, shared)
+    yield world
+    world.close()
