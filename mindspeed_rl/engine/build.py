@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -225,6 +226,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         if lora is not None:
             start_adapters(models, layout, seed=config.seed)
     chunks = [Float16Module(transformer, model) if config.bf16 else model for model in models]
+    for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):
+        router._maintain_float32_expert_bias()  # Float16Module has made it bfloat16, in which it cannot tell experts apart
     if trainable:
         chunks = [
             DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)

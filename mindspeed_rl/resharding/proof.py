@@ -74,7 +74,7 @@ def trained_sums(
             if split.padded:
                 first = weight.shard * part.size(split.dim)
                 part = part.narrow(split.dim, 0, min(max(split.size - first, 0), part.size(split.dim)))
-            sums[index[name]] = bit_sum(part.to(dtype)) if part.numel() else 0
+            sums[index[name]] = bit_sum(part if op.buffer else part.to(dtype)) if part.numel() else 0
     packed = torch.tensor([[value & 0xFFFFFFFF, value >> 32] for value in sums], dtype=torch.int64)
     device = next(iter(weights)).tensor.device
     packed = packed.to(device)

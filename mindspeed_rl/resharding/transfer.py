@@ -63,7 +63,7 @@ class WeightStream:
         """(HF name, whole tensor) of every weight; each rank sees all of them.
 
         Args:
-            dtype: what floating-point tensors are cast to; None keeps the training dtype.
+            dtype: what floating-point parameters are cast to; None keeps the training dtype.
         """
         for bucket in self.buckets:
             shards = self._gather(bucket)
@@ -97,6 +97,8 @@ class WeightStream:
     ) -> Iterator[tuple[str, Tensor]]:
         """The HF tensors of one slot: of one parameter, or of one expert of each group of experts."""
         item = bucket.items[index]
+        if self._ops[names[0]].buffer:
+            dtype = None  # buffers keep their own type
         shards = [row[item.offset : item.offset + item.numel].view(item.shape) for row in gathered]
         if bucket.group == "tp":
             op = self._ops[names[0]]

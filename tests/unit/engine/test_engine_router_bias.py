@@ -1,0 +1,46 @@
+"""The router's bias on the choice of experts stays in fp32 all the way to the rollout engine, whatever the model's type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.build import build_model, plan_model
+from mindspeed_rl.engine.weights import load_weights, model_ops
+from mindspeed_rl.models.weights import MemorySource
+from mindspeed_rl.resharding.proof import bit_sum, trained_sums
+from mindspeed_rl.resharding.transfer import WeightStream
+
+DEEPSEEK3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 32,
+    "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu",
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "moe_layer_freq": 1, "attention_bias": False,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_a_bfloat16_model_pushes_its_router_bias_in_float32(one_process_world: None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
+    config = MegatronConfig(bf16=True)
+    parallel.seed_all(1)
+    model = build_model(config, plan_model(config, tmp_path), trainable=True)
+    tensors = {name: torch.randn(shape) for op in model_ops(model) for name, shape in zip(op.hf, op.shapes)}
+    tensors[BIAS] = torch.tensor([3.0001, 3.0002, 3.0003, 3.0004])  # all the same in bfloat16
+    load_weights(model, MemorySource(tensors))
+    stream = WeightStream(model)
+    pushed = dict(stream.named_tensors(torch.bfloat16))
+    assert pushed[BIAS].dtype == torch.float32 and torch.equal(pushed[BIAS], tensors[BIAS])
+    assert pushed["model.norm.weight"].dtype == torch.bfloat16
+    sums = trained_sums(
+        list(stream.local_weights.values()), stream.ops, torch.bfloat16, owns_replica=True, owns_expert_replica=True
+    )
+    assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}
