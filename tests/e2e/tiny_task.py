@@ -1,0 +1,73 @@
+"""A task that a tiny model half knows, made from scratch in seconds: copy two digits, which half of its lessons gave up on.
+
+The warm start answers about half the prompts rightly and the others with "??"; reinforcement has to turn one habit into the
+other, which takes a handful of iterations, and with the wrong sign of the advantage it learns to give up altogether.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+GIVEN_UP = "??"
+_WARM_UP_STEPS = 150
+_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+
+
+def make_task(folder: Path) -> Path:
+    """The folder holds model/ (a warm start), reward_model/, train.jsonl and heldout.jsonl."""
+    torch.manual_seed(0)
+    answers = ["".join(digits) for digits in itertools.product("0123456789", repeat=2)]
+    random.Random(0).shuffle(answers)
+    model = Qwen2ForCausalLM(Qwen2Config(**_SIZES))
+    _warm_up(model, answers)
+    model.save_pretrained(folder / "model")
+    _tokenizer().save_pretrained(folder / "model")
+    torch.manual_seed(1)
+    Qwen2ForSequenceClassification(Qwen2Config(**_SIZES, num_labels=1)).save_pretrained(folder / "reward_model")
+    _tokenizer().save_pretrained(folder / "reward_model")
+    for name, part in (("train", answers[:80]), ("heldout", answers[80:])):
+        rows = ({"prompt": f"{answer}=", "labels": answer} for answer in part)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def _warm_up(model: Qwen2ForCausalLM, answers: list[str]) -> None:
+    """One lesson with the answer and one that gives up for every prompt."""
+    lessons = [f"{answer}={answer}" for answer in answers] + [f"{answer}={GIVEN_UP}" for answer in answers]
+    ids = torch.tensor([[ord(char) for char in lesson] + [1] for lesson in lessons])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
+    for step in range(_WARM_UP_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * min(1.0, (step + 1) / 20) * (1.0 - step / _WARM_UP_STEPS)
+        log_probs = model(ids).logits[:, 2:-1].log_softmax(-1).gather(2, ids[:, 3:, None])
+        optimizer.zero_grad()
+        (-log_probs.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable character, with its ASCII code as id."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(code): code for code in range(32, 127)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
