@@ -1,21 +1,31 @@
 #!/usr/bin/env bash
 # One command for a machine with NPUs: shows what works and writes a report to attach to an issue.
-#   tools/npu_smoke.sh [--only device,hccl,engine,rollout] [--report FILE] [--ranks N]
+#   tools/npu_smoke.sh [--only doctor,device,hccl,engine,rollout] [--report FILE] [--ranks N] [--rehearse]
+# Needs two dies (--ranks more for HCCL) and an environment that envs/npu_a2 or envs/npu_a3 set up.
 # Steps: doctor; device; HCCL between N dies; one Megatron training step with and without fused kernels against the
 # CPU's numbers, on one die and with tensor parallelism; rollout, weight update with proof, sleep and wake-up inside
 # three GRPO iterations of a tiny model. About ten minutes. No step hides another: all run, the exit code tells.
+# --rehearse runs what a machine without NPUs can: the script itself, training steps and GRPO iterations on the CPU.
 set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 
-only="doctor,device,hccl,engine,rollout" report="$root/npu_smoke_report.md" ranks=2
+steps="doctor,device,hccl,engine,rollout"
+only="$steps" report="$root/npu_smoke_report.md" ranks=2 platform="npu"
 while (( $# )); do
     case "$1" in
         --only) only="$2"; shift 2 ;;
         --report) report="$2"; shift 2 ;;
         --ranks) ranks="$2"; shift 2 ;;
+        --rehearse) platform="cpu"; only="doctor,engine,rollout"; shift ;;
         *) echo "npu_smoke.sh: unknown argument '$1'" >&2; exit 2 ;;
     esac
+done
+for name in ${only//,/ }; do
+    if [[ ",$steps," != *",$name,"* ]]; then
+        echo "npu_smoke.sh: --only: '$name' is not one of $steps" >&2
+        exit 2
+    fi
 done
 python="${PYTHON:-python}"
 work="$(mktemp -d)"
@@ -37,13 +47,14 @@ step() {  # NAME DESCRIPTION COMMAND...
 }
 logs=()
 
-step doctor "doctor" "$python" -m mindspeed_rl.cli.main doctor --platform npu
+step doctor "doctor" "$python" -m mindspeed_rl.cli.main doctor --platform "$platform"
 step device "device: memory, streams, random numbers, bf16 matrix product" "$python" tools/npu_smoke.py device
 step hccl "HCCL: collectives between $ranks dies" "$python" tools/npu_smoke.py hccl --ranks "$ranks"
-step engine:fused "training step with fused kernels against the CPU's numbers" "$python" tools/npu_smoke.py engine
-step engine:plain "training step without fused attention against the CPU's numbers" "$python" tools/npu_smoke.py engine --plain
-step engine:tp "training step with tensor parallel size 2" "$python" tools/npu_smoke.py engine --tensor-parallel 2
-step rollout "three GRPO iterations: rollout, weight update with proof, sleep, wake-up" "$python" tools/npu_smoke.py rollout --folder "$work"
+smoke=("$python" tools/npu_smoke.py --platform "$platform")
+step engine:fused "training step with fused kernels against the CPU's numbers" "${smoke[@]}" engine
+step engine:plain "training step without fused attention against the CPU's numbers" "${smoke[@]}" engine --plain
+step engine:tp "training step with tensor parallel size 2" "${smoke[@]}" engine --tensor-parallel 2
+step rollout "three GRPO iterations: rollout, weight update with proof, sleep, wake-up" "${smoke[@]}" rollout --folder "$work"
 
 {
     echo "# NPU smoke report"
@@ -54,6 +65,7 @@ step rollout "three GRPO iterations: rollout, weight update with proof, sleep, w
     echo "| commit | $(git rev-parse --short HEAD 2>/dev/null || echo unknown)$(git diff --quiet 2>/dev/null || echo ', modified') |"
     echo "| host | $(uname -srm) |"
     if [[ -n "${NPU_SIM_DEVICES:-}" ]]; then echo "| device | **simulated** (tests/npu_sim) |"; fi
+    if [[ "$platform" == cpu ]]; then echo "| device | **none: a rehearsal on the CPU, proves nothing about NPUs** |"; fi
     echo
     echo "| step | result | time |"
     echo "|---|---|---|"
@@ -61,7 +73,7 @@ step rollout "three GRPO iterations: rollout, weight update with proof, sleep, w
     echo
     echo '```'
     npu-smi info 2>/dev/null || echo "npu-smi: not found"
-    "$python" -m mindspeed_rl.cli.main doctor --platform npu 2>/dev/null || true
+    "$python" -m mindspeed_rl.cli.main doctor --platform "$platform" 2>/dev/null || true
     echo '```'
     for name in "${logs[@]}"; do
         printf '\n## %s\n\n```\n' "$name"
