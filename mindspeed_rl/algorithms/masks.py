@@ -69,14 +69,15 @@ def groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
     For a metric of right or wrong this keeps 0 < #right < G. Groups of one are kept.
 
     Args:
-        metric: [B]; the samples of a prompt are adjacent.
+        metric: [B]; the samples of a prompt are adjacent. NaN where there is no score: such rows say nothing about their group.
     """
     if group_size < 1 or metric.numel() % group_size:
         raise ValueError(f"{metric.numel()} rows do not divide into groups of {group_size} samples")
     groups = metric.view(-1, group_size)
     if group_size == 1:
         return torch.ones(groups.shape[0], dtype=torch.bool, device=metric.device)
-    return (groups != groups[:, :1]).any(dim=1)
+    scored = ~groups.isnan()
+    return torch.where(scored, groups, -torch.inf).amax(dim=1) > torch.where(scored, groups, torch.inf).amin(dim=1)
 
 
 def rows_of_groups(groups: Tensor, group_size: int) -> Tensor:

@@ -74,7 +74,9 @@ class AdvantageStage:
         loss_mask = overlong_filter(response_mask, batch["truncated"].tensor().bool()) if rl.overlong_filter else response_mask
         if rl.top_entropy_quantile < 1.0:
             entropies = batch["entropies"].padded(0.0, width)
-            self.entropy_threshold = entropy_threshold([(entropies, loss_mask)], rl.top_entropy_quantile)
+            shards = [(entropies, loss_mask)]
+            # the overlong filter may have left no token: any threshold will do
+            self.entropy_threshold = entropy_threshold(shards, rl.top_entropy_quantile) if loss_mask.any() else 0.0
         self._plane.put(
             {
                 "advantages": [row[:length] for row, length in zip(advantages, lengths.tolist())],

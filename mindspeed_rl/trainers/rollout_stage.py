@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -161,9 +162,9 @@ class FilteredRollout:
 
     def _scores(self, batch: dict[str, Any]) -> torch.Tensor:
         if self._metric is None:
-            return torch.as_tensor(batch["rewards"].tensor()).nan_to_num(0.0)
+            return batch["rewards"].tensor()
         name = self._metric
-        return torch.tensor([float(result.parts.get(name, 0.0)) for result in batch["reward_results"]])
+        return torch.tensor([float(result.parts.get(name, math.nan)) for result in batch["reward_results"]])
 
     def _rows(self, batch: dict[str, Any], groups: torch.Tensor) -> dict[str, Any]:
         rows = rows_of_groups(groups, self._plan.n_samples_per_prompt).tolist()

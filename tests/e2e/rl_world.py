@@ -35,6 +35,17 @@ if TYPE_CHECKING:
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it from here
 
 _REWARD_DISPATCH = "reward_dispatch_size"
+#: beginnings of what a reward worker reads; the reward model is not its business
+_REWARD_KEYS = (
+    "verifier_",
+    "reward_failure",
+    "reward_timeout",
+    "external_plugins",
+    "cosine_",
+    "repetition_",
+    "soft_",
+    "overlong_b",
+)
 
 
 class VariantWorker(IntegratedWorker):
@@ -181,7 +192,7 @@ class World:
         """Reward worker and data plane; those of an earlier run where they suit."""
         rl = cfg.rl_config
         key = (cfg.generate_config.sampling_config.max_tokens, plan.n_samples_per_prompt, plan.dispatch_sizes[_REWARD_DISPATCH])
-        key += (rl.data_strategy, *rl.verifier_function, *rl.verifier_weight)
+        key += (rl.data_strategy, *(str(value) for name, value in vars(rl).items() if name.startswith(_REWARD_KEYS)))
         if key not in self._kept:
             plane = open_data_plane(cfg, plan)
             env = worker_environment(cfg, "cpu")

@@ -166,9 +166,10 @@ def test_a_run_whose_engine_disagrees_stops(world: World) -> None:
 def test_truncated_responses_do_not_train_with_the_overlong_filter(world: World, plain: Run) -> None:
     short = [NO_KL, "generate_config.sampling_config.max_tokens=2"]  # an answer and its end take three
     assert world.run(GRPO, *short).metrics[0]["actor/grad_norm"] > 0.0
-    run = world.run(GRPO, *short, "rl_config.overlong_filter=true")
-    assert run.metrics[0]["rollout/truncated_fraction"] == 1.0 and run.metrics[0]["actor/grad_norm"] == 0.0
-    assert np.array_equal(run.weights["actor"], plain.weights["ref"])
+    for others in ([], ["rl_config.top_entropy_quantile=0.2"]):
+        run = world.run(GRPO, *short, "rl_config.overlong_filter=true", *others)
+        assert run.metrics[0]["rollout/truncated_fraction"] == 1.0 and run.metrics[0]["actor/grad_norm"] == 0.0
+        assert np.array_equal(run.weights["actor"], plain.weights["ref"])
 
 
 PAIRS = ["rl_config.n_samples_per_prompt=2", "rl_config.mini_batch_size=16", "rl_config.log_completions=true"]

@@ -54,6 +54,11 @@ def test_equal_scores_that_do_not_add_exactly_are_still_no_signal():
     assert groups_with_signal(torch.tensor([0.1] * 3), 3).tolist() == [False]
 
 
+def test_a_failed_score_is_no_difference():
+    nan = float("nan")
+    assert groups_with_signal(torch.tensor([1.0, nan, 1.0, nan, 0.0, 1.0, nan, nan, nan]), 3).tolist() == [False, True, False]
+
+
 def test_groups_of_one_are_kept():
     assert groups_with_signal(torch.tensor([1.0, 0.0]), 1).tolist() == [True, True]
 
