@@ -78,6 +78,8 @@ def ours(work: Path, tokens: int, iterations: int, model: Path, prompts: Path) -
         [*command, *(f"{key}={value}" for key, value in overrides.items())], dict(os.environ, OMP_NUM_THREADS="1")
     )
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    if any(record["response_length/min"] != tokens for record in records):
+        raise RuntimeError(f"responses of {records[0]['response_length/min']} tokens instead of {tokens}")
     names = {
         "iteration": "all",
         "rollout": "rollout",

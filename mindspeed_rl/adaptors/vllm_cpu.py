@@ -13,6 +13,7 @@ They can go when vLLM's CPU worker reloads weights in place; the rollout tests c
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ def _name_segments_uniquely(run_id: str) -> None:
     channel._init_cpu_shm = init_and_unlink
 
 
+def _experts(model: Any) -> Iterator[tuple[Any, Any]]:
+    """Modules that hold experts, each with the kernel that computes them."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            yield module, kernel.fused_experts
+
+
 class VllmCpuHooks(EngineHooks):
     """Live weights, experts packed again after each load, KV memory given back by shrinking its storage."""
 
@@ -80,11 +89,16 @@ class VllmCpuHooks(EngineHooks):
         if torch.distributed.is_initialized():
             _name_segments_uniquely(run_id)
 
+    def before_load(self, model: Any) -> None:
+        for module, kernel in _experts(model):
+            size = kernel.moe_config.intermediate_size_per_partition
+            up, down = module.w13_weight, module.w2_weight
+            if down.size(2) != size:  # padded for the kernel after the load before: the loader wants the model's own shapes
+                up.data, down.data = up.new_empty(up.size(0), 2 * size, up.size(2)), down.new_empty(*down.shape[:2], size)
+
     def after_load(self, model: Any) -> None:
-        for module in model.modules():
-            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-            if kernel is not None and hasattr(module, "w13_weight"):
-                kernel.fused_experts.process_weights_after_loading(module)
+        for module, kernel in _experts(model):
+            kernel.process_weights_after_loading(module)
 
     def _kv_storage(self, llm: Any) -> torch.UntypedStorage:
         engine = llm.llm_engine.engine_core.engine_core

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,16 +163,6 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
     return settings
 
 
-@contextlib.contextmanager
-def _quiet_initialisation() -> Iterator[None]:
-    """Weights are about to be loaded: random numbers drawn here must not move the run's generators."""
-    state = platform.current().rng_state()
-    try:
-        yield
-    finally:
-        platform.current().set_rng_state(state)
-
-
 def _reduce_over_expert_ranks(model: nn.Module) -> None:
     """Experts that several tensor ranks hold get the gradient sum over those ranks.
 
@@ -197,7 +185,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
     norm = WrappedTorchNorm if platform.current().megatron_kernels else RMSNorm
     models: list[nn.Module] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    with _quiet_initialisation():
+    with platform.current().kept_rng_state():
         for stage in range(layout.vpp):
             vp_stage = stage if layout.vpp > 1 else None
             spec = layer_spec(

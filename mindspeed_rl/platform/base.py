@@ -120,6 +120,16 @@ class Platform(ABC):
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's default random generator."""
 
+    @contextlib.contextmanager
+    def kept_rng_state(self) -> Iterator[None]:
+        """The default generators of device and host are afterwards as they were before."""
+        host, device = torch.get_rng_state(), self.rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host)
+            self.set_rng_state(device)
+
     def set_deterministic(self, enabled: bool) -> None:
         """Makes repeated runs give equal bits, as far as the device can."""
         torch.use_deterministic_algorithms(enabled, warn_only=True)

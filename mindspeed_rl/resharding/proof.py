@@ -1,9 +1,11 @@
-"""Proof that the rollout engine holds exactly the trained weights, by exact integer sums of their bits.
+"""Proof that the rollout engine holds exactly the trained weights, by exact integer sums over their bits.
 
-The sum of all bit patterns of a tensor, as integers modulo 2^64, does not depend on the order of the elements and adds up
+The sum of x (x + C) modulo 2^64 over the bit patterns x of a tensor does not depend on the order of the elements and adds up
 over pieces. So the sum over an engine parameter equals the sum over the HF tensors that went into it, however the engine
 fuses, transposes, pads (with zeros) or splits them. The trained side is summed over the shards where they are trained, not
-over what arrived: a lost, stale, misrouted or damaged tensor changes the sums, with a chance of about 2^-64 of going unseen.
+over what arrived: a lost, stale, misrouted or damaged tensor changes the sums. The square is there because changes of a plain
+sum cancel: +d on a weight of one sign and on its like of the other. What no such sum can see is a permutation of the elements
+of one tensor; that shows in `rollout/log_probs_diff_max`, the trainer's log-probs against the engine's in every iteration.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from mindspeed_rl.models.weights import WeightOp
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _MASK = (1 << 64) - 1
+_C = 0x9E3779B97F4A7C15 - (1 << 64)
+_CHUNK = 1 << 22
 
 
 class WeightDeliveryError(RuntimeError):
@@ -28,8 +32,13 @@ class WeightDeliveryError(RuntimeError):
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of the elements' bit patterns as signed integers, modulo 2^64."""
-    return int(tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)) & _MASK
+    """The sum of x (x + C) over the elements' bit patterns x as signed integers, modulo 2^64."""
+    patterns = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    total = 0
+    for chunk in patterns.split(_CHUNK):  # eight bytes an element exist for one chunk at a time
+        x = chunk.to(torch.int64)
+        total += int((x * (x + _C)).sum())
+    return total & _MASK
 
 
 @dataclass(frozen=True)

@@ -94,16 +94,16 @@ class VllmEngine:
         if self._hooks.sleeps:
             arguments["enable_sleep_mode"] = True
         arguments.update(engine_arguments or {})
-        set_num_threads, rng_state = torch.set_num_threads, torch.get_rng_state()
-        self._llm = LLM(**arguments)
-        # vLLM seeds the global generator, freezes all objects for the collector and disables set_num_threads
-        torch.set_rng_state(rng_state)
+        set_num_threads = torch.set_num_threads
+        with platform.current().kept_rng_state():  # vLLM seeds the global generators
+            self._llm = LLM(**arguments)
+        # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
         gc.unfreeze()
         self.weight_version = -1
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling | None = None) -> list[Completion]:
-        """One response for each request, in order.
+        """One response for each request, in order. No generator is drawn from but the requests' own.
 
         Args:
             requests: prompts with a seed each.
@@ -125,6 +125,7 @@ class VllmEngine:
                 min_p=sampling.min_p,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # what ends a response is in stop_token_ids alone
                 seed=request.seed,
                 logprobs=0,
                 detokenize=False,
@@ -133,7 +134,9 @@ class VllmEngine:
         ]
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         completions = []
-        for output in self._llm.generate(prompts, params, use_tqdm=False):
+        with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        for output in outputs:
             sample = output.outputs[0]
             token_ids = list(sample.token_ids)
             log_probs = [step[token].logprob for step, token in zip(sample.logprobs, token_ids)]

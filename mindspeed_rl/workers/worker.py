@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,16 @@ def _device_index(platform_name: str, local_rank: int) -> int:
     return chosen.device_id_for_ray(ray.get_runtime_context().get_accelerator_ids().get(chosen.ray_resource, []))
 
 
+def _free_port(host: str) -> int:
+    """A port nobody listens on, below those the kernel gives to outgoing connections (32768 and up): one of these could take
+    it in the seconds until the rendezvous listens there."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RuntimeError(f"rendezvous: none of 200 ports between 20000 and 32000 is free on {host}.")
+
+
 class Worker:
     """One rank's process. Subclasses are plain classes with a `set_up`; the launcher makes them Ray actors.
 
@@ -54,9 +66,7 @@ class Worker:
         """This host's address and a free port on it, for the rendezvous of all ranks."""
         # not gethostbyname: on many machines a host's own name resolves to 127.0.1.1
         host = "127.0.0.1" if self.plan.num_nodes == 1 else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        return host, _free_port(host)
 
     def pid(self) -> int:
         """Process id, for messages."""

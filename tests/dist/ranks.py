@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -36,10 +38,12 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody listens on, out of reach of outgoing connections, one of which could take it meanwhile."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
 
 
 def _serve(connection: Connection, rank: int, size: int, log: str) -> None:

@@ -9,11 +9,27 @@ from torch import nn
 from mindspeed_rl.resharding.proof import WeightDeliveryError, bit_sum, check_delivery
 
 
-def test_the_sum_is_that_of_the_bit_patterns_modulo_two_to_the_64() -> None:
-    assert bit_sum(torch.tensor([1.0, 1.0])) == 2 * 0x3F800000
-    assert bit_sum(torch.tensor([-0.0])) == 2**64 - 2**31
-    assert bit_sum(torch.tensor([1.0], dtype=torch.bfloat16)) == 0x3F80
+def test_the_sum_is_that_of_a_function_of_the_bit_patterns_modulo_two_to_the_64() -> None:
+    def by_hand(*patterns: int) -> int:
+        return sum(x * (x + 0x9E3779B97F4A7C15) for x in patterns) % 2**64
+
+    assert bit_sum(torch.tensor([1.0, 1.0])) == by_hand(0x3F800000, 0x3F800000)
+    assert bit_sum(torch.tensor([-0.0])) == by_hand(-(2**31))
+    assert bit_sum(torch.tensor([1.0, -3.0], dtype=torch.bfloat16)) == by_hand(0x3F80, 0xC040 - 2**16)
     assert bit_sum(torch.zeros(5)) == 0
+
+
+def test_changes_that_move_bit_patterns_up_and_down_alike_do_not_cancel() -> None:
+    pair = torch.tensor([0.75, -0.75])
+    moved = (pair + 0.125).view(torch.int32) - pair.view(torch.int32)
+    assert moved.sum() == 0
+    assert bit_sum(pair + 0.125) != bit_sum(pair)
+
+
+def test_large_tensors_are_summed_in_pieces() -> None:
+    tensor = torch.randn((1 << 22) + 3)
+    pieces = (tensor[:1000], tensor[1000:])
+    assert bit_sum(tensor) == sum(map(bit_sum, pieces)) % 2**64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

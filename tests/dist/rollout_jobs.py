@@ -1,0 +1,227 @@
+"""Jobs that hold a vLLM engine beside the training engine; the world and the engine outlive a job, the layout does not."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from training_jobs import KEYS, Setting, all_rows, my_rows, summary  # applies the adaptor, before Megatron is imported
+
+# isort: split
+from megatron.core import parallel_state
+
+from mindspeed_rl.algorithms.records import LossOutput, masked_mean, read_metrics
+from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.config import GenerateConfig, MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.resharding.proof import WeightDeliveryError, check_delivery, trained_sums
+from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.rollout.records import Completion, GenerationRequest, Sampling
+from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+TEMPERATURE = 0.9
+KV_HEADS = 2
+
+_engines: dict[str, VllmEngine] = {}
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+@dataclass
+class Pair:
+    """A training engine and the rollout engine that it feeds.
+
+    Attributes:
+        group: the inference tensor-parallel group of this rank.
+    """
+
+    engine: TrainEngine
+    stream: WeightStream
+    rollout: VllmEngine
+    infer_tp: int
+    group: dist.ProcessGroup
+    version: int = -1
+
+    def push(self) -> None:
+        """The rollout engine holds the trained weights; not yet proven."""
+        self.version += 1
+        self.rollout.load_weights(self.stream.named_tensors(torch.float32), self.version)
+
+    def prove(self) -> int:
+        """The number of engine parameters that were compared."""
+        trained = trained_sums(
+            list(self.stream.local_weights.values()),
+            self.stream.ops,
+            torch.float32,
+            owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+            owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
+        )
+        model = self.rollout.read_model()
+        proof = check_delivery(model, trained, infer_tp_size=self.infer_tp, group=self.group, kv_heads=KV_HEADS)
+        return proof.num_parameters
+
+    def generate(self, iteration: int = 0) -> list[Completion]:
+        """Two responses to each of the eight prompts, the same on every rank."""
+        rows = all_rows()
+        prompts = [ids[:length].tolist() for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
+        return self.rollout.generate(
+            [GenerationRequest(prompts[i // 2], sample_seed(1, iteration, i // 2, i % 2)) for i in range(16)]
+        )
+
+
+def sampled_rows(completions: list[Completion]) -> Rows:
+    """Prompts with their responses, rollout log-probs, and alternating advantages."""
+    rows = all_rows()
+    prompts = [ids[:length] for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
+    return Rows(
+        input_ids=[torch.cat([prompts[i // 2], torch.tensor(c.token_ids)]) for i, c in enumerate(completions)],
+        prompt_lengths=[rows.prompt_lengths[i // 2] for i in range(16)],
+        columns={
+            "rollout_log_probs": [torch.tensor(c.log_probs) for c in completions],
+            "advantage": [torch.tensor(1.0 - 2.0 * (i % 2)) for i in range(16)],
+        },
+    )
+
+
+def policy_gradient(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+    """-(ratio x advantage) against the rollout's log-probs."""
+    columns, mask = micro_batch.columns, micro_batch.response_mask
+    per_token = -(log_probs - columns["rollout_log_probs"]).exp() * columns["advantage"][:, None]
+    return LossOutput((per_token * mask).sum(), mask.sum(), read_metrics({"loss": masked_mean(per_token, mask)}))
+
+
+def _rollout_of(folder: str, infer_tp: int) -> VllmEngine:
+    if folder not in _engines:
+        config = GenerateConfig(
+            infer_tensor_parallel_size=infer_tp,
+            max_num_seqs=16,
+            max_model_len=64,
+            max_num_batched_tokens=256,
+            dtype="float32",
+            kv_cache_memory_gib=0.03,
+        )
+        run_id = f"test-{_shared_number()}"
+        _engines[folder] = VllmEngine(folder, config, Sampling(TEMPERATURE, 8, (1,)), run_id=run_id, kv_bytes_per_token=4096)
+    return _engines[folder]
+
+
+def _shared_number() -> int:
+    """The process id of rank 0, on every rank."""
+    box = [os.getpid()]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextlib.contextmanager
+def pair_of(setting: Setting, infer_tp: int) -> Iterator[Pair]:
+    """A fresh training engine of this layout beside the rollout engine of this process; collective."""
+    config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
+    parallel.init_process_group(parallel.RankInfo.from_env(), 120)
+    if not _groups:
+        for first in range(0, dist.get_world_size(), infer_tp):
+            _groups[first] = dist.new_group(list(range(first, first + infer_tp)), backend="gloo")
+    plan = plan_model(config, setting.folder)
+    parallel.init_model_parallel(config, plan.layout.vpp, 120)
+    try:
+        parallel.seed_all(1)
+        model = build_model(config, plan, trainable=True)
+        load_weights(model, HfFolder(setting.folder))
+        shape = batch_shape(config, packed=setting.packed, pad_id=0)
+        engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
+        engine.start_training(1)
+        rollout = _rollout_of(setting.folder, infer_tp)
+        mine = _groups[dist.get_rank() // infer_tp * infer_tp]
+        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, mine)
+        dist.barrier()
+    finally:
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+
+
+def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:
+    """Between the trainer's and the rollout's log-probs of the same tokens, on this rank."""
+    mine = my_rows(rows)
+    output = pair.engine.forward(mine, setting.batching)
+    if output is None:
+        return 0.0
+    return max((a - b).abs().max().item() for a, b in zip(output[0], mine.columns["rollout_log_probs"]))
+
+
+def learn(setting: Setting, infer_tp: int, updates: int = 2) -> dict[str, Any]:
+    """Pushes, proves, generates, compares log-probs and makes a step, several times over."""
+    report: dict[str, Any] = {"proven": [], "tokens": [], "differences": []}
+    results = []
+    with pair_of(setting, infer_tp) as pair:
+        for iteration in range(updates + 1):
+            pair.push()
+            report["proven"].append(pair.prove())
+            completions = pair.generate(iteration)
+            rows = sampled_rows(completions)
+            report["tokens"].append([completion.token_ids for completion in completions])
+            report["differences"].append(largest_difference(pair, rows, setting))
+            if iteration < updates:
+                results.append(pair.engine.step(my_rows(rows), setting.batching, policy_gradient))
+        return report | summary(results, {})
+
+
+def misdeliver(setting: Setting, infer_tp: int) -> dict[str, str]:
+    """What the proof says of weights that were not delivered as trained; this rank damages its own engine."""
+    said = {}
+    with pair_of(setting, infer_tp) as pair:
+        pair.push()
+        pair.prove()
+
+        def attempt(kind: str) -> None:
+            try:
+                pair.prove()
+                said[kind] = "nothing"
+            except WeightDeliveryError as error:
+                said[kind] = str(error)
+            dist.barrier()
+
+        parameters = dict(pair.rollout.read_model().named_parameters())
+        name = next(name for name in parameters if "layers.1" in name and "o_proj" in name)
+        with torch.no_grad():
+            parameters[name].view(-1)[3] += 1e-3
+        attempt("damaged")
+        pair.push()
+        attempt("mended")
+        pair.engine.step(my_rows(sampled_rows(pair.generate())), setting.batching, policy_gradient)
+        attempt("stale")
+        pair.push()
+        attempt("pushed again")
+    return said
+
+
+def rest(setting: Setting, infer_tp: int) -> dict[str, Any]:
+    """The same requests before and after the engine's memory was away, with NaN left behind in the heap."""
+    with pair_of(setting, infer_tp) as pair:
+        pair.push()
+        first = pair.generate()
+        again = pair.generate()
+        rested = []
+        for _ in range(10):
+            pair.rollout.release_memory()
+            junk = [torch.full((1 << 16,), float("nan")) for _ in range(40)]
+            del junk
+            pair.rollout.restore_weights()
+            pair.rollout.restore_cache()
+            rested.append(pair.generate())
+        state = torch.get_rng_state()
+        pair.generate()
+        return {
+            "tokens": [completion.token_ids for completion in first],
+            "repeats": again == first,
+            "rested": [completions == first for completions in rested],
+            "draws nothing": torch.equal(torch.get_rng_state(), state),
+        }
