@@ -77,7 +77,9 @@ def test_expert_parallelism_trains_like_one_process() -> None:
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek3"])
 def test_experts_on_the_grouped_matrix_product_equal_the_cpu(model: str) -> None:
-    settings = {"steps": 2, "model": model}
+    settings = {"steps": 2, "model": model, "bf16": True, "layout": {"moe_grouped_gemm": True}}
     on_cpu = losses(run_ranks("engine", 1, {"mode": "cpu", **settings}))
-    on_npu = losses(run_ranks("engine", 1, {"mode": "mindspeed", **settings, "layout": {"moe_grouped_gemm": True}}))
-    assert on_npu == [pytest.approx(step, rel=2e-5) for step in on_cpu]
+    on_npu = losses(run_ranks("engine", 1, {"mode": "mindspeed", **settings}))
+    for got, want in zip(on_npu, on_cpu, strict=True):
+        assert got[0] == pytest.approx(want[0], rel=BF16)
+        assert got[1] == pytest.approx(want[1], rel=5 * BF16)
