@@ -307,6 +307,7 @@ def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen, folder:
                 socket.create_connection((settings.master, settings.port), 1),
             ):
                 ray.init(address=settings.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+                _end_on_sigterm()  # ray.init has put a handler of its own in its place
                 connected = True
         names = _ranks(ray.nodes()) if connected else {}
         if len(names) >= settings.nodes:
@@ -487,6 +488,11 @@ def _authenticate(settings: LaunchSettings) -> None:
         )
 
 
+def _end_on_sigterm() -> None:
+    """SIGTERM ends this process through its `finally` blocks, with the exit code that shells give it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def _allow_many_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
@@ -498,7 +504,7 @@ def main(argv: list[str]) -> int:
     """Runs this node's part and returns the run's exit code."""
     settings = parse(argv)
     _allow_many_files()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    _end_on_sigterm()
     # Ray's sockets live below this folder, and their paths may be 107 characters long
     with tempfile.TemporaryDirectory(prefix="msrl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         _authenticate(settings)

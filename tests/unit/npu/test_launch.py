@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -128,7 +132,8 @@ sys.exit(7)
 """
 
 
-def start(rank: int, port: int, tmp_path: Path, *extra: str) -> subprocess.Popen:
+def start(rank: int, port: int, tmp_path: Path, *extra: str, sources: Path | None = None) -> subprocess.Popen:
+    """A node's launcher, from other sources than this checkout's when told."""
     command = [sys.executable, "-c", "import sys; from mindspeed_rl.cli.launch import main; sys.exit(main(sys.argv[1:]))"]
     command += ["--nodes", "2", "--npus-per-node", "2", "--master-addr", "127.0.0.1", "--node-rank", str(rank)]
     command += [
@@ -144,7 +149,20 @@ def start(rank: int, port: int, tmp_path: Path, *extra: str) -> subprocess.Popen
         str(tmp_path / "program.py"),
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if sources is not None:
+        environment["PYTHONPATH"] = str(sources)
+    # not in the repository: Ray puts the driver's folder before everything else that its workers import from
+    return subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def processes_with(text: str) -> list[int]:
+    """Living processes that have a text in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def free_port() -> int:
@@ -177,3 +195,36 @@ def test_a_path_that_a_node_does_not_see_ends_the_launch_everywhere(tmp_path: Pa
     worker, head = (process.communicate(timeout=180)[0] for process in processes)
     assert f"{tmp_path}/weights does not exist" in head, head + worker
     assert [process.returncode for process in processes] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_node_with_other_sources_ends_the_launch_everywhere(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(Path(launch.__file__).parents[1], other / "mindspeed_rl", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(other / "mindspeed_rl" / "trainers" / "rl.py", "a") as file:
+        file.write("# edited on this node only\n")
+    port = free_port()
+    processes = [start(rank, port, tmp_path, "--timeout", "90", sources=sources) for rank, sources in ((1, other), (0, None))]
+    worker, head = (process.communicate(timeout=180)[0] for process in processes)
+    assert re.search(r"node 1 \(.*\): the suite's code differs from the head's", head), head + worker
+    assert [process.returncode for process in processes] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_head_that_is_ended_takes_its_cluster_along_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import time\nprint('running', flush=True)\ntime.sleep(600)\n")
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    port = free_port()
+    worker, head = (start(rank, port, tmp_path, "--timeout", "90") for rank in (1, 0))
+    try:
+        assert any("running" in line for line in head.stdout)
+        assert processes_with(str(tmp_path / "program.py")) and processes_with(f":{port}")
+        head.send_signal(signal.SIGTERM)
+        assert head.wait(60) == 143
+        assert worker.wait(90) != 0
+        assert processes_with(str(tmp_path / "program.py")) == [] and processes_with(f":{port}") == []
+        assert bystander.poll() is None
+    finally:
+        for process in (bystander, worker, head):
+            process.kill()
+            process.wait()
