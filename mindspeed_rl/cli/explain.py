@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 from mindspeed_rl.config.errors import ConfigError
@@ -29,13 +30,19 @@ def main(argv: list[str]) -> int:
         parser.error(f"--nodes is {arguments.nodes}, but must be at least 1")
 
     from mindspeed_rl.config.explain import explain, failed, render
-    from mindspeed_rl.config.loader import load_run_config
+    from mindspeed_rl.config.loader import build_run_config, compose, locate
 
     try:
-        report = explain(load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides), arguments.nodes)
+        directory, name = locate(arguments.config_name, arguments.config_dir)
+        tree = compose(directory, name, arguments.overrides)
+        cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
+        report = explain(cfg, arguments.nodes, tree)
     except ConfigError as error:
         report = failed(error.errors)
-    print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
+    try:
+        print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report), flush=True)
+    except BrokenPipeError:  # a pager or `head` has seen enough; what Python still holds back goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["valid"] else 2
 
 

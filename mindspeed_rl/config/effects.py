@@ -36,14 +36,12 @@ def changed_keys(cfg: RunConfig) -> dict[str, Any]:
             value = getattr(group, field.name)
             if field.name not in set_keys or field.name in ("sampling_config", "model") or value == default_of(field):
                 continue
-            changed[f"{path}.{field.name}"] = _plain(value)
+            if dataclasses.is_dataclass(value):
+                inner = dataclasses.asdict(value).items()
+                changed |= {f"{path}.{field.name}.{name}": item for name, item in inner if item is not None}
+            else:
+                changed[f"{path}.{field.name}"] = value
     return changed
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {name: item for name, item in dataclasses.asdict(value).items() if item is not None}
-    return value
 
 
 def keys_without_effect(cfg: RunConfig) -> dict[str, str]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.config.effects import changed_keys, keys_without_effect
+from mindspeed_rl.config.mend import mended
 from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.plan import batch_table
 from mindspeed_rl.config.resources import resources, short
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import read_sizes, shown, world_size
 from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
+from mindspeed_rl.config.violation import written
 
 
-def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
+def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return everything that can be said about a run from its file.
 
-    Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `batch`;
+    Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
+    changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`;
     `dispatch_sizes`; `resources`; `formula`; `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in
     this version) and `missing` (needed to start). Numbers that do not come out even are shown as fractions, so that an
     invalid plan can be read too.
@@ -38,6 +42,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Any]:
             }
             for item in violations
         ],
+        "mended": mended(tree, num_nodes) if violations and tree is not None else {},
         "run": {
             "config_name": cfg.config_name,
             "config_dir": cfg.config_dir,
@@ -62,6 +67,7 @@ def failed(errors: list[str]) -> dict[str, Any]:
         "valid": False,
         "errors": list(errors),
         "violations": [],
+        "mended": {},
         "run": {},
         "batch": {},
         "dispatch_sizes": {},
@@ -89,6 +95,9 @@ def render(report: dict[str, Any]) -> str:
         parts.append(f"{run['config_name']}: stage {run['stage']}, model {run['model']}, platform {run['platform']}")
     if report["errors"]:
         parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
+    if report["mended"]:
+        values = {name: written(value) for name, value in report["mended"].items()}
+        parts.append("Changes that together satisfy every rule\n" + _table(values))
     if report["batch"]:
         batch = dict(report["batch"])
         counting = batch.pop("counting")

@@ -24,17 +24,20 @@ def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
     """
     if num_nodes < 1:
         raise ValueError(f"the number of nodes is {num_nodes}, but must be at least 1")
-    return [
-        *_batch(cfg, num_nodes),
-        *_with_nearest(cfg, layout_violations, num_nodes),
-        *(v for rule in (*RUN_RULES, *OBJECTIVE_RULES) for v in rule(cfg)),
-    ]
+    return [*batch_violations(cfg, num_nodes), *other_violations(cfg, num_nodes)]
+
+
+def other_violations(cfg: RunConfig, num_nodes: int) -> list[Violation]:
+    """Return the broken rules that are not about batch sizes."""
+    layouts = _with_nearest(cfg, layout_violations, num_nodes)
+    return [*layouts, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
 
 
 # --- batch sizes -----------------------------------------------------------------------------------------------------------
 
 
-def _batch(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
+def batch_violations(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
+    """Yield the broken rules between batch sizes and devices; each proposal satisfies all of them."""
     missing = False
     if cfg.actor_config.global_batch_size is None:
         missing = True

@@ -15,7 +15,8 @@ class Violation:
         rule: short stable name of the rule.
         keys: the keys involved, by dotted name, with their values.
         message: one sentence that names keys, values and the rule.
-        nearest: alternatives; each is a set of new values that, applied together, satisfies every rule.
+        nearest: alternatives; each is a set of new values that, applied together, satisfies this rule and breaks no other one
+            of batch sizes and layouts.
     """
 
     rule: str
@@ -27,9 +28,9 @@ class Violation:
         if not self.nearest:
             return self.message
         options = " or ".join(
-            ", ".join(f"{name}={_written(value)}" for name, value in option.items()) for option in self.nearest
+            ", ".join(f"{name}={written(value)}" for name, value in option.items()) for option in self.nearest
         )
-        return f"{self.message}; nearest values that satisfy every rule: {options}"
+        return f"{self.message}; nearest values: {options}"
 
 
 def broken(rule: str, keys: Mapping[str, Any], message: str, *nearest: Mapping[str, Any]) -> Violation:
@@ -37,7 +38,8 @@ def broken(rule: str, keys: Mapping[str, Any], message: str, *nearest: Mapping[s
     return Violation(rule, keys, message, nearest)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """Return a value as a run file has it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

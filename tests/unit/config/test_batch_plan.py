@@ -56,6 +56,31 @@ def test_the_guides_broken_examples_break_the_rules_it_names(given: tuple, rules
     assert {violation.rule for violation in validate(guide_run(*given))} == rules
 
 
+@pytest.mark.parametrize(
+    ("rule", "run", "rl"),
+    [
+        # 24 completions / 4 = 6 rollout prompts on dp_size 4
+        ("rollout_prompts_per_dp", {"world": 8, "batch": 16, "generations": 4}, {"generation_batch_size": 24}),
+        # 8 / 4 = 2 rollout prompts on dp_size 4
+        ("rollout_prompt_each", {"world": 8, "batch": 16, "generations": 4}, {"generation_batch_size": 8}),
+        # 16 / 4 / 4 = 1 rollout prompt for each group, micro-batch 2
+        ("rollout_micro_batches", {"world": 8, "batch": 16, "generations": 4, "micro": 2}, {}),
+        # 8 / 4 / 4 = 0.5 train prompts for each group
+        ("train_prompt_each", {"world": 8, "batch": 8, "generations": 4, "steps": 2}, {}),
+        # 16 / 4 / 4 = 1 train prompt for each group, micro-batch 2; 2 rollout prompts
+        ("train_micro_batches", {"world": 8, "batch": 16, "generations": 4, "steps": 2, "micro": 2}, {}),
+        # 40 completions are two and a half steps of 16
+        ("whole_steps", {"world": 2, "batch": 16, "generations": 4}, {"generation_batch_size": 40}),
+        ("group_of_two", {"world": 8, "batch": 16, "generations": 1}, {}),
+        # half a completion for each device
+        ("completion_per_device", {"world": 8, "tp": 8, "batch": 4, "generations": 4}, {}),
+    ],
+)
+def test_each_of_the_guides_eight_constraints_is_checked(rule: str, run: dict, rl: dict) -> None:
+    found = {violation.rule: violation for violation in validate(completion_level(**run, rl_config=rl))}
+    assert rule in found and found[rule].nearest
+
+
 def test_an_error_of_the_guide_names_the_numbers_it_comes_from() -> None:
     text = "\n".join(str(violation) for violation in validate(guide_run(16, 2, 1, 16, 1, 4)))
     assert "num_rollout_prompts (4) = generation_batch_size (16) / num_generations (4) must be divisible by dp_size (8)" in text

@@ -268,6 +268,26 @@ def test_changed_keys_leave_out_defaults() -> None:
     cfg = prompt_level(rl_config={"clip_ratio": 0.2, "epochs": 2})
     changed = changed_keys(cfg)
     assert changed["rl_config.epochs"] == 2 and "rl_config.clip_ratio" not in changed
+    assert changed["rl_config.actor_resource.num_npus"] == 16
+
+
+def test_a_broken_run_is_explained_with_changes_that_mend_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    run = ["--config-name", "tiny", "--config-dir", str(tmp_path)]
+    mistakes = ["megatron_training.global_batch_size=33", "rl_config.clip_ratio_c=0.5"]
+    code, report = explained(capsys, *run, *mistakes)
+    assert code == 2 and len(report["errors"]) == 5
+    changes = [f"{key}={value}" for key, value in report["mended"].items()]
+    assert changes and explained(capsys, *run, *mistakes, *changes)[0] == 0
+    main([*run, *mistakes])
+    assert "Changes that together satisfy every rule" in capsys.readouterr().out
+    assert explained(capsys, *run)[1]["mended"] == {}
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m mindspeed_rl.cli.main explain --config-name grpo_tiny_cpu | true"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_report_of_a_completion_level_run_renders() -> None:
