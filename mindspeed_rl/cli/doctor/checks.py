@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from packaging.specifiers import SpecifierSet
+
 from mindspeed_rl.cli.doctor import matrix, messages, variables
 
 Status = Literal["ok", "warn", "fail", "absent"]
@@ -99,11 +101,16 @@ def check_versions(line: matrix.VersionLine, installed: Mapping[str, str | None]
         else:
             findings.append(Finding("versions", name, "fail", found, f"the {line.name} line has {wanted}"))
     for name in matrix.NEEDED:
-        found = installed.get(name)
-        if found is None:
+        if installed.get(name) is None:
             findings.append(Finding("versions", name, "fail", "not installed", f"pip install {name}"))
-        else:
-            findings.append(Finding("versions", name, "ok", found))
+        elif name not in line.advised:
+            findings.append(Finding("versions", name, "ok", installed[name]))
+    for name, versions in line.advised.items():
+        found = installed.get(name)
+        if found is not None:
+            fits = SpecifierSet(versions).contains(found, prereleases=True)
+            cure = "" if fits else f"the {line.name} line was released with {versions}"
+            findings.append(Finding("versions", name, "ok" if fits else "warn", found, cure))
     python = sys.version_info[:2]
     status: Status = "ok" if python in line.python else "warn"
     known = ", ".join(f"{major}.{minor}" for major, minor in line.python)

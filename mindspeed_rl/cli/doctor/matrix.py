@@ -17,6 +17,7 @@ class VersionLine:
         cann, driver: lowest CANN toolkit and HDK (driver and firmware).
         packages: distribution name -> required version prefix.
         python: supported minor versions.
+        advised: distribution name -> versions that the line was released with; others may work.
     """
 
     name: str
@@ -24,6 +25,7 @@ class VersionLine:
     driver: str
     packages: dict[str, str]
     python: tuple[tuple[int, int], ...]
+    advised: dict[str, str]
 
 
 LINES = (
@@ -41,6 +43,7 @@ LINES = (
             "mindspeed": "0.16",
         },
         python=((3, 10), (3, 11), (3, 12)),
+        advised={"transformers": ">=5.5,<6", "numpy": "<2"},
     ),
     VersionLine(
         name="fallback",
@@ -56,6 +59,7 @@ LINES = (
             "mindspeed": "0.16",
         },
         python=((3, 11),),
+        advised={"transformers": ">=4.57,<5", "numpy": "<2"},
     ),
 )
 

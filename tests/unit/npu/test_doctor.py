@@ -83,6 +83,15 @@ def test_a_package_of_another_version_fails_and_names_the_right_one() -> None:
     assert by_name["vllm-ascend"].status == "absent"
 
 
+def test_a_version_outside_the_advised_ones_is_a_warning_on_npu_machines_only() -> None:
+    findings = checks.check_versions(matrix.LINES[1], {"transformers": "5.10.4", "numpy": "1.26.4"})
+    by_name = {finding.name: finding for finding in findings}
+    assert by_name["transformers"].status == "warn" and ">=4.57,<5" in by_name["transformers"].cure
+    assert by_name["numpy"].status == "ok"
+    judged = doctor._judge(by_name["transformers"], "cpu", {})
+    assert (judged.status, judged.cure) == ("ok", "")
+
+
 def environment_problems(**environment: str) -> dict[str, str]:
     return {name: text for name, text, _ in variables.problems(environment)}
 
