@@ -1,15 +1,20 @@
-"""From raw files to trained models: every supervised stage's tiny run file, and one run through Ray that is gone on with."""
+"""From raw files to trained models: every supervised stage's tiny run file, and runs through Ray that are gone on with."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import random
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from mindspeed_rl import adaptors, platform
@@ -19,6 +24,8 @@ from mindspeed_rl.config import RunConfig, build_batch_plan, load_run_config
 # preprocessing imports Megatron into this process, which trains afterwards
 platform.select("cpu")
 adaptors.apply("train")
+
+from mindspeed_rl.engine.checkpoint import latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
@@ -124,3 +131,90 @@ def test_sft_through_ray_trains_evaluates_saves_and_goes_on(work: Path) -> None:
     _, more = run(work, f"run_dir={work / 'second'}", *again)  # two replicas now, of one device each
     assert [line["iteration"] for line in more] == [3]
     assert more[0]["train/samples"] == 128
+
+
+# ---------------------------------------------------------------- killed and gone on with
+
+
+def command(work: Path, folder: Path) -> list[str]:
+    """`mindspeed-rl train` of stage sft with two workers, which goes on from its own checkpoints if there are any."""
+    keys = {
+        "load": folder / "save",
+        "pretrained_checkpoint": work / "model",
+        "finetune": "false",
+        "tokenizer_name_or_path": work / "model",
+        "data_path": work / "data" / "sft",
+        "save": folder / "save",
+        "save_interval": 4,
+        "async_save": "true",
+        "keep_last": 2,
+        "global_batch_size": 16,
+        "micro_batch_size": 8,
+        "train_iters": 40,
+        "lr_decay_style": "cosine",
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "mindspeed_rl.cli.main",
+        "train",
+        "--config-name",
+        "sft_tiny_cpu",
+        f"run_dir={folder / 'run'}",
+    ]
+    return words + [f"megatron_training.{key}={value}" for key, value in keys.items()]
+
+
+def finish(work: Path, folder: Path) -> dict[int, dict[str, float]]:
+    """Runs the command to its end; returns what metrics.jsonl says of each iteration that must repeat exactly."""
+    ended = subprocess.run(
+        command(work, folder), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return figures(folder)
+
+
+def figures(folder: Path) -> dict[int, dict[str, float]]:
+    """Iteration -> loss, gradient norm, learning rate and tokens; the last record of each iteration counts."""
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = ("train/loss", "train/grad_norm", "train/lr", "train/tokens")
+    return {record["iteration"]: {name: record[name] for name in names} for record in records}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(work: Path) -> tuple[Path, dict[int, dict[str, float]]]:
+    """Folder and figures of the run that nobody killed."""
+    return work / "uninterrupted", finish(work, work / "uninterrupted")
+
+
+@pytest.mark.parametrize("victim", ["a worker", pytest.param("the command", marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupted: tuple, tmp_path: Path, victim: str) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    moment = random.randint(6, 24)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "output.txt").open("w") as output:
+        process = subprocess.Popen(command(work, tmp_path), env=environment, stdout=output, stderr=output)
+    try:
+        while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < moment):
+            time.sleep(0.02)
+        below = psutil.Process(process.pid).children(recursive=True)
+        workers = [child for child in below if "SupervisedWorker" in " ".join(child.cmdline())]
+        assert len(workers) == 2, (tmp_path / "output.txt").read_text()
+        # the agents of a Ray whose driver was killed leave when they next look for it, maybe minutes later
+        rest = below if victim == "a worker" else [child for child in below if "Agent" not in " ".join(child.cmdline())]
+        (workers[1] if victim == "a worker" else process).kill()
+        assert process.wait(60) == (1 if victim == "a worker" else -9)
+        assert not psutil.wait_procs(rest, timeout=60)[1], "processes outlived the run"
+    finally:
+        process.kill()
+    if victim == "a worker":
+        assert "failed in train: its process died" in (tmp_path / "output.txt").read_text()
+    before = figures(tmp_path)
+    assert max(before) < 40
+
+    folder, expected = uninterrupted
+    found = before | finish(work, tmp_path)
+    assert found == expected, f"killed after {moment} records"
+    weights = "save/hf/latest/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
+    assert latest_iteration(tmp_path / "save") == 40
