@@ -8,9 +8,10 @@ Columns (B rows, R response positions padded on the right; the samples of a prom
     input_ids          [B, S] int      prompt and response, for whoever wants to run the model again; not read here
     loss_mask          [B, R] bool     tokens that train, when fewer than response_mask
     truncated          [B]    bool     the response ended for lack of room (overlong_filter)
+    scored             [B]    bool     the response has a score; those that have none take no part
     old_log_probs, ref_log_probs, rollout_log_probs, entropy, values   [B, R] float
     greedy_rewards     [B]    float    remax
-    reward_components  [B, K] float    gdpo
+    reward_components  [B, K] float    gdpo; the reward functions in the order of the run file, then a reward model
 
 The JSON object:
 
@@ -36,9 +37,9 @@ from torch import Tensor
 
 FORMAT, VERSION = "mindspeed_rl.rollout_batch", 1
 REQUIRED = ("response_mask", "rewards", "log_probs")
-BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated")
+BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated", "scored")
 TOKEN_COLUMNS = ("loss_mask", "log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy", "values")
-ROW_COLUMNS = ("rewards", "truncated", "greedy_rewards")
+ROW_COLUMNS = ("rewards", "truncated", "scored", "greedy_rewards")
 COLUMNS = ("input_ids", "response_mask", "reward_components", *TOKEN_COLUMNS, *ROW_COLUMNS)
 
 

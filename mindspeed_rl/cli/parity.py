@@ -27,6 +27,7 @@ from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batc
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.schema import build
 from mindspeed_rl.observability.metrics import merge
+from mindspeed_rl.rewards.records import reward_functions
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -130,12 +131,23 @@ def _advantage_inputs(config: RLConfig, batch: RolloutBatch, columns: dict[str, 
         columns["rewards"],
         columns["response_mask"],
         group_size=batch.group_size,
+        scored=columns.get("scored"),
         kl=kl,
         kl_coef=kl_coefficient(config),
         values=columns.get("values"),
         greedy_rewards=columns.get("greedy_rewards"),
         reward_components=columns.get("reward_components"),
+        reward_weights=_component_weights(config, columns),
     )
+
+
+def _component_weights(config: RLConfig, columns: dict[str, Tensor]) -> tuple[float, ...] | None:
+    """Weights of the reward components where the run file's keys say as many; else all count the same."""
+    if "reward_components" not in columns:
+        return None
+    weights = (*reward_functions(config)[1], config.reward_model_weight)
+    count = columns["reward_components"].shape[1]
+    return weights[:count] if count in (len(weights), len(weights) - 1) else None
 
 
 def _policy_batch(

@@ -271,6 +271,9 @@ class RewardKeys:
     log_completions: bool = key(False, "write prompts, responses, reward parts and advantages to completions.jsonl")
     log_completions_interval: int = key(1, "iterations between two such writes", needs=("log_completions", (True,)))
     log_completions_keep: int = key(16, "completions of one such write", needs=("log_completions", (True,)))
+    save_rollouts_interval: int = key(
+        0, "iterations between two rollout batches in rollouts/ of the run folder, for `mindspeed-rl parity`; 0: none"
+    )
     eval_greedy: bool = key(True, "evaluate with temperature 0 instead of the training sampling")
 
 

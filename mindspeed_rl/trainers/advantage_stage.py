@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.advantages import compute_advantages
-from mindspeed_rl.algorithms.kl import kl_coefficient, kl_penalty
+from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
 from mindspeed_rl.algorithms.records import AdvantageInputs
 from mindspeed_rl.config import BatchPlan, RunConfig
@@ -20,6 +20,8 @@ from mindspeed_rl.rewards.records import reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.rollout_journal import RolloutJournal
+from mindspeed_rl.trainers.rollout_record import save_rollout
+from mindspeed_rl.trainers.schedule import Schedule
 
 #: prefix of the score metrics by stage
 SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
@@ -39,10 +41,10 @@ class AdvantageStage:
         plane: DataPlane,
         journal: RolloutJournal,
         baselines: GreedyBaselines | NoBaselines,
+        schedule: Schedule,
     ) -> None:
-        self._cfg, self._plan, self._plane, self._journal = cfg, plan, plane, journal
+        self._cfg, self._plan, self._plane, self._journal, self._schedule = cfg, plan, plane, journal, schedule
         self._baselines = baselines
-        self._kl_in_reward = cfg.rl_config.use_kl_in_reward and kl_coefficient(cfg.rl_config) != 0.0
         self.entropy_threshold: float | None = None
 
     def run(self, iteration: int, *, kl_coef: float) -> Metrics:
@@ -53,7 +55,7 @@ class AdvantageStage:
         """
         rl, rows = self._cfg.rl_config, range(self._plan.num_train_samples)
         columns = ["rewards", "reward_results", "response_length", "truncated", "weight_version"]
-        if self._kl_in_reward:
+        if self._schedule.kl_in_reward:
             columns += ["old_log_probs", "ref_log_probs"]
         if rl.adv_estimator == "gae":
             columns.append("values")
@@ -87,6 +89,10 @@ class AdvantageStage:
             rows,
         )
         self._journal.completions(iteration + 1, self._plane, advantages, response_mask)
+        if self._schedule.saves_rollout(iteration):
+            path = self._journal.run_dir / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
+            with_reference = self._schedule.needs_reference
+            save_rollout(path, self._cfg, self._plane, inputs, kl_coef=kl_coef, with_reference=with_reference)
         return metrics
 
     def _inputs(
@@ -94,7 +100,7 @@ class AdvantageStage:
     ) -> AdvantageInputs:
         rl, width = self._cfg.rl_config, response_mask.size(1)
         tensors: dict[str, Any] = {"scored": scored}
-        if self._kl_in_reward:
+        if self._schedule.kl_in_reward:
             old, ref = (batch[name].padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
             kl = torch.where(response_mask, kl_penalty(old, ref, rl.kl_penalty, clamp=rl.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
@@ -103,10 +109,11 @@ class AdvantageStage:
             tensors["values"] = batch["values"].padded(0.0, width)
         if "gdpo" in (rl.adv_estimator, rl.scale_rewards):
             results = batch["reward_results"]
-            names = list(dict.fromkeys(name for result in results for name in result.parts if "/" not in name))
+            names, weights = reward_functions(rl)
+            if any(MODEL_PART in result.parts for result in results):
+                names, weights = [*names, MODEL_PART], [*weights, rl.reward_model_weight]
             tensors["reward_components"] = torch.tensor([[float(r.parts.get(name, 0.0)) for name in names] for r in results])
-            weights = dict(zip(*reward_functions(rl))) | {MODEL_PART: rl.reward_model_weight}
-            tensors["reward_weights"] = tuple(weights[name] for name in names)
+            tensors["reward_weights"] = tuple(weights)
         if rl.adv_estimator == "remax":
             tensors["greedy_rewards"] = self._baselines.rewards()
         return AdvantageInputs.from_config(rl, rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)

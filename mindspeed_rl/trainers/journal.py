@@ -16,11 +16,13 @@ class Journal:
     """Writes one record an iteration.
 
     Attributes:
+        run_dir: folder of the run.
         last: figures of the last iteration, with those of the last evaluation.
         first: figures of the evaluation before the first iteration.
     """
 
     def __init__(self, run_dir: Path, trackers: Trackers, progress: IterationProgress) -> None:
+        self.run_dir = run_dir
         self._trackers, self._progress = trackers, progress
         self._timeline = Timeline(run_dir / "timeline.json")
         self.last: Mapping[str, float] = {}

@@ -57,7 +57,7 @@ class RLTrainer:
             with self._iteration(iteration):
                 self.generate(iteration)
                 self.compute_model_rewards()
-                self.compute_log_probs()
+                self.compute_log_probs(iteration)
                 self.compute_advantages(iteration)
                 self.update(iteration)
                 self.push_weights(iteration)
@@ -76,12 +76,12 @@ class RLTrainer:
         """Rewards contain the reward model's score where there is one."""
         self._collect(self.model_rewards.run(self.schedule.num_train_samples))
 
-    def compute_log_probs(self) -> None:
+    def compute_log_probs(self, iteration: int) -> None:
         """Rows have the log-probs and values that the loss and the advantages will need."""
         rows = self.schedule.num_train_samples
         if self.schedule.needs_reference:
             self._collect(self.workers.compute_log_probs("ref", rows))
-        if self.schedule.needs_old_log_probs:
+        if self.schedule.computes_old_log_probs(iteration):
             self._collect(self.workers.compute_log_probs("actor", rows))
         if self.schedule.has_critic:
             self._collect(self.workers.compute_values(rows))

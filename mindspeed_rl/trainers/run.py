@@ -188,6 +188,6 @@ def assemble(
     if resumed:
         schedule.load_state_dict(resumed["run_state"])
         rollout.load_state_dict(resumed["run_state"]["rollout"])
-    advantages = AdvantageStage(cfg, plan, plane, journal, baselines)
+    advantages = AdvantageStage(cfg, plan, plane, journal, baselines, schedule)
     start = resumed.get("iteration", 0)
     return RLTrainer(workers, rollout, baselines, to_add, advantages, evaluator, schedule, journal, start_iteration=start)

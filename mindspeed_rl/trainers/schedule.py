@@ -49,6 +49,15 @@ class Schedule:
             shuffle_seed=self._cfg.actor_config.seed * 1_000_003 + iteration if rl.shuffle_mini_batch else None,
         )
 
+    def computes_old_log_probs(self, iteration: int) -> bool:
+        """True when the update needs them, or the rollout is saved with them."""
+        return self.needs_old_log_probs or self.saves_rollout(iteration)
+
+    def saves_rollout(self, iteration: int) -> bool:
+        """True in the first and every `save_rollouts_interval`-th iteration after it."""
+        interval = self._cfg.rl_config.save_rollouts_interval
+        return interval > 0 and iteration % interval == 0
+
     def trains_actor(self, iteration: int) -> bool:
         """False while only the critic learns."""
         return not self.has_critic or iteration >= self._cfg.rl_config.critic_warmup

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
+from mindspeed_rl.algorithms.rollout_file import load_rollout_batch
+from mindspeed_rl.cli.parity import replay
 from mindspeed_rl.trainers.schedule import DisagreementError
 
 if TYPE_CHECKING:
@@ -261,6 +264,24 @@ def test_a_reward_model_is_one_more_part_of_the_reward(world: World) -> None:
     total = (normal @ [1.0, 0.1, 0.5]).flatten()
     expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
     np.testing.assert_allclose([float(row[0]) for row in advantages], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gdpo", "rloo", "remax", "ppo"])
+def test_a_saved_rollout_is_replayed_to_the_loss_of_the_run(world: World, name: str) -> None:
+    one_step = ["rl_config.save_rollouts_interval=2", "rl_config.critic_warmup=0"]
+    run = world.run(f"{name}_tiny_cpu", *one_step[: 2 if name == "ppo" else 1], iterations=3)
+    assert [path.name for path in sorted((run.folder / "rollouts").glob("*.safetensors"))] == [
+        "iteration_0000001.safetensors",
+        "iteration_0000003.safetensors",
+    ]
+    batch = load_rollout_batch(run.folder / "rollouts" / "iteration_0000003.safetensors")
+    result = replay(batch, {}, torch.float64)
+    for ours, theirs in zip(*run.rows("advantages"), result.advantages):
+        np.testing.assert_allclose(theirs[: len(ours)].numpy(), ours.numpy(), atol=1e-5)
+    logged = run.metrics[-1]
+    in_loss = 0.0 if name in ("rloo", "remax", "ppo") else logged["actor/kl_coef"] * logged["actor/kl_loss"]
+    assert result.loss == pytest.approx(logged["actor/pg_loss"] + in_loss, abs=1e-6)
+    assert result.metrics["actor/entropy"] == pytest.approx(logged["actor/entropy"], rel=1e-5)
 
 
 # --- how rows travel -----------------------------------------------------------------------------------------------------

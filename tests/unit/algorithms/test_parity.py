@@ -133,3 +133,18 @@ def test_columns_that_do_not_fit_are_refused(columns, message):
     base = {"response_mask": torch.ones(2, 3, dtype=torch.bool), "rewards": torch.ones(2), "log_probs": torch.ones(2, 3)}
     with pytest.raises(ValueError, match=message):
         RolloutBatch(base | columns if columns else {}, 2, 3)
+
+
+def test_components_count_with_the_weights_of_the_run_file_and_rows_without_a_score_not_at_all(saved):
+    batch = load_rollout_batch(saved)
+    components = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.0, 5.0], [1.0, 0.0], [0.0, 0.0], [0.5, 9.0]], dtype=torch.float64)
+    scored = torch.tensor([True, True, False, True, True, False])
+    keys = {"adv_estimator": "gdpo", "verifier_function": ["a"], "verifier_weight": [2.0], "reward_model_weight": 0.25}
+    RolloutBatch({**batch.columns, "scored": scored, "reward_components": components}, GROUP, 8, "ray_grpo", keys).save(saved)
+    _, tensors = run(saved)
+    # two scores a group: (x - mean) / std = +-sqrt(1/2) for both parts of the first pair, for the first part of the second
+    half = 0.5**0.5
+    totals = np.array([2.0 * half - 0.25 * half, -2.0 * half + 0.25 * half, 2.0 * half, -2.0 * half])
+    expected = np.zeros(ROWS)
+    expected[[0, 1, 3, 4]] = totals / totals.std(ddof=1)
+    np.testing.assert_allclose(tensors["advantages"][:, 0].numpy(), expected, rtol=1e-4)
