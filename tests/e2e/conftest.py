@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,10 +13,17 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tests' task: model/, reward_model/, train.jsonl, heldout.jsonl."""
+    from tiny_task import make_task
+
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def world(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Two workers, data parallel, with all roles: 16 prompts of 8 responses an iteration, one optimizer step."""
     from rl_world import World
-    from tiny_task import make_task
 
     shared = [
         "rl_config.actor_resource.num_npus=2",
@@ -28,7 +36,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         "rl_config.wait_timeout_s=60",
         "generate_config.sampling_config.max_tokens=4",
     ]
-    folder = tmp_path_factory.mktemp("world")
-    world = World(make_task(folder / "task"), folder, shared)
+    world = World(task, tmp_path_factory.mktemp("world"), shared)
     yield world
     world.close()

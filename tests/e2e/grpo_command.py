@@ -1,0 +1,180 @@
+"""Runs `mindspeed-rl train` on the tests' task as a user would, and finds what a run leaves on the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_MARK = "MINDSPEED_RL_TEST_RUN"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def overrides(task: Path, folder: Path) -> list[str]:
+    """Small batches of the tests' task; the run starts from the model or, when there is one, from its own checkpoint."""
+    model = task / "model"
+    return [
+        f"run_dir={folder / 'run'}",
+        f"actor_config.load={folder / 'save'}",
+        f"actor_config.save={folder / 'save'}",
+        f"actor_config.pretrained_checkpoint={model}",
+        "actor_config.finetune=false",
+        "actor_config.micro_batch_size=16",
+        "model.tiny_qwen25.num_layers=null",  # the shape is that of config.json
+        f"megatron_training.tokenizer_name_or_path={model}",
+        f"megatron_training.data_path={task / 'train.jsonl'}",
+        "megatron_training.eval_data_path=null",
+        "megatron_training.global_batch_size=8",
+        "megatron_training.save_interval=1",
+        "rl_config.mini_batch_size=8",
+        "rl_config.n_samples_per_prompt=4",
+        "rl_config.wait_timeout_s=120",
+        "generate_config.kv_cache_memory_gib=0.03",
+        "generate_config.sampling_config.max_tokens=4",
+    ]
+
+
+ONE_PROCESS = ["rl_config.actor_resource.num_npus=1", "actor_config.tensor_model_parallel_size=1"]
+
+
+class Command:
+    """A started `mindspeed-rl train`, in a session of its own so that Ctrl-C reaches all of it and nothing else.
+
+    Attributes:
+        folder: of the run's files.
+    """
+
+    def __init__(self, task: Path, folder: Path, *changes: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
+        self._shared_before = set(SHARED_MEMORY.iterdir())
+        words = [sys.executable, "-m", "mindspeed_rl.cli.main", "train", "--config-name", "grpo_tiny_cpu"]
+        self._output = (folder / "output.txt").open("w+")
+        self.process = subprocess.Popen(
+            [*words, *overrides(task, folder), *changes],
+            cwd=folder,
+            env={**os.environ, _MARK: self._mark, "OMP_NUM_THREADS": "1"},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def output(self) -> str:
+        """What the user has seen so far."""
+        return (self.folder / "output.txt").read_text(errors="replace")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl so far."""
+        path = self.folder / "run" / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def wait_until(self, reached: Callable[[], Any], timeout_s: float = 300.0) -> None:
+        """Returns once the condition holds; fails when the command ends before, or after the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while not reached():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output[-4000:]}"
+            assert time.monotonic() < deadline, f"not reached in {timeout_s} s:\n{self.output[-4000:]}"
+            time.sleep(0.05)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code; fails when the command has not ended in time."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output[-4000:]}") from None
+
+    def interrupt(self) -> None:
+        """Ctrl-C in the terminal of the command."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def worker(self, rank: int) -> psutil.Process:
+        """The process of an integrated worker: the one that writes this rank's log."""
+        log = str(self.folder / "run" / "logs" / f"rank_{rank}.log")
+        for process in self.processes():
+            if "ray::IntegratedWorker" in " ".join(_words(process)) and os.readlink(f"/proc/{process.pid}/fd/1") == log:
+                return process
+        raise AssertionError(f"no worker writes {log}")
+
+    def processes(self) -> list[psutil.Process]:
+        """All live processes that descend from the command, wherever they have moved to."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self._mark:
+                    found.append(process)
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Live processes and shared-memory files that nobody uses, after the command has ended."""
+        deadline = time.monotonic() + 15
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.5)  # ends are on their way; what others put there meanwhile is in use soon
+        return left
+
+    def _left(self) -> list[str]:
+        left = [f"process {process.pid}: {' '.join(_words(process))[:100]}" for process in self.processes()]
+        new = {str(path) for path in set(SHARED_MEMORY.iterdir()) - self._shared_before}
+        used = _mapped_files() if new else set()
+        return left + sorted(path for path in new - used if Path(path).exists())
+
+    def close(self) -> None:
+        """Nothing of the command is left, whatever happened."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+        self._output.close()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def _mapped_files() -> set[str]:
+    """Files in shared memory that some live process maps or holds open."""
+    used = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            used |= {
+                line.split(maxsplit=5)[5] for line in _lines(Path("/proc", str(process.pid), "maps")) if "/dev/shm/" in line
+            }
+            used |= {os.readlink(link) for link in Path("/proc", str(process.pid), "fd").iterdir()}
+    return {path.removesuffix(" (deleted)").strip() for path in used}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+@contextlib.contextmanager
+def running(task: Path, folder: Path, *changes: str) -> Iterator[Command]:
+    """A started command that is gone after the block."""
+    command = Command(task, folder, *changes)
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def finished(task: Path, folder: Path, *changes: str, timeout_s: float = 400.0) -> Command:
+    """A command that has ended well."""
+    with running(task, folder, *changes) as command:
+        assert command.wait(timeout_s) == 0, command.output[-4000:]
+        assert command.leftovers() == []
+    return command
