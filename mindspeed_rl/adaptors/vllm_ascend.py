@@ -2,6 +2,7 @@
 
 | rule | where | why |
 |---|---|---|
+| die of the rank | `engine_arguments` | the executor of a single process takes die 0 on every rank; the one for external launchers takes LOCAL_RANK, at tensor size 1 too |
 | no NZ weights | environment and `additional_config` | weights in FRACTAL_NZ cannot be overwritten in place; 0.18 reads the environment only, 0.23 both, and wake_up refuses to run with it |
 | no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
 | sleep level 1 | `release` | level 2 also drops tensors of the weight pool that no checkpoint holds and no buffer registers |
@@ -154,7 +155,7 @@ class VllmAscendHooks(EngineHooks):
         if config.expert_map_path is not None:
             check_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
-        return {"additional_config": additional}
+        return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
     def before_load(self, model: nn.Module) -> None:
         """Expert parameters in the checkpoint's layout, each with the loader that vLLM looks for."""

@@ -173,6 +173,13 @@ def expert_map(path: Path, *layers: list[list[int]]) -> Path:
     return path
 
 
+@pytest.mark.parametrize("tensor_size", [1, 4])
+def test_an_engine_of_any_size_is_built_on_the_die_of_its_rank(monkeypatch: pytest.MonkeyPatch, tensor_size: int) -> None:
+    monkeypatch.setattr(vllm_ascend, "installed_release", lambda: (0, 18))
+    arguments = vllm_ascend.VllmAscendHooks().engine_arguments(GenerateConfig(infer_tensor_parallel_size=tensor_size))
+    assert arguments["distributed_executor_backend"] == "external_launcher"  # "uni" would build on die 0
+
+
 def test_an_expert_map_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(expert_map(tmp_path / "map.json", [[0, 2], [1, 3]], [[3, 1], [2, 0]]))
     monkeypatch.setattr(vllm_ascend, "installed_release", lambda: (0, 23))
