@@ -1,6 +1,7 @@
 # Sourced by every script below examples/mcore. A script sets its variables, then calls train, convert, preprocess,
 # generate or chat once. Variables come from the environment when they are set there:
 #   NNODES, NPUS_PER_NODE, HOSTS, SOCKET_IFNAME, MASTER_ADDR, NODE_RANK     size and network of the cluster
+#   RAY_ADDRESS   a cluster that is up already (ray_cluster.sh): nothing is launched, the run joins it
 #   DRY_RUN=1     print the command and check it (`mindspeed-rl explain` for runs), start nothing
 set -euo pipefail
 
@@ -32,14 +33,14 @@ preprocess() { _tool preprocess "$@"; }
 generate() { _tool generate "$@"; }
 chat() { _tool chat "$@"; }
 
-# train RUN_FILE KEY=VALUE...: trains on all nodes. RUN_FILE is one of examples/mcore/configs or of configs.
+# train RUN_FILE KEY=VALUE...: trains on NNODES nodes. RUN_FILE is one of examples/mcore/configs or of configs.
 train() {
     local run_file="$1"
     shift
     local run=(--config-name "$run_file" --nodes "$NNODES" "$@")
     [[ ! -f "$EXAMPLES/configs/$run_file.yaml" ]] || run=(--config-dir "$EXAMPLES/configs" "${run[@]}")
     local command=(mindspeed-rl train "${run[@]}")
-    if (( NNODES > 1 )); then
+    if (( NNODES > 1 )) && [[ -z "${RAY_ADDRESS:-}" ]]; then
         local cluster=(--nodes "$NNODES" --npus-per-node "$NPUS_PER_NODE")
         [[ -z "${HOSTS:-}" ]] || cluster+=(--hosts "$HOSTS")
         [[ -z "${SOCKET_IFNAME:-}" ]] || cluster+=(--socket-ifname "$SOCKET_IFNAME")

@@ -82,14 +82,32 @@ def test_what_a_dry_run_prints_is_valid(script: Path, recorded: dict[Path, list[
         module.check(arguments[1], arguments[2:])
 
 
-def test_several_nodes_go_through_launch(tmp_path: Path) -> None:
-    environment = {**os.environ, "DRY_RUN": "1", "NNODES": "2", "NPUS_PER_NODE": "8", "HOSTS": "10.0.0.4,10.0.0.5"}
+def dry_run(script: Path, tmp_path: Path, **variables: str) -> str:
+    """What a script would start; the explanation that follows is left out."""
     (tmp_path / "mindspeed-rl").write_text("#!/usr/bin/env bash\n")
     (tmp_path / "mindspeed-rl").chmod(0o755)
-    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    environment = {**os.environ, "DRY_RUN": "1", **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_several_nodes_go_through_launch(tmp_path: Path) -> None:
     script = MCORE / "qwen25" / "tune_qwen25_7b_4k_full_ptd.sh"
-    text = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    text = dry_run(script, tmp_path, NNODES="2", NPUS_PER_NODE="8", HOSTS="10.0.0.4,10.0.0.5")
     assert text.startswith("mindspeed-rl launch --nodes 2 --npus-per-node 8 --hosts 10.0.0.4\\,10.0.0.5 -- train --config-dir")
+
+
+def test_a_cluster_that_is_up_is_joined(tmp_path: Path) -> None:
+    script = MCORE / "qwen25" / "grpo_qwen25_32b.sh"
+    text = dry_run(script, tmp_path, NNODES="2", RAY_ADDRESS="10.0.0.4:6766")
+    assert text.startswith("mindspeed-rl train --config-name grpo_qwen25_32b_A3 --nodes 2 ")
+
+
+def test_a_cluster_by_hand_has_a_head_and_workers(tmp_path: Path) -> None:
+    script = MCORE / "ray_cluster.sh"
+    head = dry_run(script, tmp_path, MASTER_ADDR="127.0.0.1", NPUS_PER_NODE="8")
+    assert "ray start --head --node-ip-address 127.0.0.1 --port 6766" in head and "NPU" in head
+    worker = dry_run(script, tmp_path, MASTER_ADDR="192.0.2.77", NPUS_PER_NODE="8")
+    assert "ray start --address 192.0.2.77:6766" in worker
 
 
 def test_scripts_share_their_pieces_instead_of_copying_them() -> None:
