@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,8 @@ SIMULATOR = ROOT / "tests" / "npu_sim"
 CPU_STEPS = ROOT / "tests" / "data" / "npu" / "engine_steps.json"
 #: fp32 on the device: matrix units may round inputs
 TOLERANCE = 5e-3
+#: how long the ranks of one step may take: communicators connect in seconds when all is well
+RANKS_TIMEOUT_S = 300.0
 #: of the rollout step
 ITERATIONS = 3
 
@@ -55,24 +58,24 @@ def device() -> str:
 
 
 def _ranks(count: int, arguments: list[str]) -> list[str]:
-    """Runs this file once a rank and returns the last line of each."""
+    """Runs this file once a rank and returns the last line of each; when one fails, the others are ended."""
     sys.path.insert(0, str(SIMULATOR))
-    from ranks import free_port
+    from ranks import free_port, wait_for_all
 
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"exit codes {[process.returncode for process in processes]}")
-    return [output.strip().splitlines()[-1] for output in outputs]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [open(Path(folder, f"rank{rank}.txt"), "w+") for rank in range(count)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, *arguments],
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        if failure := wait_for_all(processes, RANKS_TIMEOUT_S):
+            raise SystemExit(failure)
+        return [Path(output.name).read_text().strip().splitlines()[-1] for output in outputs]
 
 
 def hccl_rank() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -48,7 +49,7 @@ def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = N
             command = [sys.executable, str(PROGRAMS / f"{program}.py")]
             processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
             outputs.append(output)
-        failure = _wait(processes, timeout_s)
+        failure = wait_for_all(processes, timeout_s)
         if failure:
             texts = []
             for rank, output in enumerate(outputs):
@@ -58,7 +59,7 @@ def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = N
         return [json.loads((Path(folder) / f"report{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _wait(processes: list[subprocess.Popen], timeout_s: float) -> str | None:
+def wait_for_all(processes: list[subprocess.Popen], timeout_s: float) -> str | None:
     """Waits for all processes; when one fails, ends the others and says what happened."""
     deadline = time.monotonic() + timeout_s
     failure = None
@@ -87,6 +88,8 @@ def report(value: Any) -> None:
     """Hands a JSON value back to the test and ends the process without torch_npu's slow teardown."""
     path = Path(os.environ["NPU_SIM_REPORT_DIR"]) / f"report{os.environ['RANK']}.json"
     path.write_text(json.dumps(value))
+    for child in multiprocessing.active_children():  # the checkpoint writer's: nobody would end them
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
