@@ -149,6 +149,7 @@ class VllmAscendHooks(EngineHooks):
 
     def __init__(self) -> None:
         self._in_checkpoint_layout = False
+        self._asleep: set[str] = set()
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         additional = dict(row_for(ADDITIONAL_CONFIG, installed_release()))
@@ -189,16 +190,24 @@ class VllmAscendHooks(EngineHooks):
         if self._in_checkpoint_layout and self._has_experts(llm):
             raise RuntimeError("the rollout engine was woken up and sent back to sleep without a weight push between.")
         llm.sleep(level=1)
+        self._asleep = {"weights", "kv_cache"}
 
     def restore_weights(self, llm: Any) -> None:
-        """Wakes the weights up. Experts are then in the checkpoint's layout: a weight push must follow."""
-        llm.wake_up(tags=["weights"])
-        self._in_checkpoint_layout = True
+        """Wakes the weights up. Experts are then in the checkpoint's layout: a weight push must follow.
+
+        An engine that is awake (the first push comes to one) stays as it is: vLLM does not pass the call on then.
+        """
+        if "weights" in self._asleep:
+            llm.wake_up(tags=["weights"])
+            self._asleep.remove("weights")
+            self._in_checkpoint_layout = True
 
     def restore_cache(self, llm: Any) -> None:
         if self._in_checkpoint_layout and self._has_experts(llm):
             raise RuntimeError("the rollout engine has experts that were not loaded again after wake_up; push weights first.")
-        llm.wake_up(tags=["kv_cache"])
+        if "kv_cache" in self._asleep:
+            llm.wake_up(tags=["kv_cache"])
+            self._asleep.remove("kv_cache")
 
     def _has_experts(self, llm: Any) -> bool:
         return any(llm.apply_model(lambda model: next(_expert_modules(model), None) is not None))

@@ -54,18 +54,26 @@ class LatentAttention(nn.Module):
 
 
 class Engine:
-    """The calls of LLM that the hooks use; wake_up swaps expert dimensions by shape, as the workers of 0.18 and 0.23 do."""
+    """The calls of LLM that the hooks use; wake_up swaps expert dimensions by shape, as the workers of 0.18 and 0.23 do.
+
+    As vLLM's executors do, it ignores a wake_up of what does not sleep.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.slept, self.awake = model, [], []
+        self.sleeping: set[str] = set()
 
     def apply_model(self, function: Callable[[nn.Module], object]) -> list[object]:
         return [function(self.model)]
 
     def sleep(self, level: int) -> None:
         self.slept.append(level)
+        self.sleeping = {"weights", "kv_cache"}
 
     def wake_up(self, tags: list[str]) -> None:
+        if not self.sleeping.issuperset(tags):
+            return
+        self.sleeping -= set(tags)
         self.awake += tags
         if "weights" not in tags:
             return
@@ -101,7 +109,9 @@ def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) ->
     layer = AscendExperts(inner)
     hooks, engine = vllm_ascend.VllmAscendHooks(), Engine(layer)
     storage = layer.w13_weight.untyped_storage().data_ptr()
+    hooks.restore_weights(engine)  # the first push comes to an engine that never slept
     assert_kernels_see(layer, *push(hooks, layer, inner, 0.5))
+    hooks.restore_cache(engine)
     for iteration in range(3):
         hooks.release(engine)
         hooks.restore_weights(engine)
