@@ -1,0 +1,78 @@
+"""Jobs that make policy updates on the engine, one with each loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from training_jobs import Setting, all_rows, engine_of, full_weights, summary
+
+from mindspeed_rl.algorithms.policy_losses import PolicyLossSettings, policy_loss
+from mindspeed_rl.algorithms.records import LossOutput, PolicyBatch
+from mindspeed_rl.config.rl import LOSS_TYPES
+from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.train_engine import TrainEngine
+
+_COMMON = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "kl_coef": 0.1, "entropy_coeff": 0.01, "max_response_length": 20}
+_EXTRAS: list[dict[str, Any]] = [
+    {"importance_sampling_level": "sequence_token", "clip_ratio_c": 3.0},
+    {"rollout_correction": "sequence_truncate", "use_bias_correction_kl": True},
+    {"rollout_correction": "token_mask", "rollout_threshold_min": 0.8, "off_policy_sequence_mask_delta": 0.1},
+]
+#: the update made in each step
+UPDATES = [
+    *(
+        PolicyLossSettings(**_COMMON | {"loss_type": name, "clip_ratio_high": 5.0 if name == "cispo_cap" else 0.28})
+        for name in LOSS_TYPES
+    ),
+    *(PolicyLossSettings(loss_type="dapo", **_COMMON | extra) for extra in _EXTRAS),
+]
+_ENTROPY_THRESHOLD = 1.0
+
+
+def policy_rows(engine: TrainEngine, setting: Setting) -> Rows:
+    """This rank's rows with everything a policy loss reads; noise around the present policy is the same under any layout."""
+    from megatron.core import parallel_state
+
+    rows = all_rows()
+    generator = torch.Generator().manual_seed(5)
+    lengths = rows.response_lengths
+    noise = {
+        name: [scale * torch.randn(length, generator=generator) for length in lengths]
+        for name, scale in (("old_log_probs", 0.3), ("ref_log_probs", 0.5), ("rollout_log_probs", 0.2))
+    }
+    advantages = [torch.randn((), generator=generator).expand(length) for length in lengths]
+    trained = [torch.rand(length, generator=generator) < 0.9 for length in lengths]
+    mine = range(parallel_state.get_data_parallel_rank(), len(rows), parallel_state.get_data_parallel_world_size())
+    log_probs, entropies = engine.forward(rows.select(mine), setting.batching)
+    columns = {name: [value + values[row] for value, row in zip(log_probs, mine)] for name, values in noise.items()}
+    columns |= {"advantages": [advantages[row] for row in mine], "loss_mask": [trained[row] for row in mine]}
+    columns["old_entropy"] = entropies
+    return Rows([rows.input_ids[row] for row in mine], [rows.prompt_lengths[row] for row in mine], columns)
+
+
+def update(setting: Setting) -> dict[str, Any]:
+    """Makes all UPDATES in turn and reports each one's metrics and gradient norm, and the weights at the end."""
+    with engine_of(setting) as engine:
+        rows = policy_rows(engine, setting)
+        results = []
+        for number, settings in enumerate(UPDATES):
+
+            def loss(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+                given = micro_batch.columns
+                batch = PolicyBatch(
+                    log_probs,
+                    given["advantages"],
+                    micro_batch.response_mask,
+                    given["loss_mask"] & micro_batch.response_mask,
+                    old_log_probs=given["old_log_probs"],
+                    ref_log_probs=given["ref_log_probs"],
+                    rollout_log_probs=given["rollout_log_probs"],
+                    entropy=entropy,
+                    old_entropy=given["old_entropy"],
+                    entropy_threshold=_ENTROPY_THRESHOLD if number % 2 else None,  # noqa: B023  (called within the loop)
+                )
+                return policy_loss(batch, settings)  # noqa: B023
+
+            results.append(engine.step(rows, setting.batching, loss))
+        return summary(results, full_weights(engine))
