@@ -12,6 +12,7 @@ from mindspeed_rl.config.objective import Objective, formula, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
 from mindspeed_rl.config.rl import IntegratedModeConfig, Resource, RLConfig
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import own_reward_devices
 from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.violation import Violation
 
@@ -37,6 +38,7 @@ __all__ = [
     "formula",
     "load_run_config",
     "missing_for_training",
+    "own_reward_devices",
     "resolve_objective",
     "unavailable",
     "validate",

@@ -7,7 +7,7 @@ from typing import Any
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import Layout, Sizes, shown
+from mindspeed_rl.config.sizes import Layout, Sizes, own_reward_devices, shown
 
 _LISTED_GROUPS = 4
 
@@ -51,11 +51,12 @@ def expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]:
 def resources(cfg: RunConfig, sizes: Sizes) -> dict[str, Any]:
     """Return devices, phases and parallel groups of a run; groups only where the devices come out even."""
     actor = sizes.actor
+    num_devices = actor.num_npus + (own_reward_devices(cfg) or 0)
     result: dict[str, Any] = {
         "platform": cfg.platform,
-        "num_devices": actor.num_npus,
+        "num_devices": num_devices,
         "num_nodes": sizes.num_nodes,
-        "devices_per_node": shown(actor.num_npus / sizes.num_nodes),
+        "devices_per_node": shown(num_devices / sizes.num_nodes),
         "roles": {"actor": _role(actor, cfg.actor_config)},
         "phases": _phases(cfg, sizes),
     }
@@ -110,8 +111,9 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     if rl.adv_estimator == "remax":
         phases.append({"phase": "greedy_baselines", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}"})
     if cfg.reward_config is not None or rl.reward_model is not None:
-        model = _engine(sizes.reward or sizes.actor)
-        phases.append({"phase": "reward_model", "devices": everyone, "holds": f"reward model on Megatron {model}"})
+        model, apart = _engine(sizes.reward or sizes.actor), own_reward_devices(cfg)
+        devices = everyone if apart is None else f"{apart} of its own"
+        phases.append({"phase": "reward_model", "devices": devices, "holds": f"reward model on Megatron {model}"})
     objective = resolve_objective(cfg)
     if objective.needs_reference:
         what = "the actor with adapters off" if rl.share_backbone else "reference weights"

@@ -234,6 +234,14 @@ def world_size(cfg: RunConfig) -> int | None:
     return cfg.rl_config.actor_resource.num_npus
 
 
+def own_reward_devices(cfg: RunConfig) -> int | None:
+    """Return the devices that the reward model has for itself; None where it shares the actor's or there is none."""
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised or rl.reward_resource is None or cfg.reward_config is None:
+        return None
+    return rl.reward_resource.num_npus
+
+
 def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
     """Return the numbers of a run.
 

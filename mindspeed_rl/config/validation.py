@@ -12,7 +12,7 @@ from mindspeed_rl.config.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.config.repair import nearest_single, nearest_together
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_rules import RUN_RULES
-from mindspeed_rl.config.sizes import Sizes, read_sizes, size_keys, world_size
+from mindspeed_rl.config.sizes import Sizes, own_reward_devices, read_sizes, size_keys, world_size
 from mindspeed_rl.config.violation import Violation, broken
 
 
@@ -166,11 +166,14 @@ def unavailable(cfg: RunConfig) -> list[str]:
             ),
         ]
         shared = rl.actor_resource.num_npus
-        for role, resource in (("critic", rl.critic_resource), ("reward", rl.reward_resource)):
-            apart = resource is not None and resource.num_npus not in (None, shared)
-            found.append((apart, f"rl_config.{role}_resource", f"every role shares the {shared} devices of the actor"))
+        critic = rl.critic_resource
+        apart = critic is not None and critic.num_npus not in (None, shared)
+        found.append((apart, "rl_config.critic_resource", f"the critic shares the {shared} devices of the actor"))
+        for role in ("critic", "reward"):
             own = getattr(cfg, f"{role}_config")
-            for key in _SHARED_LAYOUT if own is not None else ():
+            if own is None or (role == "reward" and own_reward_devices(cfg)):
+                continue
+            for key in _SHARED_LAYOUT:
                 theirs, actors = getattr(own, key), getattr(cfg.actor_config, key)
                 found.append(
                     (theirs != actors, f"{role}_config.{key}", f"is {theirs}; roles share the actor's layout, {actors}")

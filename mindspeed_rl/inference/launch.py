@@ -127,7 +127,7 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
     )
     devices = Devices(settings.tensor_parallel_size * settings.data_parallel_size)
     run_dir = Path(mkdtemp(prefix="mindspeed-rl-inference-"))
-    with cluster(devices, platform_name):
+    with cluster(devices.world_size, platform_name):
         group = WorkerGroup(InferenceWorker, cfg, devices, platform_name, run_dir)
         try:
             group.set_up(settings, uuid.uuid4().hex[:12])

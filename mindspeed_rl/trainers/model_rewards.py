@@ -16,7 +16,7 @@ from mindspeed_rl.workers.worker import WorkerReport
 
 
 class ModelRewards:
-    """Scores by the reward model that shares the workers' devices."""
+    """Scores by the reward model that these workers hold: those of the actor, or its own."""
 
     def __init__(self, cfg: RunConfig, workers: WorkerGroup, plane: DataPlane) -> None:
         self._weight = cfg.rl_config.reward_model_weight

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, ConfigError, RunConfig, build_batch_plan, unavailable
+from mindspeed_rl.config import BatchPlan, ConfigError, RunConfig, build_batch_plan, own_reward_devices, unavailable
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
@@ -30,6 +30,7 @@ from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.workers.integrated import IntegratedWorker
 from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup, cluster, worker_environment
 from mindspeed_rl.workers.model_source import find_model, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.reward_model import RewardModelWorker
 
 #: columns of this loop besides those every loop has
 _COLUMNS = {
@@ -129,9 +130,11 @@ def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path, i
     rl = cfg.rl_config
     trackers = make_trackers(rl, run_dir, dataclasses.asdict(cfg))
     print(f"run folder: {run_dir}\n{inputs.prompts.describe()}", flush=True)
-    print(f"starting {plan.world_size} workers on {platform_name} ...", flush=True)
+    apart = own_reward_devices(cfg) or 0
+    beside = f" and {apart} for the reward model" if apart else ""
+    print(f"starting {plan.world_size} workers{beside} on {platform_name} ...", flush=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(cluster(plan, platform_name))
+        stack.enter_context(cluster(plan.world_size + apart, platform_name))
         plane = open_data_plane(cfg, plan)
         stack.callback(plane.close)
         workers = WorkerGroup(IntegratedWorker, cfg, plan, platform_name, run_dir, plane)
@@ -140,12 +143,18 @@ def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path, i
         stack.callback(rewards.close)
         first = inputs.prompts[0]
         rewards.check(first["prompt_ids"], first["label"], first["columns"])
+        scorers = workers
+        if apart:
+            theirs = dataclasses.replace(plan, world_size=apart)
+            scorers = WorkerGroup(RewardModelWorker, cfg, theirs, platform_name, run_dir, plane)
+            stack.callback(scorers.close)
+            scorers.set_up(plane)
         resumed = workers.set_up(plane, uuid.uuid4().hex[:12])
         start = resumed.get("iteration", 0)
         progress = stack.enter_context(IterationProgress(plan.train_iters, Path(cfg.config_name).stem, start=start))
         journal = RolloutJournal(cfg, plan, run_dir, trackers, progress, inputs.tokenizer)
         stack.callback(journal.close)
-        trainer = assemble(cfg, plan, plane, workers, rewards, inputs, journal, resumed)
+        trainer = assemble(cfg, plan, plane, workers, scorers, rewards, inputs, journal, resumed)
         if resumed:
             print(f"resumed after iteration {start}", flush=True)
         yield trainer
@@ -166,6 +175,7 @@ def assemble(
     plan: BatchPlan,
     plane: DataPlane,
     workers: WorkerGroup,
+    scorers: WorkerGroup,
     rewards: RewardGroup,
     inputs: Inputs,
     journal: RolloutJournal,
@@ -174,10 +184,11 @@ def assemble(
     """The loop of this run file on workers that are set up.
 
     Args:
+        scorers: who holds the reward model, if there is one.
         resumed: what `WorkerGroup.set_up` returned.
     """
     actor = cfg.actor_config
-    model_rewards = NoModelRewards() if reward_model_config(cfg) is None else ModelRewards(cfg, workers, plane)
+    model_rewards = NoModelRewards() if reward_model_config(cfg) is None else ModelRewards(cfg, scorers, plane)
     evaluator = Evaluator(cfg, inputs.held_out, workers, rewards, model_rewards)
     baselines: GreedyBaselines | NoBaselines = NoBaselines()
     if cfg.rl_config.adv_estimator == "remax":

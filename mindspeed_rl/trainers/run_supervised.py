@@ -85,7 +85,7 @@ def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path) -
     trackers = make_trackers(cfg.rl_config or RLConfig(), run_dir, dataclasses.asdict(cfg))
     print(f"run folder: {run_dir}\nstarting {plan.world_size} workers on {platform_name} ...", flush=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(cluster(plan, platform_name))
+        stack.enter_context(cluster(plan.world_size, platform_name))
         workers = WorkerGroup(SupervisedWorker, cfg, plan, platform_name, run_dir)
         stack.callback(workers.close)
         resumed = workers.set_up()

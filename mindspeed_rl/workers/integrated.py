@@ -68,11 +68,11 @@ class IntegratedWorker(Worker):
 
     def compute_model_rewards(self, count: int) -> WorkerReport:
         """The first `count` rows have the reward model's score."""
-        return self._report(self.phases.compute_model_rewards(count))
+        return self._report(self.phases.reward_model.score_rows(count))
 
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
         """The reward model's scores of this replica's share of the responses; None on ranks that do not hand results out."""
-        return self.phases.score(prompts, responses)
+        return self.phases.reward_model.score(prompts, responses)
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """The first `count` rows have this role's log-probs."""

@@ -71,7 +71,7 @@ def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def cluster(plan: BatchPlan, platform_name: str, *, deadline_s: float = 120.0) -> Iterator[None]:
+def cluster(num_devices: int, platform_name: str, *, deadline_s: float = 120.0) -> Iterator[None]:
     """Connected to a Ray cluster with room for the run: the one RAY_ADDRESS names, or a local one that ends with the block.
 
     Raises:
@@ -80,7 +80,7 @@ def cluster(plan: BatchPlan, platform_name: str, *, deadline_s: float = 120.0) -
     owned = not os.environ.get("RAY_ADDRESS")
     resource = platform_class(platform_name).ray_resource
     if owned:
-        cpus = max(os.cpu_count() or 1, plan.world_size) + _SPARE_CPUS
+        cpus = max(os.cpu_count() or 1, num_devices) + _SPARE_CPUS
         extra: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False}
         if os.environ.get("MINDSPEED_RL_FAKE_DEVICES") and resource:
             extra["resources"] = {resource: int(os.environ["MINDSPEED_RL_FAKE_DEVICES"])}
@@ -88,7 +88,7 @@ def cluster(plan: BatchPlan, platform_name: str, *, deadline_s: float = 120.0) -
     else:
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR", configure_logging=False)
     try:
-        _wait_for_devices(resource or "CPU", plan.world_size, deadline_s)
+        _wait_for_devices(resource or "CPU", num_devices, deadline_s)
         yield
     finally:
         ray.shutdown()
@@ -131,7 +131,7 @@ class WorkerGroup:
             bundle[resource] = 1
         self._placement = placement_group([bundle] * plan.world_size, strategy="PACK")
         if not self._placement.wait(timeout_seconds=120):
-            raise TimeoutError(f"Ray could not place {plan.world_size} workers with {bundle} each within 120 s.")
+            raise TimeoutError(f"Ray could not place {plan.world_size} {worker_class.title}s with {bundle} each within 120 s.")
         env = {"env_vars": worker_environment(cfg, platform_name)}
         remote = ray.remote(worker_class)
         self._actors: list[Any] = []
@@ -146,17 +146,17 @@ class WorkerGroup:
             if resource is not None:
                 options["resources"] = {resource: 1}
             self._actors.append(remote.options(**options).remote(cfg, plan, rank, str(run_dir)))
-        self._names = {actor: f"worker {rank}" for rank, actor in enumerate(self._actors)}
+        self._titles = [f"{worker_class.title} {rank}" for rank in range(plan.world_size)]
 
     def set_up(self, *arguments: Any) -> dict[str, Any]:
         """All workers have joined the training world and built their models; returns the state of a resumed run."""
         master = ray.get(self._actors[0].address.remote(), timeout=120)
-        per_node = self._plan.world_size // self._plan.num_nodes
+        per_node = -(-self._plan.world_size // self._plan.num_nodes)
         return self._call("set_up", lambda rank: (master, rank % per_node, *arguments))[0]
 
     def _call(self, method: str, arguments: Callable[[int], tuple]) -> list[Any]:
         futures = [getattr(actor, method).remote(*arguments(rank)) for rank, actor in enumerate(self._actors)]
-        return wait_all(futures, [f"worker {rank}" for rank in range(len(futures))], method, self._plane)
+        return wait_all(futures, self._titles, method, self._plane)
 
     def __getattr__(self, method: str) -> Callable[..., list[Any]]:
         if method.startswith("_") or not hasattr(self._worker_class, method):
@@ -166,7 +166,7 @@ class WorkerGroup:
     def start(self, method: str, *arguments: Any) -> Pending:
         """Starts a phase on all workers without waiting."""
         futures = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-        return Pending(futures, [f"worker {rank}" for rank in range(len(futures))], method, self._plane)
+        return Pending(futures, self._titles, method, self._plane)
 
     def close(self) -> None:
         """Ends all worker processes."""

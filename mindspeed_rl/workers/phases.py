@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.records import Batch
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.workers.integrated import UpdateOrder
+from mindspeed_rl.workers.limits import micro_batching
 from mindspeed_rl.workers.model_source import find_model
-from mindspeed_rl.workers.order import share_of
+from mindspeed_rl.workers.replica import Replica
+from mindspeed_rl.workers.reward_model import RewardModel
 from mindspeed_rl.workers.rows import to_rows
 from mindspeed_rl.workers.world import join_world, prepare_process
 
@@ -36,7 +37,6 @@ class Phases:
     def __init__(self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, timers: Timers, *, run_id: str) -> None:
         prepare_process(cfg)
         from mindspeed_rl.data.tokenizer import load_tokenizer
-        from mindspeed_rl.engine import parallel
         from mindspeed_rl.engine.build import plan_model
         from mindspeed_rl.workers.roles import build_roles
         from mindspeed_rl.workers.rollout import Rollout
@@ -45,20 +45,22 @@ class Phases:
         source = find_model(cfg.actor_config, "actor_config")
         model_plan = plan_model(cfg.actor_config, source.hf_folder)
         join_world(cfg.actor_config, model_plan)
-        self.control = parallel.ControlGroup()
-        self.is_source, self.is_output = parallel.is_data_source(), parallel.is_output_source()
+        self.replica = Replica(plane, cfg.rl_config.wait_timeout_s)
         tokenizer = load_tokenizer(
             cfg.actor_config.tokenizer_name_or_path or source.hf_folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast
         )
         self.roles = build_roles(cfg, plan, source, model_plan, tokenizer)
         self.resumed = self.roles.actor.resumed
+        self.generate_config = cfg.generate_config
+        self._offload_all()  # vLLM refuses to start on a device that has less than its share free
         self.rollout = Rollout(cfg, plan, plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
         self.follow(cfg, plan, plane)
 
     def follow(self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane) -> None:
         """The phases from now on are those of this run file, whose roles are the ones that were built."""
-        self.cfg, self.plan, self.plane = cfg, plan, plane
+        self.cfg, self.plan = cfg, plan
         self.rl, self.generate_config = cfg.rl_config, cfg.generate_config
+        self.replica.follow(plane, self.rl.wait_timeout_s)
         self.rollout.cfg, self.rollout.plan, self.rollout.plane = cfg, plan, plane
 
     # ------------------------------------------------------------------ rollout
@@ -105,38 +107,9 @@ class Phases:
 
     # ------------------------------------------------------------------ forward passes
 
-    def _fetch(self, consumer: str, columns: Sequence[str], rows: Sequence[int]) -> Batch:
-        """Rows of the data plane on every rank of this model replica; waits for rows that are not ready."""
-        batch = None
-        if self.is_source:
-            batch = self.plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self.rl.wait_timeout_s)[0]
-        return self.control.broadcast(batch)
-
-    def _batching(self, use: str, size: int | None = None) -> MicroBatching:
-        """Micro-batch limits of "update", or of forward passes as the "actor" or the "ref" makes them.
-
-        Args:
-            size: rows of a micro-batch; None takes the actor's micro_batch_size.
-        """
-        from mindspeed_rl.engine.train_engine import MicroBatching
-
-        rl, size = self.rl, size or self.plan.micro_batch_size
-        if not rl.use_dynamic_bsz:
-            return MicroBatching(size)
-        limits = {
-            "update": (rl.update_max_packing_token_size, rl.update_dynamic_max_batch_size),
-            "actor": (rl.actor_max_packing_token_size, rl.actor_dynamic_max_batch_size),
-            "ref": (rl.ref_max_packing_token_size, rl.ref_dynamic_max_batch_size),
-        }
-        return MicroBatching(size, *limits[use])
-
-    def _dispatches(self, count: int, key: str | None) -> list[list[int]]:
-        """This replica's share of the first `count` rows, cut into dispatches."""
-        from megatron.core import parallel_state
-
-        rows = share_of(range(count), parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank())
-        size = self.plan.dispatch_sizes[key] if key is not None else max(1, len(rows))
-        return [rows[start : start + size] for start in range(0, len(rows), size)]
+    def _batching(self, use: Literal["update", "actor", "ref"], size: int | None = None) -> MicroBatching:
+        """Limits of a pass; rows of a micro-batch are the actor's micro_batch_size unless `size` says otherwise."""
+        return micro_batching(self.rl, use, size or self.plan.micro_batch_size)
 
     def compute_log_probs(self, role: str, count: int) -> Metrics:
         """Log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""
@@ -165,13 +138,16 @@ class Phases:
         self, role: Role, consumer: str, names: Sequence[str], batching: MicroBatching, count: int, dispatch_key: str
     ) -> None:
         role.offloader.onload(params=True)
-        for part in self._dispatches(count, dispatch_key):
-            batch = self._fetch(consumer, ["input_ids", "prompt_length"], part)
+        for part in self.replica.dispatches(count, self.plan.dispatch_sizes[dispatch_key]):
+            batch = self.replica.fetch(consumer, ["input_ids", "prompt_length"], part)
             output = role.engine.forward(to_rows(batch, {}), batching)
-            if self.is_output:
-                self.plane.put(dict(zip(names, output)), part)
+            self.replica.put(dict(zip(names, output or ())), part)
         if role in self.roles.frozen():
-            role.offloader.offload(params=self.generate_config.offload_train_param)
+            self._rest(role)
+
+    def _rest(self, role: Role) -> None:
+        """A model that does not train leaves the device until its next pass, where the run file says so."""
+        role.offloader.offload(params=self.generate_config.offload_train_param)
 
     def _adapters_off(self) -> AbstractContextManager:
         from mindspeed_rl.engine.lora import adapters_disabled
@@ -180,36 +156,18 @@ class Phases:
 
     # ------------------------------------------------------------------ reward model
 
-    def compute_model_rewards(self, count: int) -> Metrics:
-        """The first `count` rows have the reward model's score of prompt and response."""
-        with self.timers("reward_model"):
-            for part in self._dispatches(count, None):
-                batch = self._fetch("reward_scores", ["prompt_ids", "responses"], part)
-                scores = self._model_scores(list(batch["prompt_ids"]), list(batch["responses"]))
-                if self.is_output:
-                    self.plane.put({"rm_scores": scores}, part)
-        return Metrics()
-
-    def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
-        """The reward model's scores of every dp_size-th response, starting with this replica's number; None on ranks that hand
-        none out."""
-        from megatron.core import parallel_state
-
-        size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        mine = list(range(rank, len(prompts), size))
-        missing = -(-len(prompts) // size) - len(mine)  # replicas that share experts make equally many passes
-        taken = mine + [0] * missing
-        scores = self._model_scores(*([torch.tensor(ids[row]) for row in taken] for ids in (prompts, responses)))
-        return scores[: len(mine)] if self.is_output else None
-
-    def _model_scores(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[float]:
-        """[] on ranks that hand none out."""
-        role, scoring = self.roles.reward, self.roles.scoring
-        role.offloader.onload(params=True)
-        rows = scoring.rows(prompts, responses)
-        outputs = role.engine.forward(rows, self._batching("ref", role.config.micro_batch_size))
-        role.offloader.offload(params=self.generate_config.offload_train_param)
-        return scoring.scores(rows, outputs) if self.is_output else []
+    @property
+    def reward_model(self) -> RewardModel:
+        """The reward model that shares this rank's device."""
+        role = self.roles.reward
+        return RewardModel(
+            role,
+            self.roles.scoring,
+            self.replica,
+            self.timers,
+            lambda: self._batching("ref", role.config.micro_batch_size),
+            self._rest,
+        )
 
     # ------------------------------------------------------------------ training
 
@@ -275,7 +233,9 @@ class Phases:
         role.offloader.onload(params=True, grads=True, optimizer=True)
         batching = self._batching("update", role.config.micro_batch_size)
         for rows in steps:
-            batch = self._fetch(f"{name}_train", ["input_ids", "prompt_length", *columns.values()], self._step_rows(rows))
+            batch = self.replica.fetch(
+                f"{name}_train", ["input_ids", "prompt_length", *columns.values()], self._step_rows(rows)
+            )
             result = role.engine.step(to_rows(batch, columns), batching, loss)
             metrics.merge(result.metrics)
             if dist.get_rank() == 0:
@@ -286,14 +246,11 @@ class Phases:
 
     def _step_rows(self, rows: Sequence[int]) -> list[int]:
         """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""
-        from megatron.core import parallel_state
-
-        size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         lengths = None
-        if self.rl.use_dp_batch_balance and size > 1:
-            batch = self._fetch("actor_train", ["prompt_length", "response_length"], rows)
+        if self.rl.use_dp_batch_balance and self.replica.count > 1:
+            batch = self.replica.fetch("actor_train", ["prompt_length", "response_length"], rows)
             lengths = [int(p) + int(r) for p, r in zip(batch["prompt_length"], batch["response_length"])]
-        return share_of(rows, size, rank, lengths)
+        return self.replica.share(rows, lengths)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> Metrics:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.algorithms.kl import kl_coefficient
-from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig
+from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig, own_reward_devices
 from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
 from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
@@ -22,7 +22,7 @@ _REFERENCE_FOLDER = "reference"
 
 @dataclass
 class Roles:
-    """None for what the run does not need. The actor comes first, so that the others can resume where it does."""
+    """None for what these devices need not hold. The actor comes first, so that the others can resume where it does."""
 
     actor: Role
     reference: Role | None = None
@@ -49,11 +49,7 @@ def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan
         ValueError: weights are missing, or the roles' checkpoints do not belong together.
     """
     steps = plan.num_optimizer_steps
-    shared = {
-        "packed": cfg.rl_config.use_remove_padding,
-        "pad_id": tokenizer.pad_token_id,
-        "temperature": cfg.generate_config.sampling_config.temperature or 1.0,
-    }
+    shared = shared_settings(cfg, tokenizer)
     actor = Role("actor", cfg.actor_config, model_plan, source, steps_per_iteration=steps, **shared)
     roles = Roles(actor)
     resumed_at = actor.resumed["iteration"] if actor.resumed else None
@@ -62,10 +58,18 @@ def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan
     if cfg.rl_config.adv_estimator == "gae":
         roles.critic = _critic(cfg, steps, resumed_at, shared)
     reward = reward_model_config(cfg)
-    if reward is not None:
-        roles.scoring = make_scoring(reward, tokenizer, cfg.rl_config.process_reward_aggregation)
-        roles.reward = _reward_model(reward, roles.scoring, shared)
+    if reward is not None and own_reward_devices(cfg) is None:
+        roles.reward, roles.scoring = build_reward_model(cfg, reward, tokenizer, shared)
     return roles
+
+
+def shared_settings(cfg: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """Arguments of `Role` that all roles of a run have in common."""
+    return {
+        "packed": cfg.rl_config.use_remove_padding,
+        "pad_id": tokenizer.pad_token_id,
+        "temperature": cfg.generate_config.sampling_config.temperature or 1.0,
+    }
 
 
 def needs_reference(cfg: RunConfig) -> bool:
@@ -117,7 +121,19 @@ def _critic(cfg: RunConfig, steps: int, resumed_at: int | None, shared: Mapping[
     return Role("critic", config, plan, source, steps_per_iteration=steps, iteration=resumed_at, **shared)
 
 
-def _reward_model(config: MegatronConfig, scoring: Scoring, shared: Mapping[str, Any]) -> Role:
+def build_reward_model(
+    cfg: RunConfig, config: MegatronConfig, tokenizer: Any, shared: Mapping[str, Any]
+) -> tuple[Role, Scoring]:
+    """The reward model and how its outputs are read; collective over its training world.
+
+    Args:
+        config: from `reward_model_config`.
+        tokenizer: the actor's, whose ids the model reads.
+
+    Raises:
+        ValueError: the weights are no reward model's.
+    """
+    scoring = make_scoring(config, tokenizer, cfg.rl_config.process_reward_aggregation)
     source = find_model(config, "reward_config")
     if scoring.head == "reward" and lacks_score_head(source):
         raise ValueError(
@@ -127,4 +143,4 @@ def _reward_model(config: MegatronConfig, scoring: Scoring, shared: Mapping[str,
     plan = plan_model(config, source.hf_folder, head=scoring.head)
     role = Role("reward", config, plan, source, steps_per_iteration=None, **{**shared, "temperature": 1.0})
     role.engine.choices = scoring.choices
-    return role
+    return role, scoring

@@ -8,6 +8,7 @@ import random
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import ray
 
@@ -52,14 +53,21 @@ class Worker:
     """One rank's process. Subclasses are plain classes with a `set_up`; the launcher makes them Ray actors.
 
     Heavy libraries are imported in `set_up`, after the environment of the process is complete.
+
+    Attributes:
+        title: what messages call such a worker, before its rank.
+        log_name: its log file is `<log_name>_<rank>.log`.
     """
+
+    title: ClassVar[str] = "worker"
+    log_name: ClassVar[str] = "rank"
 
     def __init__(self, cfg: RunConfig, plan: BatchPlan, rank: int, run_dir: str) -> None:
         self.cfg = cfg
         self.plan = plan
         self.rank = rank
         self.run_dir = Path(run_dir)
-        self.timers = Timers(worker=f"rank {rank}")
+        self.timers = Timers(worker=f"{self.log_name} {rank}")
         self.profiler = PhaseProfiler(cfg.profiler_config.integrated, self.run_dir, rank)
 
     def address(self) -> tuple[str, int]:
@@ -80,8 +88,8 @@ class Worker:
         """Output goes to the run folder, and the environment says which rank this is."""
         log_dir = self.run_dir / "logs"
         log_dir.mkdir(parents=True, exist_ok=True)
-        redirect_output(log_dir / f"rank_{self.rank}.log")
-        set_up_logging(self.run_dir / "run.log", worker=f"rank {self.rank}", console=False)
+        redirect_output(log_dir / f"{self.log_name}_{self.rank}.log")
+        set_up_logging(self.run_dir / "run.log", worker=f"{self.log_name} {self.rank}", console=False)
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.plan.world_size),

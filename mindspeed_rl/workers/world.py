@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 _COLLECTIVE_TIMEOUT_S = 1800.0
 
 
-def prepare_process(cfg: RunConfig) -> None:
-    """Platform and adaptors are in place; call it before anything imports Megatron."""
+def prepare_process(cfg: RunConfig, role: MegatronConfig | None = None) -> None:
+    """Platform and adaptors are in place; call it before anything imports Megatron.
+
+    Args:
+        role: keys of the model that the process holds; the actor's without.
+    """
     platform.select(cfg.platform)
     adaptors.apply("train")
-    adaptors.configure(cfg.actor_config)
+    adaptors.configure(role or cfg.actor_config)
 
 
 def join_world(config: MegatronConfig, model_plan: ModelPlan) -> None:

@@ -148,7 +148,7 @@ class World:
         self.reward_model, self.held_out = task / "reward_model", task / "heldout.jsonl"
         cfg, plan = self._load("ppo_tiny_cpu", [f"rl_config.reward_model={self.reward_model}"])
         self._tokenizer = load_tokenizer(task / "model")
-        self._stack.enter_context(cluster(plan, "cpu"))
+        self._stack.enter_context(cluster(plan.world_size, "cpu"))
         plane = open_data_plane(cfg, plan)
         try:
             self.workers = WorkerGroup(VariantWorker, cfg, plan, "cpu", folder / "world", plane)
@@ -182,7 +182,7 @@ class World:
         run_dir = self._folder / f"{config_name}-{uuid.uuid4().hex[:6]}"
         run_dir.mkdir(parents=True)
         with self._journal(cfg, plan, run_dir) as journal:
-            trainer = assemble(cfg, plan, plane, self.workers, rewards, self._inputs(cfg), journal, {})
+            trainer = assemble(cfg, plan, plane, self.workers, self.workers, rewards, self._inputs(cfg), journal, {})
             if flip:
                 trainer.advantages = FlippedAdvantages(trainer, plane, plan.num_train_samples)
             trainer.fit()
