@@ -100,6 +100,7 @@ _SUPERVISED_RL_KEYS = (
     "update_max_packing_token_size",
     "dynamic_max_batch_size",
     "update_dynamic_max_batch_size",
+    "use_dp_batch_balance",
     "runtime_env_path",
     "hccl_buffersize",
     "num_cpus_for_placement_group",

@@ -54,7 +54,9 @@ class SupervisedPhases:
         self._build(cfg, model_plan, source, tokenizer.pad_token_id)
         self.consumed = self.resumed["run_state"]["consumed_samples"] if self.resumed else 0
         order = self.stage.order(len(self.train_items), plan, self.consumed)
-        self._batches: Iterator[list[Any]] = shares(order, self.train_items, *self.replica)
+        balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance
+        num_tokens = self.stage.num_tokens if balanced else None
+        self._batches: Iterator[list[Any]] = shares(order, self.train_items, *self.replica, num_tokens)
 
     def _build(self, cfg: RunConfig, model_plan: Any, source: ModelSource, pad_id: int) -> None:
         from mindspeed_rl.engine.train_engine import MicroBatching

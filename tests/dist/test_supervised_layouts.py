@@ -166,11 +166,21 @@ def test_a_stage_gives_the_same_figures_under_every_layout(
 
 
 @pytest.mark.parametrize(
-    "stage", ["dpo", "sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pretrain", "simpo"))]
+    ("stage", "balanced"),
+    [
+        ("dpo", True),
+        ("sft", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sft", True), ("pretrain", True), ("simpo", False))),
+    ],
 )
 def test_token_budgets_that_give_ranks_unequal_work_change_no_figure(
-    ranks: Callable[[int], Ranks], one_process: Callable, folder: Path, stage: str
+    ranks: Callable[[int], Ranks], one_process: Callable, folder: Path, stage: str, balanced: bool
 ) -> None:
-    budget = {"use_remove_padding": True, "use_dynamic_bsz": True, "max_packing_token_size": 60}
+    budget = {
+        "use_remove_padding": True,
+        "use_dynamic_bsz": True,
+        "max_packing_token_size": 60,
+        "use_dp_batch_balance": balanced,
+    }
     keys = {"reset_attention_mask": True, "no_pad_to_seq_lengths": True}
     assert_same(figures(ranks(2), folder, stage, keys, budget), one_process(stage))

@@ -96,6 +96,10 @@ class Stage(ABC):
     def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
         """The loss of a micro-batch; `outputs` are the head's, each [rows, width]."""
 
+    def num_tokens(self, item: Any) -> int:
+        """Tokens that the engine computes for an item."""
+        return sum(self.rows([item]).lengths)
+
     def datasets(self, plan: BatchPlan) -> tuple[Dataset, Dataset | None]:
         """The items to train on and those to evaluate on, if any. Collective over the workers."""
         if not isinstance(self.config.data_path, str):
@@ -121,10 +125,25 @@ def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> St
     return getattr(import_module(module), name)(config, tokenizer)
 
 
-def shares(batches: Iterator[list[int]], dataset: Dataset, num_ranks: int, rank: int) -> Iterator[list[Any]]:
-    """This data-parallel rank's items of each global batch."""
+def shares(
+    batches: Iterator[list[int]],
+    dataset: Dataset,
+    num_ranks: int,
+    rank: int,
+    num_tokens: Callable[[Any], int] | None = None,
+) -> Iterator[list[Any]]:
+    """This data-parallel rank's items of each global batch.
+
+    Args:
+        num_tokens: of an item; ranks then get equally many items with about the same tokens, and read the whole batch for it.
+    """
     for batch in batches:
-        yield [dataset[number] for number in share_of(batch, num_ranks, rank)]
+        if num_tokens is None or num_ranks == 1:
+            yield [dataset[number] for number in share_of(batch, num_ranks, rank)]
+        else:
+            items = [dataset[number] for number in batch]
+            mine = share_of(range(len(items)), num_ranks, rank, [num_tokens(item) for item in items])
+            yield [items[position] for position in mine]
 
 
 #: (micro-batch, the head's outputs) -> loss
