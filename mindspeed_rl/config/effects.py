@@ -188,6 +188,8 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name in kl_keys and not objective.needs_reference, _no_kl(cfg)),
         (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(cfg)),
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
+        (name == "kl_clamp" and not rl.kl_penalty.startswith(("low_var_kl", "k3")), f"kl_penalty is {rl.kl_penalty}"),
+        (name == "eval_greedy" and cfg.actor_config.eval_data_path is None, "eval_data_path is not set"),
         (name == "init_kl_coef" and rl.init_kl_coef and not objective.needs_reference, _no_kl(cfg)),
         (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
         (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),
