@@ -10,7 +10,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="convert_ckpt.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     group = parser.add_argument_group("from and to")
-    group.add_argument("--load-model-type", choices=("hf", "mg", "optim"), default="hf", help="form of --load-dir")
+    group.add_argument("--load-model-type", choices=("hf", "mg", "optim"), help="form of --load-dir; default: what lies there")
     group.add_argument("--save-model-type", choices=("mg", "hf", "megatron", "legacy"), default="mg", help="form of the result")
     group.add_argument("--load-dir", type=Path, required=True, help="HF folder or Megatron checkpoint folder")
     group.add_argument("--save-dir", type=Path, required=True, help="destination; for mg to hf also the original HF folder")
@@ -143,6 +143,14 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _form_of(folder: Path) -> Literal["hf", "mg"]:
+    """What a folder looks like; "hf" in doubt."""
+    if (folder / "config.json").is_file():
+        return "hf"
+    names = ("latest_checkpointed_iteration.txt", "metadata.json", "iter_*", "release", "mp_rank_*")
+    return "mg" if any(next(folder.glob(name), None) for name in names) else "hf"
+
+
 def _check_flags(args: argparse.Namespace) -> None:
     for flag, reason in REFUSED_SWITCHES.items():
         if _value(args, flag):
@@ -150,6 +158,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag, reason in {**WITHOUT_EFFECT, **_WITHOUT_EFFECT_SWITCHES}.items():
         if _value(args, flag):
             _say(f"note: {flag} has no effect: {reason}")
+    if args.load_model_type is None:
+        args.load_model_type = _form_of(args.load_dir)
     if args.load_model_type == "optim":
         raise ValueError(
             "--load-model-type optim: optimizer state is not converted; save torch_dist checkpoints to re-split it"

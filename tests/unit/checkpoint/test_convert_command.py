@@ -146,6 +146,17 @@ def test_contradictions_are_one_clear_error_and_leave_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_the_form_of_the_source_is_seen(qwen: Path, tmp_path: Path, form: str) -> None:
+    assert run(f"--load-dir {qwen} --save-dir {tmp_path}/there --ckpt-format {form}") == 0
+    assert run(f"--load-dir {tmp_path}/there --save-dir {tmp_path}/back --save-model-type hf --verify") == 0
+    ours, theirs = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (tmp_path / "back", qwen)
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_context_parallelism_is_said_to_change_nothing(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"--load-dir {qwen} --save-dir {tmp_path}/out --context-parallel-size 4") == 0
     assert "context parallelism never changes a checkpoint" in capsys.readouterr().err
