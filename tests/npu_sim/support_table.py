@@ -1,8 +1,9 @@
 """Writes the support table of docs/ascend.md and docs/zh/ascend.md from what the tests really ran.
 
-    tests/npu_sim/run.sh --junitxml results.xml && python tests/npu_sim/support_table.py results.xml
+    tests/npu_sim/run.sh --junitxml results.xml && python tests/npu_sim/support_table.py results.xml...
 
-A row passes when all of its tests passed, is "not run" when one was skipped or missing, and never says more than "simulated".
+Several files (one for each part of the suite) are read as one. A row passes when all of its tests passed, is "not run"
+when one was skipped or missing, and never says more than "simulated".
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ ROWS = (
     ("MindSpeed bf16: TP2, PP2, DP2, TP2 x PP2, CP2 ring, CP2 Ulysses",
      "MindSpeed bf16：TP2、PP2、DP2、TP2×PP2、CP2 环形、CP2 Ulysses",
      ("test_mindspeed.test_every_layout", "test_mindspeed.test_ring")),
-    ("MindSpeed bf16: EP2", "MindSpeed bf16：EP2", ("test_mindspeed.test_expert",)),
+    ("MindSpeed bf16: EP2", "MindSpeed bf16：EP2", ("test_mindspeed.test_expert_parallelism",)),
+    ("MindSpeed's grouped expert product: Qwen3-MoE, DeepSeek-V3", "MindSpeed 分组专家矩阵乘：Qwen3-MoE、DeepSeek-V3",
+     ("test_mindspeed.test_experts_on",)),
+    ("`tools/npu_smoke.sh`: device, HCCL, training steps", "`tools/npu_smoke.sh`：设备、HCCL、训练步", ("test_smoke.",)),
 )  # fmt: skip
 
 #: what no test here can show
@@ -42,11 +46,11 @@ HARDWARE = (
 )
 
 
-def results(path: Path) -> dict[str, str]:
+def results(paths: list[Path]) -> dict[str, str]:
     """Test name (file.function) -> "passed", "skipped" or "failed"; the worst of its parameters."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
-    for case in ElementTree.parse(path).iter("testcase"):
+    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name', '').split('[')[0]}"
         state = "failed" if case.find("failure") is not None or case.find("error") is not None else "passed"
         state = "skipped" if case.find("skipped") is not None else state
@@ -87,7 +91,7 @@ def write(path: Path, text: str) -> None:
 
 def main() -> None:
     """Writes both documents."""
-    ran = results(Path(sys.argv[1]))
+    ran = results([Path(argument) for argument in sys.argv[1:]])
     write(ROOT / "docs" / "ascend.md", table(ran, chinese=False))
     write(ROOT / "docs" / "zh" / "ascend.md", table(ran, chinese=True))
 

@@ -6,14 +6,17 @@ checked in this process, so that a hundred scripts take seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rl.cli import explain
+from mindspeed_rl.config import GenerateConfig, MegatronConfig, RLConfig
 
 MCORE = Path(__file__).parents[3] / "examples" / "mcore"
 SCRIPTS = sorted(MCORE.glob("*/*.sh"))
@@ -108,6 +111,21 @@ def test_a_cluster_by_hand_has_a_head_and_workers(tmp_path: Path) -> None:
     assert "ray start --head --node-ip-address 127.0.0.1 --port 6766" in head and "NPU" in head
     worker = dry_run(script, tmp_path, MASTER_ADDR="192.0.2.77", NPUS_PER_NODE="8")
     assert "ray start --address 192.0.2.77:6766" in worker
+
+
+@pytest.mark.parametrize("document", ["ascend.md", "zh/ascend.md"])
+def test_what_the_guide_names_exists(document: str) -> None:
+    root = MCORE.parents[1]
+    text = (root / "docs" / document).read_text()
+    named = set(re.findall(r"(?:examples|envs|configs|tools|tests)/[\w./]+\w(?![-*\w])", text))
+    assert len(named) > 10 and sorted(path for path in named if not (root / path).exists()) == []
+    scripts = set(re.findall(r"`((?:grpo|dapo|ppo)_\w+\.sh)`", text))
+    assert scripts and scripts <= {script.name for script in SCRIPTS}
+    keys = set(re.findall(r"\b(?:rl|generate|actor)_config\.\w+", text))
+    groups = {"rl_config": RLConfig, "generate_config": GenerateConfig, "actor_config": MegatronConfig}
+    for key in keys:
+        group, _, name = key.partition(".")
+        assert name in {field.name for field in dataclasses.fields(groups[group])}, key
 
 
 def test_scripts_share_their_pieces_instead_of_copying_them() -> None:
