@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -13,7 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -54,6 +55,11 @@ class GPTRewardModel(GPTModel):
             device = self.output_layer.weight.device
             del self.output_layer
             self.rm_head = ScoreHead(config, self.pg_collection.tp, device)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        # LanguageModule's own marks the output layer, which was replaced
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:

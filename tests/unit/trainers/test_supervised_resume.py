@@ -50,12 +50,14 @@ def weights(stage: SupervisedPhases) -> dict[str, torch.Tensor]:
         ("sft", {"use_distributed_optimizer": True}),
         ("sft", {"async_save": True, "full_shuffle_instruction_dataset": True}),
         ("dpo", {"lora_target_modules": ["linear_qkv", "linear_fc1"], "lora_r": 4}),
+        ("orm", {"keep_last": 1}),
+        ("orm", {"lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 4, "lora_ckpt_filter": True}),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(start: Callable[..., Any], tmp_path: Path, name: str, keys: dict) -> None:
     samples = answers(20, seed=1)  # 6 steps of 8 wrap around twice
     rows = [instruction_row(*sample) for sample in samples]
-    if name == "dpo":
+    if name in ("dpo", "orm"):
         rows = [pair_row(prompt, answer, answer[::-1]) for prompt, answer in samples]
     prefix = write_columns(tmp_path / "data", rows)
     keys = {**NETWORK_KEYS, "no_shuffle": False, "lr_decay_style": "cosine", "train_iters": 6, **keys}
