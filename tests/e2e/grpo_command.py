@@ -176,5 +176,6 @@ def finished(task: Path, folder: Path, *changes: str, timeout_s: float = 400.0) 
     """A command that has ended well."""
     with running(task, folder, *changes) as command:
         assert command.wait(timeout_s) == 0, command.output[-4000:]
-        assert command.leftovers() == []
+        left = command.leftovers()
+        assert not left, left
     return command
