@@ -43,7 +43,8 @@ class ScoreHead(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 1}, sharded_offsets, tp_group=self.tp_group)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 1}, sharded_offsets, **groups)
 
 
 class GPTRewardModel(GPTModel):

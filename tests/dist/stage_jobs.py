@@ -21,7 +21,10 @@ from mindspeed_rl.workers.supervised_phases import SupervisedPhases  # noqa: E40
 
 
 def train_stage(training: dict[str, Any], rl_config: dict[str, Any] | None, steps: int) -> list[Metrics]:
-    """This rank's metrics of each step, and of an evaluation at the end where there is something to evaluate on."""
+    """This rank's metrics of each step, and of an evaluation at the end where there is something to evaluate on.
+
+    With `save` set there is a checkpoint of the end.
+    """
     tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": rl_config} if rl_config else {})
     cfg = build_run_config(tree, config_name="test")
     try:
@@ -29,6 +32,9 @@ def train_stage(training: dict[str, Any], rl_config: dict[str, Any] | None, step
         metrics = [phases.train() for _ in range(steps)]
         if phases.held_out is not None:
             metrics.append(phases.evaluate())
+        if training.get("save"):
+            phases.save(steps)
+            phases.finish()
         dist.barrier()
         return metrics
     finally:

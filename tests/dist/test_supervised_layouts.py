@@ -96,7 +96,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def figures(
-    group: Ranks, folder: Path, stage: str, keys: Mapping[str, Any], rl_config: dict[str, Any] | None = None
+    group: Ranks,
+    folder: Path,
+    stage: str,
+    keys: Mapping[str, Any],
+    rl_config: dict[str, Any] | None = None,
+    steps: int = STEPS,
 ) -> list[dict[str, float]]:
     """What the driver would see after each step and after the evaluation."""
     training = {
@@ -119,7 +124,7 @@ def figures(
         **keys,
     }
     training["data_path"] = str(folder / training["data_path"])
-    reports = group.run(stage_jobs.train_stage, training=training, rl_config=rl_config, steps=STEPS)
+    reports = group.run(stage_jobs.train_stage, training=training, rl_config=rl_config, steps=steps)
     return [merge(report[step] for report in reports).results() for step in range(len(reports[0]))]
 
 
@@ -184,3 +189,23 @@ def test_token_budgets_that_give_ranks_unequal_work_change_no_figure(
     }
     keys = {"reset_attention_mask": True, "no_pad_to_seq_lengths": True}
     assert_same(figures(ranks(2), folder, stage, keys, budget), one_process(stage))
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved", "loaded"),
+    [
+        ("orm", "tp", "pp"),
+        pytest.param("orm adapters", "dp", "tp", marks=pytest.mark.slow),
+        pytest.param("orm", "pp", "dp", marks=pytest.mark.slow),
+        pytest.param("prm adapters", "pp", "cp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stage_goes_on_under_another_layout(
+    ranks: Callable[[int], Ranks], one_process: Callable, folder: Path, tmp_path: Path, stage: str, saved: str, loaded: str
+) -> None:
+    schedule = {"train_iters": 2 * STEPS, "pretrained_checkpoint": str(folder)}
+    whole = figures(ranks(1), folder, stage, schedule, steps=2 * STEPS)
+    figures(ranks(2), folder, stage, LAYOUTS[saved] | schedule | {"save": str(tmp_path)})
+    goes_on = {"load": str(tmp_path), "finetune": False, "use_distributed_optimizer": loaded == "dp"}
+    rest = figures(ranks(2), folder, stage, schedule | LAYOUTS[loaded] | goes_on)
+    assert_same(rest, whole[STEPS:])
