@@ -48,7 +48,7 @@ _sys.stdout.write({mark} + _json.dumps(_returned, default=list) + "\\n")
 
 
 def code(
-    response: str, label: Any, settings: RewardSettings, tests: Any = None, entry_point: str | None = None
+    response: str, settings: RewardSettings, label: Any = None, tests: Any = None, entry_point: str | None = None
 ) -> dict[str, float | str]:
     """Return the share of tests passed as "score", "all_passed" 1.0 or 0.0, and what isolation was missing, if any.
 

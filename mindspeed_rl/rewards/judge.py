@@ -108,7 +108,12 @@ class Judge:
 
     def prompt(self, sample: RewardSample) -> str:
         """Return the template with the sample's texts in place; other braces stay as they are."""
-        known = {**sample.columns, "prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        known = {
+            **sample.columns,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": "" if sample.label is None else sample.label,
+        }
         return re.sub(r"\{(\w+)\}", lambda match: str(known[match[1]]) if match[1] in known else match[0], self._template)
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:

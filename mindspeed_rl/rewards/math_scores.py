@@ -84,8 +84,22 @@ _ANCHORED_LATEX = (
 )
 
 
+_MARKED_FORMULA = re.compile(r"\$|\\boxed|\\fbox|\\\(|\\\[")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_LETTERS = re.compile(r"[^\W\d_]{2}")
+
+
 @lru_cache(maxsize=4096)
 def _parsed_solution(solution: str) -> list[Any]:
+    """A solution's value; a label that is a formula alone, without dollars, is read as LaTeX.
+
+    Of those math-verify would find no more than a number: nothing in \\sqrt{3}, and 2 in \\{1, 2\\}.
+    """
+    words = _COMMAND.sub(" ", solution)
+    if not _MARKED_FORMULA.search(solution) and not _LETTERS.search(words) and decimal_value(solution) is None:
+        found = parse(f"${solution}$", extraction_mode="first_match", parsing_timeout=None)
+        if found:
+            return found
     return parse(solution, extraction_mode="first_match", parsing_timeout=None)
 
 

@@ -8,6 +8,8 @@ A parameter is filled by its name:
                  each sample
     both         settings (RewardSettings), any additional dataset column under its own name; `**columns` takes all there is
 
+A dataset without reference answers has no `label` and no `solution`: asking for them without a default is an error.
+
 A function that names `samples`, `responses` or `completions` scores a batch; all others one sample. Either kind may be
 `async`. A callable class is instantiated once in each worker, with `settings` (or `args`) if its constructor asks for it; its
 attribute `timeout_s`, if it has one, takes the place of `reward_timeout_s`.
@@ -138,8 +140,10 @@ def _number(value: Any) -> float:
 
 
 def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[str, Any]:
+    answers = {"label": sample.label, "solution": sample.columns.get("solution", sample.label)}
     return {
         **sample.columns,
+        **{name: answer for name, answer in answers.items() if answer is not None},
         "sample": sample,
         "settings": settings,
         "prompt": sample.prompt,
@@ -149,8 +153,6 @@ def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[st
         "response_ids": sample.response_ids,
         "completion_ids": sample.response_ids,
         "response_token_ids": sample.response_ids,
-        "label": sample.label,
-        "solution": sample.columns.get("solution", sample.label),
         "truncated": sample.truncated,
         "max_response_length": sample.max_response_length,
     }
@@ -163,6 +165,7 @@ def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) 
     plural = {
         name: arguments[name.removesuffix("s")]
         for name in ("samples", "prompts", "responses", "completions", "labels", "solutions")
+        if name.removesuffix("s") in arguments
     }
     return {**arguments, **plural, "settings": settings}
 

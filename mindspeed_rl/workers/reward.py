@@ -78,7 +78,7 @@ class RewardWorker:
             response=self.tokenizer.decode(response_ids, skip_special_tokens=True),
             prompt_ids=prompt_ids,
             response_ids=response_ids,
-            label=label if label is not None else "",
+            label=label,
             columns=columns,
             truncated=truncated,
             max_response_length=self.max_tokens,

@@ -44,25 +44,25 @@ CALLS = {"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}
     ],
 )
 def test_the_score_is_the_share_of_tests_passed(response: str, tests: object, share: float) -> None:
-    scores = code(response, tests, SETTINGS)
+    scores = code(response, SETTINGS, tests)
     assert scores["score"] == share and scores["all_passed"] == float(share == 1.0)
 
 
 def test_a_test_program_with_an_entry_point_checks_the_candidate() -> None:
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
-    assert code(ADD, None, SETTINGS, tests=check, entry_point="add")["score"] == 1.0
-    assert code(ADD.replace("a + b", "3"), None, SETTINGS, tests=check, entry_point="add")["score"] == 0.0
+    assert code(ADD, SETTINGS, tests=check, entry_point="add")["score"] == 1.0
+    assert code(ADD.replace("a + b", "3"), SETTINGS, tests=check, entry_point="add")["score"] == 0.0
 
 
 def test_a_program_that_never_ends_is_wrong_and_not_a_failed_score() -> None:
     slow = "```python\nwhile True: pass\n```"
-    assert code(slow, SUMS, RewardSettings(reward_timeout_s=0.5))["score"] == 0.0
+    assert code(slow, RewardSettings(reward_timeout_s=0.5), SUMS)["score"] == 0.0
 
 
 @pytest.mark.parametrize("tests", [{}, {"inputs": ["1"], "outputs": []}, [], [1, 2], 5, None])
 def test_tests_of_no_known_form_are_an_error(tests: object) -> None:
     with pytest.raises(ValueError, match="code tests"):
-        code(ADD, tests, SETTINGS)
+        code(ADD, SETTINGS, tests)
 
 
 def test_the_last_block_is_the_program() -> None:

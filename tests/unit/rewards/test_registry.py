@@ -37,6 +37,26 @@ def test_no_entry_breaks_on_an_empty_response(name: str) -> None:
         scorer.values(scorer.call([sample], SETTINGS), 1)
 
 
+@pytest.mark.parametrize(
+    "name", "acc accuracy acc_for_dapo cosine exact_match gsm8k math_verify_reward multiple_choice".split()
+)
+def test_without_a_reference_answer_what_compares_with_one_fails_instead_of_scoring_zero(name: str) -> None:
+    sample = RewardSample(response=r"\boxed{2}", response_ids=[5], label=None)
+    with pytest.raises(ScorerError, match="it asks for '(label|solution)', which is not a column of the dataset"):
+        Scorer.of(name, import_scorer(name), SETTINGS).call([sample], SETTINGS)
+
+
+def test_without_a_reference_answer_other_functions_score() -> None:
+    samples = [RewardSample(response="a b", response_ids=[5], label=None, columns={"tests": ["assert True"]})] * 2
+    for name in ("format", "repetition", "soft_overlong", "code"):
+        scorer = Scorer.of(name, import_scorer(name), SETTINGS)
+        assert scorer.values(scorer.call(samples[:1], SETTINGS), 1) != [None]
+    mine = Scorer.of("mine", lambda completions, label="none": [float(label == "none") for _ in completions], SETTINGS)
+    assert mine.call(samples, SETTINGS) == [1.0, 1.0]
+    with pytest.raises(ScorerError, match="it asks for 'labels'"):
+        Scorer.of("mine", lambda completions, labels: [0.0] * len(labels), SETTINGS).call(samples, SETTINGS)
+
+
 def test_an_unknown_name_is_answered_with_the_list_and_the_nearest() -> None:
     with pytest.raises(
         ValueError, match="unknown reward function 'acurracy'; did you mean 'accuracy'.*base_acc.*external_plugins"
