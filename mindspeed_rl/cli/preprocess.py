@@ -24,6 +24,25 @@ CONFIG_DIR = Path("configs/datasets")
 _MERGE_KEY = "merge_group_keys"
 
 
+# Keys that commands and dataset files carry although nothing depends on them here: type of the flag, and the values that are
+# fine beside leaving the key out (None: any).
+_SETTLED_KEYS: dict[str, tuple[type, tuple[Any, ...] | None]] = {
+    "dataset_impl": (str, ("mmap",)),
+    "overwrite_cache": (bool, None),
+    "make_vocab_size_divisible_by": (int, None),
+    "pad_vocab_size_to": (int, None),
+    "split_sentences": (bool, (False,)),
+    "keep_newlines": (bool, None),
+    "vocab_file": (str, ()),
+    "merge_file": (str, ()),
+    "tokenizer_model": (str, ()),
+    "script_data_dir": (str, ()),
+    "datasets": (str, ()),
+    "data_obfuscation": (bool, (False,)),
+    "obf_seed_content": (str, None),
+}
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -95,6 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     work.add_argument("--n-subs", type=int, help="cut the work into parts; a repeated command keeps the finished ones")
     work.add_argument("--log-interval", type=int, help="rows between progress lines where there is no terminal")
     work.add_argument("--merge-group-keys", nargs="+", help="only join the pairs in --input whose names contain each key")
+
+    settled = parser.add_argument_group("accepted for other suites' commands; nothing depends on them here")
+    for name, (kind, allowed) in _SETTLED_KEYS.items():
+        only = None if allowed is None else f"only {', '.join(map(str, allowed))}" if allowed else "refused"
+        flag = f"--{name.replace('_', '-')}"
+        if kind is bool:
+            settled.add_argument(flag, action="store_true", default=None, help=only)
+        else:
+            settled.add_argument(flag, type=kind, help=only)
     return parser
 
 
@@ -115,21 +143,6 @@ def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-# Keys that dataset files carry although nothing depends on them here, with the values that are fine (None: any).
-_SETTLED_KEYS: dict[str, tuple[Any, ...] | None] = {
-    "dataset_impl": ("mmap",),
-    "overwrite_cache": None,
-    "make_vocab_size_divisible_by": None,
-    "pad_vocab_size_to": None,
-    "split_sentences": (False,),
-    "keep_newlines": None,
-    "vocab_file": (None,),
-    "merge_file": (None,),
-    "tokenizer_model": (None,),
-    "script_data_dir": (None,),
-}
-
-
 def build_config(values: dict[str, Any]) -> PreprocessConfig:
     """Make a PreprocessConfig of the settings given.
 
@@ -140,9 +153,10 @@ def build_config(values: dict[str, Any]) -> PreprocessConfig:
     settings = {}
     for key, value in values.items():
         if key in _SETTLED_KEYS:
-            allowed = _SETTLED_KEYS[key]
-            if allowed is not None and value not in allowed:
-                raise ValueError(f"{key}={value!r} is not supported; allowed: {', '.join(map(str, allowed))}")
+            _, allowed = _SETTLED_KEYS[key]
+            if allowed is not None and value is not None and value not in allowed:
+                fine = f"allowed: {', '.join(map(str, allowed))}" if allowed else "leave it out"
+                raise ValueError(f"{key}={value!r} is not supported; {fine}")
             continue
         if key not in known:
             near = get_close_matches(key, known, n=1)

@@ -19,6 +19,17 @@ _ALWAYS_FUSED = "on the NPU it is always fused; elsewhere the plain form compute
 
 
 @dataclass(kw_only=True)
+class PromptColumns:
+    """Columns of raw prompts; a name left out is the handler's own, an empty one switches the column off."""
+
+    prompt: str | None = key(None, "column of the question, or of the chat messages")
+    query: str | None = key(None, "column put under the question")
+    response: str | None = key(None, "column of the reference answer")
+    system: str | None = key(None, "column of the system prompt")
+    history: str | None = key(None, "column of earlier [question, answer] pairs")
+
+
+@dataclass(kw_only=True)
 class DataKeys:
     """Data, tokenizer and sample layout."""
 
@@ -54,6 +65,10 @@ class DataKeys:
     )
     prompt_type: str | None = key(None, "chat template of the prompts")
     prompt_type_path: str = key("configs/model/templates.json", "file with further chat templates")
+    map_keys: PromptColumns | None = key(None, "raw prompts: columns by preprocessing's names, {prompt: question, query: ''}")
+    handler_name: str | None = key(None, "raw prompts: the handler that reads them; found by their columns when unset")
+    enable_thinking: bool | None = key(None, "raw prompts: whether the chat template opens a thought; its default when unset")
+    on_bad_row: Literal["error", "skip"] = key("error", "raw prompts: what a malformed row does")
     is_instruction_dataset: bool = key(False, "rows are prompt and answer", no_effect="the stage decides the row layout")
     is_pairwise_dataset: bool = key(False, "rows are chosen and rejected", no_effect="the stage decides the row layout")
     variable_seq_lengths: bool = key(

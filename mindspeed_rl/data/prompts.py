@@ -35,7 +35,7 @@ class PromptItem(TypedDict):
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How raw prompts are read; names are those of the run file.
+    """How raw prompts are read; names are those of `actor_config`, which has true, false or nothing for enable_thinking.
 
     map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
@@ -87,14 +87,15 @@ class PromptDataset:
 class _IndexedPrompts:
     """Prompts in `<prefix>_packed_*` files; the other columns hold tokens and are decoded to text."""
 
-    def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, additional_keys: Sequence[str]) -> None:
-        self.rows = IndexedColumns(prefix, ["input_ids", *additional_keys])
+    def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, additional_keys: Sequence[str] | None) -> None:
+        wanted = additional_keys or ()
+        self.rows = IndexedColumns(prefix, ["input_ids", *wanted])
         self._tokenizer = tokenizer
-        self._extra = [key for key in additional_keys if key != LABELS]
+        self._extra = [key for key in wanted if key != LABELS]
         # An SFT dataset has labels too, but as a mask over input_ids.
         has_labels = LABELS in self.rows.columns
         self._has_label = has_labels and IGNORE_INDEX not in self.rows.row(0, LABELS)
-        if LABELS in additional_keys and not self._has_label:
+        if LABELS in wanted and not self._has_label:
             raise ValueError(f"{prefix}_packed_labels_document holds the labels of supervised tuning, not reference answers")
 
     def _text(self, index: int, column: str) -> str:
@@ -133,14 +134,15 @@ def open_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_length: int,
-    dataset_additional_keys: Sequence[str] = (LABELS,),
+    dataset_additional_keys: Sequence[str] | None = (LABELS,),
     settings: PromptSettings | None = None,
 ) -> PromptDataset:
     """Open the prompts at `data_path`: an indexed dataset's prefix, or a raw file or folder.
 
     Args:
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
-        dataset_additional_keys: columns to keep; `labels` is the reference answer.
+        dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
+            (raw data: where the first row has the column).
         settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
 
     Raises:
@@ -159,12 +161,14 @@ def open_prompts(
 
 
 def _load_raw(
-    path: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, keys: Sequence[str], settings: PromptSettings
+    path: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, keys: Sequence[str] | None, settings: PromptSettings
 ) -> PromptDataset:
     source = open_source(path)
     template = load_template(settings.prompt_type or "empty", tokenizer, path=settings.prompt_type_path)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
+    if settings.enable_thinking == "true" and not template.can_think:
+        raise ValueError(f"enable_thinking=true has no meaning for prompt_type={template.name!r}")
     rows = _RawPrompts()
     dropped: dict[str, int] = {}
     handler: PromptHandler | None = None
@@ -174,6 +178,8 @@ def _load_raw(
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
             if settings.map_keys is None and isinstance(first.get("prompt"), str) and "instruction" not in first:
                 settings = replace(settings, map_keys=PLAIN_COLUMNS)
+            if keys is None:
+                keys = (LABELS,) if _has_answer(first, settings) else ()
             kind = handler_class(settings.handler_name or _handler_for(first, keys, settings.map_keys))
             handler = kind(
                 HandlerSettings(
@@ -205,6 +211,11 @@ def _load_raw(
         for turns, (_, values) in zip(encoded, drafts, strict=True):
             rows.append([token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)], values)
     return PromptDataset(rows, rows.lengths(), max_prompt_length=max_prompt_length, dropped=dropped)
+
+
+def _has_answer(row: Mapping[str, Any], settings: PromptSettings) -> bool:
+    kind = handler_class(settings.handler_name or _handler_for(row, (LABELS,), settings.map_keys))
+    return {**kind.default_map, **(settings.map_keys or {})}.get("response") in row
 
 
 def _handler_for(row: Mapping[str, Any], keys: Sequence[str], map_keys: Mapping[str, Any] | None) -> str:

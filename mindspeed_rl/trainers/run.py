@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, ConfigError, RunConfig, build_batch_plan, own_reward_devices, unavailable
+from mindspeed_rl.config import (
+    BatchPlan,
+    ConfigError,
+    MegatronConfig,
+    RunConfig,
+    build_batch_plan,
+    own_reward_devices,
+    unavailable,
+)
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
@@ -74,8 +82,8 @@ def run_rl(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
     source = find_model(actor, "actor_config")
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
-    prompts = _open(cfg, actor.data_path, tokenizer, "data_path")
-    held_out = _open(cfg, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
+    prompts = open_run_prompts(cfg, actor.data_path, tokenizer, "data_path")
+    held_out = open_run_prompts(cfg, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
     inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
     _check_models(cfg, inputs)
     with recorded_run(cfg) as record:
@@ -106,7 +114,8 @@ def _check_models(cfg: RunConfig, inputs: Inputs) -> None:
         )
 
 
-def _open(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
+def open_run_prompts(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
+    """The prompts at `path`, the value of `actor_config.<key>`, read as the run file says."""
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
     actor = cfg.actor_config
@@ -114,8 +123,23 @@ def _open(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
         path,
         tokenizer,
         max_prompt_length=cfg.rl_config.max_prompt_length,
-        dataset_additional_keys=actor.dataset_additional_keys or ("labels",),
-        settings=PromptSettings(prompt_type=actor.prompt_type, prompt_type_path=_existing(actor.prompt_type_path)),
+        dataset_additional_keys=actor.dataset_additional_keys or None,
+        settings=_raw_prompts(actor),
+    )
+
+
+def _raw_prompts(actor: MegatronConfig) -> PromptSettings:
+    """How prompts that were not preprocessed are read."""
+    columns = None
+    if actor.map_keys is not None:
+        columns = {name: column for name, column in dataclasses.asdict(actor.map_keys).items() if column is not None}
+    return PromptSettings(
+        prompt_type=actor.prompt_type,
+        prompt_type_path=_existing(actor.prompt_type_path),
+        map_keys=columns,
+        handler_name=actor.handler_name,
+        enable_thinking="none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false",
+        on_bad_row=actor.on_bad_row,
     )
 
 

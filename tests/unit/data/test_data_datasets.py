@@ -158,6 +158,7 @@ RL_ROWS = [
     {"q": "much too long", "a": "2", "level": 4},
     {"q": "tiny", "a": "3", "level": 5},
 ]
+GSM8K_SETTINGS = PromptSettings(map_keys={"prompt": "question", "query": "", "response": "answer"})
 RL_KEYS = {"prompt": "q", "query": "", "response": "a", "system": ""}
 
 
@@ -208,6 +209,37 @@ def test_raw_prompts_without_labels_and_in_chat_form(tokenizer, write_jsonl):
         "label": "8",
         "columns": {},
     }
+
+
+def test_labels_are_kept_where_there_are_some_when_no_columns_are_asked_for(tmp_path, tokenizer, tokenizer_folder, write_jsonl):
+    options = {"max_prompt_length": 300, "dataset_additional_keys": None}
+    assert open_prompts(write_jsonl([{"instruction": "Q", "output": "A"}]), tokenizer, **options)[0]["label"] == "A"
+    assert open_prompts(write_jsonl([{"question": "Q", "answer": "A"}]), tokenizer, settings=GSM8K_SETTINGS, **options)[0] == {
+        "prompt_ids": ids("Q"),
+        "label": "A",
+        "columns": {},
+    }
+    raw = write_jsonl([{"instruction": "Q"}])
+    assert open_prompts(raw, tokenizer, **options)[0]["label"] is None
+    command = ["--input", raw, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(tmp_path / "ppo")]
+    assert main([*command, "--handler-name", "PPOAlpacaStyleInstructionHandler"]) == 0
+    assert open_prompts(tmp_path / "ppo", tokenizer, **options)[0] == {"prompt_ids": ids("Q"), "label": None, "columns": {}}
+
+
+@pytest.mark.parametrize(
+    ("thinking", "ending"),
+    [("none", "assistant\n"), ("true", "assistant\n"), ("false", "assistant\n<think>\n\n</think>\n\n")],
+)
+def test_raw_prompts_open_a_thought_as_asked(thinking, ending, tokenizer, write_jsonl):
+    settings = PromptSettings(prompt_type="qwen3", enable_thinking=thinking)
+    prompts = open_prompts(write_jsonl([{"prompt": "Q", "labels": "A"}]), tokenizer, max_prompt_length=300, settings=settings)
+    assert prompts[0]["prompt_ids"] == ids(f"<|im_start|>user\nQ<|im_end|>\n<|im_start|>{ending}")
+
+
+def test_thinking_of_a_template_without_thoughts_is_refused(tokenizer, write_jsonl):
+    settings = PromptSettings(prompt_type="qwen", enable_thinking="true")
+    with pytest.raises(ValueError, match="enable_thinking=true has no meaning for prompt_type='qwen'"):
+        open_prompts(write_jsonl([{"prompt": "Q", "labels": "A"}]), tokenizer, max_prompt_length=300, settings=settings)
 
 
 def test_malformed_raw_prompts_name_the_row(tokenizer, write_jsonl):

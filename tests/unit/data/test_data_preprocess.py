@@ -395,6 +395,8 @@ def test_the_guides_three_commands_run(tmp_path, tokenizer_folder, write_jsonl):
         (["--neat-pack"], "neat_pack needs pack"),
         (["--pack"], "pack needs seq_length"),
         (["--workers", "0"], "workers=0 must be at least 1"),
+        (["--split-sentences"], "split_sentences=True is not supported; allowed: False"),
+        (["--vocab-file", "vocab.json"], "vocab_file='vocab.json' is not supported; leave it out"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "tokenizer_type='GPT2BPETokenizer' is not supported"),
         (["--prompt-type", "qwen"], "prompt_type='qwen' has no meaning for GeneralPretrainHandler"),
         (["--pack", "--seq-length", "8"], "pack has no meaning for GeneralPretrainHandler"),
@@ -414,6 +416,14 @@ def test_wrong_settings_are_one_clear_error(flags, problem, tmp_path, tokenizer_
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_of_other_suites_that_change_nothing_are_taken(tmp_path, tokenizer_folder, write_jsonl):
+    rows = write_jsonl([{"text": "a"}])
+    command = ["--input", rows, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(tmp_path / "o")]
+    settled = "--dataset-impl mmap --make-vocab-size-divisible-by 1 --pad-vocab-size-to 128 --overwrite-cache --keep-newlines"
+    assert main([*command, *settled.split()]) == 0
+    assert (tmp_path / "o_text_document.bin").is_file()
 
 
 def test_unknown_config_keys_name_the_nearest(tmp_path):

@@ -1,0 +1,58 @@
+"""What a run file says about prompts that were not preprocessed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
+from mindspeed_rl.trainers.run import open_run_prompts
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+MAP_KEYS = "map_keys={prompt: question, query: '', response: answer}"
+
+
+def _run(*keys: str) -> RunConfig:
+    overrides = ["dataset_additional_keys=[labels,level]", "prompt_type=empty", *keys]
+    return load_run_config("grpo_tiny_cpu", CONFIGS, [f"actor_config.{text}" for text in overrides])
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question": "1+1=", "answer": "2", "level": 3}, {"answer": "4"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_columns_are_named_in_the_run_file(questions, tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    prompts = open_run_prompts(_run(MAP_KEYS, "on_bad_row=skip"), questions, tokenizer, "data_path")
+    wanted = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
+    assert [prompts[0]] == [{"prompt_ids": wanted, "label": "2", "columns": {"level": 3}}] and len(prompts) == 1
+    assert prompts.describe() == "1 prompts of 2 rows (0 too long, 1 malformed)"
+
+
+def test_a_malformed_row_stops_the_run_unless_it_is_to_be_skipped(questions, tiny_model):
+    with pytest.raises(ValueError, match="questions.jsonl, row 2: has no column 'question'"):
+        open_run_prompts(_run(MAP_KEYS), questions, AutoTokenizer.from_pretrained(tiny_model), "data_path")
+
+
+def test_the_handler_is_named_in_the_run_file(questions, tiny_model):
+    with pytest.raises(ValueError, match="handler_name='AlpacaStyleInstructionHandler' reads no prompts"):
+        cfg = _run("handler_name=AlpacaStyleInstructionHandler")
+        open_run_prompts(cfg, questions, AutoTokenizer.from_pretrained(tiny_model), "data_path")
+
+
+def test_thinking_needs_a_template_that_can(questions, tiny_model):
+    with pytest.raises(ValueError, match="enable_thinking=true has no meaning for prompt_type='empty'"):
+        cfg = _run(MAP_KEYS, "enable_thinking=true")
+        open_run_prompts(cfg, questions, AutoTokenizer.from_pretrained(tiny_model), "data_path")
+
+
+def test_an_unknown_column_name_is_refused():
+    with pytest.raises(ConfigError, match="map_keys.promt.*'prompt'|map_keys.promt.*prompt"):
+        _run("map_keys={promt: question}")
