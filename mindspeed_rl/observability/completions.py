@@ -15,7 +15,7 @@ class Completion:
     Attributes:
         prompt: text the model was given.
         response: text it gave.
-        reward: total reward.
+        reward: total reward; None for a response that could not be scored.
         parts: unweighted score by verifier.
         advantage: advantage of its tokens (their mean where they differ).
         extra: anything else worth reading: label, length, finish reason, tool calls.
@@ -23,7 +23,7 @@ class Completion:
 
     prompt: str
     response: str
-    reward: float
+    reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     advantage: float | None = None
     extra: Mapping[str, object] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class RolloutJournal(Journal):
                 Completion(
                     prompt,
                     response,
-                    float(reward),
+                    None if math.isnan(reward) else float(reward),
                     result.parts,
                     float(mean),
                     {"label": label, "truncated": bool(cut), "state": result.state},

@@ -94,21 +94,26 @@ class Handler(ABC):
     def __init__(self, settings: HandlerSettings) -> None:
         self.settings = settings
         self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
-        self.map: dict[str, Any] = dict(self.default_map)
+        known = self.known_columns(settings)
+        self.map: dict[str, Any] = dict(known)
         self._explicit: frozenset[str] = frozenset()
         if settings.map_keys:
-            unknown = [key for key in settings.map_keys if key not in self.default_map]
+            unknown = [key for key in settings.map_keys if key not in known]
             if unknown:
-                near = get_close_matches(unknown[0], self.default_map, n=1)
+                near = get_close_matches(unknown[0], known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(
                     f"map_keys has {unknown[0]!r}, which {type(self).__name__} does not read"
-                    f" (it reads {', '.join(self.default_map) or 'none'}){hint}"
+                    f" (it reads {', '.join(known) or 'none'}){hint}"
                 )
             self.map.update(settings.map_keys)
             self._explicit = frozenset(settings.map_keys)
         if self.needs_template and settings.template is None:
             raise ValueError(f"{type(self).__name__} needs a prompt_type")
+
+    def known_columns(self, settings: HandlerSettings) -> Mapping[str, Any]:
+        """Names that map_keys may hold, with the columns they stand for."""
+        return self.default_map
 
     def open_source(self, config: Any) -> RowSource | None:
         """The rows to read when the handler itself looks them up; None means what lies at `config.input`."""

@@ -61,11 +61,14 @@ class PretrainHandler(Handler):
 
 
 class GeneralPretrainHandler(PretrainHandler):
-    """The `--json-keys` columns as they are."""
+    """The `--json-keys` columns as they are; map_keys may say which column of the data a key stands for."""
+
+    def known_columns(self, settings: HandlerSettings) -> Mapping[str, Any]:
+        return {name: name for name in settings.json_keys}
 
     def texts(self, row: Mapping[str, Any]) -> list[str]:
         texts = []
-        for name in self.columns:
+        for name in (self.map[key] for key in self.columns):
             if name not in row:
                 raise BadRow(f"has no column {name!r}; it has {', '.join(map(str, row))}; use json_keys to name yours")
             if not isinstance(row[name], str):

@@ -371,6 +371,11 @@ def test_pretrain_keys_each_get_a_file(pretrain):
     assert pretrain("GeneralPretrainHandler", rows, *flags, key="body") == [ids("B")]
 
 
+def test_pretrain_keys_can_stand_for_other_columns(pretrain):
+    rows = [{"title": "T", "body": "B"}]
+    assert pretrain("GeneralPretrainHandler", rows, "--map-keys", '{"text": "body"}') == [ids("B")]
+
+
 def test_alpaca_and_sharegpt_pretraining_texts(pretrain):
     (alpaca,) = pretrain("AlpacaPretrainHandler", [{"instruction": "Add", "input": "1 2", "output": "3"}])
     assert BYTES.decode(alpaca).endswith("questions. USER: Add\n1 2 ASSISTANT: 3")
