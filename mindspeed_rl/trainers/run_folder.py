@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ def recorded_run(cfg: RunConfig) -> Iterator[RunRecord]:
         raise
     except BaseException as error:
         outcome = f"failed: {type(error).__name__}: {error}"
+        with (folder / "run.log").open("a", encoding="utf-8") as log:
+            traceback.print_exc(file=log)  # the console shows one line
         raise
     finally:
         last, first = (record.journal.last, record.journal.first) if record.journal else ({}, {})

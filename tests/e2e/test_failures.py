@@ -38,7 +38,7 @@ def test_a_reward_function_that_starts_to_fail_is_named(task: Path, tmp_path: Pa
         assert command.wait(60) == 1
         assert "reward worker" in command.output and "ValueError: the examiner went home" in command.output
         assert "touchy" in command.output
-        assert "Traceback" not in command.output
+        assert "Traceback" not in command.output and "Traceback" in (tmp_path / "run" / "run.log").read_text()
         assert command.leftovers() == []
 
 
