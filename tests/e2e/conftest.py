@@ -20,9 +20,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Two workers, data parallel, with all roles: 16 prompts of 8 responses an iteration, one optimizer step."""
+    """Two workers, data parallel, with all roles: 16 prompts of 8 responses an iteration, one optimizer step.
+
+    It goes with its module: other tests start a Ray of their own in this process.
+    """
     from rl_world import World
 
     shared = [

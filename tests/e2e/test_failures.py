@@ -42,6 +42,7 @@ def test_a_reward_function_that_starts_to_fail_is_named(task: Path, tmp_path: Pa
         assert command.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_fails_at_once_stops_the_run_before_models_are_built(
     task: Path, tmp_path: Path, touchy: tuple[Path, list[str]]
 ) -> None:
@@ -54,7 +55,7 @@ def test_a_reward_function_that_fails_at_once_stops_the_run_before_models_are_bu
         assert command.leftovers() == []
 
 
-@pytest.mark.parametrize("moment", ["while workers start", "while training"])
+@pytest.mark.parametrize("moment", ["while training", pytest.param("while workers start", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_everything(task: Path, tmp_path: Path, moment: str) -> None:
     with running(task, tmp_path, *ONE_PROCESS, LONG) as command:
         log = tmp_path / "run" / "logs" / "rank_0.log"

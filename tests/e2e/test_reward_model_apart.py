@@ -9,6 +9,7 @@ from grpo_command import ONE_PROCESS, finished
 from test_grpo_run import figures
 
 
+@pytest.mark.slow
 def test_where_the_reward_model_is_changes_no_figure(task: Path, tmp_path: Path) -> None:
     model = [
         *ONE_PROCESS,

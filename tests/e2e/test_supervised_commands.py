@@ -187,7 +187,8 @@ def uninterrupted(work: Path) -> tuple[Path, dict[int, dict[str, float]]]:
     return work / "uninterrupted", finish(work, work / "uninterrupted")
 
 
-@pytest.mark.parametrize("victim", ["a worker", pytest.param("the command", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["a worker", "the command"])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupted: tuple, tmp_path: Path, victim: str) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
     moment = random.randint(6, 24)
