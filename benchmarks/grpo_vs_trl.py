@@ -111,7 +111,7 @@ def trl(work: Path, tokens: int, iterations: int, model: Path, prompts: Path, py
     return min(runs, key=lambda run: run["iteration"])
 
 
-def inside_trl(output: str, tokens: str, iterations: str, rows: str, model: str, prompts: str) -> None:
+def inside_trl(output: str, tokens: str, iterations: str, at_once: str, model: str, prompts: str) -> None:
     """Runs in TRL's environment: one GRPOTrainer, seconds of each step to a file."""
     import torch
     from datasets import Dataset
@@ -139,8 +139,8 @@ def inside_trl(output: str, tokens: str, iterations: str, rows: str, model: str,
 
     config = GRPOConfig(
         output_dir=output + ".trl",
-        per_device_train_batch_size=int(rows),
-        gradient_accumulation_steps=PROMPTS * GROUP // int(rows),
+        per_device_train_batch_size=int(at_once),
+        gradient_accumulation_steps=PROMPTS * GROUP // int(at_once),
         num_generations=GROUP,
         max_steps=int(iterations),
         max_completion_length=length,
