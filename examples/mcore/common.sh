@@ -1,5 +1,5 @@
-# Sourced by every script below examples/mcore. A script sets its variables, then calls train, convert, preprocess,
-# generate or chat once. Variables come from the environment when they are set there:
+# Sourced by every script below examples/mcore. A script sets its variables, then calls supervised, reinforce,
+# convert, preprocess, generate or chat once. Variables come from the environment when they are set there:
 #   NNODES, NPUS_PER_NODE, HOSTS, SOCKET_IFNAME, MASTER_ADDR, NODE_RANK     size and network of the cluster
 #   RAY_ADDRESS   a cluster that is up already (ray_cluster.sh): nothing is launched, the run joins it
 #   DRY_RUN=1     print the command and check it (`mindspeed-rl explain` for runs), start nothing
@@ -52,4 +52,38 @@ train() {
     else
         "${command[@]}"
     fi
+}
+
+# Both take a run file and the keys that differ; keys given later win. What every script says is read from its variables:
+# MODEL_DIR (tokenizer), DATA_PATH, LOAD_DIR and SAVE_DIR.
+
+# supervised RUN_FILE KEY=VALUE...: pretraining, tuning, preferences, reward models; also TP, PP, MBS, GBS, SEQ_LENGTH, TRAIN_ITERS.
+supervised() {
+    local run_file="$1"
+    shift
+    train "$run_file" \
+        megatron_training.num_npus="$(( NNODES * NPUS_PER_NODE ))" \
+        megatron_training.tensor_model_parallel_size="$TP" \
+        megatron_training.pipeline_model_parallel_size="$PP" \
+        megatron_training.data_path="$DATA_PATH" \
+        megatron_training.tokenizer_name_or_path="$MODEL_DIR" \
+        megatron_training.seq_length="$SEQ_LENGTH" \
+        megatron_training.micro_batch_size="$MBS" \
+        megatron_training.global_batch_size="$GBS" \
+        megatron_training.train_iters="$TRAIN_ITERS" \
+        megatron_training.load="$LOAD_DIR" \
+        megatron_training.save="$SAVE_DIR" \
+        "$@"
+}
+
+# reinforce RUN_FILE KEY=VALUE...: reinforcement learning.
+reinforce() {
+    local run_file="$1"
+    shift
+    train "$run_file" \
+        megatron_training.data_path="$DATA_PATH" \
+        megatron_training.tokenizer_name_or_path="$MODEL_DIR" \
+        actor_config.load="$LOAD_DIR" \
+        actor_config.save="$SAVE_DIR" \
+        "$@"
 }

@@ -18,32 +18,15 @@ SEQ_LENGTH="${SEQ_LENGTH:-4096}"
 TRAIN_ITERS="${TRAIN_ITERS:-2000}"
 
 PARALLEL_ARGS=(
-    megatron_training.num_npus="$(( NNODES * NPUS_PER_NODE ))"
-    megatron_training.tensor_model_parallel_size="$TP"
-    megatron_training.pipeline_model_parallel_size="$PP"
     megatron_training.expert_model_parallel_size="$EP"
     megatron_training.moe_tp_extend_ep=true
     "megatron_training.num_layer_list='$NUM_LAYER_LIST'"
 )
 
-DATA_ARGS=(
-    megatron_training.data_path="$DATA_PATH"
-    megatron_training.tokenizer_name_or_path="$MODEL_DIR"
-    megatron_training.seq_length="$SEQ_LENGTH"
-)
-
 TRAIN_ARGS=(
     megatron_training.model=deepseekv3_671b
-    megatron_training.micro_batch_size="$MBS"
-    megatron_training.global_batch_size="$GBS"
-    megatron_training.train_iters="$TRAIN_ITERS"
     megatron_training.lr=1e-5
     megatron_training.min_lr=1e-6
 )
 
-CKPT_ARGS=(
-    megatron_training.load="$LOAD_DIR"
-    megatron_training.save="$SAVE_DIR"
-)
-
-train pretrain "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CKPT_ARGS[@]}" "$@"
+supervised pretrain "${PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "$@"

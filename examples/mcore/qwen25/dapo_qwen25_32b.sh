@@ -15,14 +15,4 @@ RUN_ARGS=(
     megatron_training.train_iters="$TRAIN_ITERS"
 )
 
-DATA_ARGS=(
-    megatron_training.data_path="$DATA_PATH"
-    megatron_training.tokenizer_name_or_path="$MODEL_DIR"
-)
-
-CKPT_ARGS=(
-    actor_config.load="$LOAD_DIR"
-    actor_config.save="$SAVE_DIR"
-)
-
-train dapo_qwen25_32b_A3 "${RUN_ARGS[@]}" "${DATA_ARGS[@]}" "${CKPT_ARGS[@]}" "$@"
+reinforce dapo_qwen25_32b_A3 "${RUN_ARGS[@]}" "$@"

@@ -15,19 +15,9 @@ RUN_ARGS=(
     megatron_training.train_iters="$TRAIN_ITERS"
 )
 
-DATA_ARGS=(
-    megatron_training.data_path="$DATA_PATH"
-    megatron_training.tokenizer_name_or_path="$MODEL_DIR"
-)
-
-CKPT_ARGS=(
-    actor_config.load="$LOAD_DIR"
-    actor_config.save="$SAVE_DIR"
-)
-
 CRITIC_ARGS=(
     critic_config.load="${CRITIC_LOAD_DIR:-$MODEL_DIR}"
     critic_config.save="${CRITIC_SAVE_DIR:-./ckpt/qwen25_32b_ppo_critic}"
 )
 
-train ppo_qwen25_32b_A3 "${RUN_ARGS[@]}" "${DATA_ARGS[@]}" "${CKPT_ARGS[@]}" "${CRITIC_ARGS[@]}" "$@"
+reinforce ppo_qwen25_32b_A3 "${RUN_ARGS[@]}" "${CRITIC_ARGS[@]}" "$@"

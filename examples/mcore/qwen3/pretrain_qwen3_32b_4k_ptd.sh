@@ -15,30 +15,10 @@ GBS="${GBS:-256}"
 SEQ_LENGTH="${SEQ_LENGTH:-4096}"
 TRAIN_ITERS="${TRAIN_ITERS:-2000}"
 
-PARALLEL_ARGS=(
-    megatron_training.num_npus="$(( NNODES * NPUS_PER_NODE ))"
-    megatron_training.tensor_model_parallel_size="$TP"
-    megatron_training.pipeline_model_parallel_size="$PP"
-)
-
-DATA_ARGS=(
-    megatron_training.data_path="$DATA_PATH"
-    megatron_training.tokenizer_name_or_path="$MODEL_DIR"
-    megatron_training.seq_length="$SEQ_LENGTH"
-)
-
 TRAIN_ARGS=(
     megatron_training.model=qwen3_32b
-    megatron_training.micro_batch_size="$MBS"
-    megatron_training.global_batch_size="$GBS"
-    megatron_training.train_iters="$TRAIN_ITERS"
     megatron_training.lr=1e-5
     megatron_training.min_lr=1e-6
 )
 
-CKPT_ARGS=(
-    megatron_training.load="$LOAD_DIR"
-    megatron_training.save="$SAVE_DIR"
-)
-
-train pretrain "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CKPT_ARGS[@]}" "$@"
+supervised pretrain "${TRAIN_ARGS[@]}" "$@"
