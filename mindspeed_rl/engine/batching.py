@@ -8,6 +8,8 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rl.engine.balance import pack_within_budget, pad_within_budget
 from mindspeed_rl.engine.sequence_layout import PackedLayout, zigzag_positions
@@ -146,10 +148,15 @@ def _align(values: list[Tensor], width: int, device: torch.device) -> Tensor:
     """[rows, width] from ragged rows, zero on padding; scalars give [rows]."""
     if values[0].dim() == 0:
         return torch.stack(values).to(device)
-    out = values[0].new_zeros((len(values), width))
-    for row, value in enumerate(values):
-        out[row, : len(value)] = value
-    return out.to(device)
+    out = pad_sequence(values, batch_first=True)
+    return functional.pad(out, (0, width - out.size(1))).to(device)
+
+
+def _runs(starts: Tensor, lengths: Sequence[int]) -> Tensor:
+    """start, start + 1, ..., start + length - 1 of one row after the other; int64."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    ends = counts.cumsum(0)
+    return torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
 
 
 def build_micro_batch(
@@ -161,10 +168,12 @@ def build_micro_batch(
         least_width: padding makes it at least this wide (`BatchShape.width`), because other ranks' micro-batches are.
     """
     rows = batch.select(indexes)
-    count, width = len(rows), max(max(rows.response_lengths), 1)
-    full_width = max(shape.width(rows.lengths), least_width)
+    lengths, predicted = rows.lengths, rows.predicted
+    predicted_lengths = [len(tokens) for tokens in predicted]
+    count, width = len(rows), max(max(predicted_lengths), 1)
+    full_width = max(shape.width(lengths), least_width)
     if shape.packed:
-        padded = [shape.padded_length(length) for length in rows.lengths]
+        padded = [shape.padded_length(length) for length in lengths]
         tail = full_width - sum(padded)
         if tail:
             padded.append(tail)  # a sequence of its own: nothing attends to it
@@ -172,16 +181,14 @@ def build_micro_batch(
         padded = [full_width] * count
     total = sum(padded)
     ids = torch.full((total,), shape.pad_id, dtype=torch.int64)
-    positions = torch.cat([torch.arange(length) for length in padded])
+    positions = _runs(torch.zeros(len(padded), dtype=torch.int64), padded)
     labels = torch.zeros(total, dtype=torch.int64)
     slots = torch.full((total,), -1, dtype=torch.int64)
-    start = 0
-    for row, (tokens, prompt, predicted) in enumerate(zip(rows.input_ids, rows.prompt_lengths, rows.predicted)):
-        first = start + prompt - 1
-        ids[start : start + len(tokens)] = tokens
-        labels[first : first + len(predicted)] = predicted
-        slots[first : first + len(predicted)] = row * width + torch.arange(len(predicted))
-        start += padded[row]
+    starts = torch.tensor([0, *padded]).cumsum(0)[:count]
+    ids[_runs(starts, lengths)] = torch.cat(rows.input_ids)
+    predicting = _runs(starts + torch.tensor(rows.prompt_lengths) - 1, predicted_lengths)
+    labels[predicting] = torch.cat(predicted)
+    slots[predicting] = _runs(torch.arange(count) * width, predicted_lengths)
     if shape.packed:
         held = _held_positions(padded, shape)
         layout = PackedLayout.build(padded, device, shape.cp_size)
@@ -194,7 +201,7 @@ def build_micro_batch(
         # hidden states are [s, b, h]: position-major
         held_slots, held_labels = slots.view(count, -1)[:, held].t().flatten(), labels.view(count, -1)[:, held].t().flatten()
     hidden_index = (held_slots >= 0).nonzero()[:, 0]
-    mask = torch.arange(width)[None, :] < torch.tensor(rows.response_lengths)[:, None]
+    mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
     return MicroBatch(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
@@ -207,7 +214,7 @@ def build_micro_batch(
         response_mask=mask.to(device),
         columns={name: _align(values, width, device) for name, values in rows.columns.items()},
         indexes=tuple(indexes),
-        num_tokens=sum(rows.lengths),
+        num_tokens=sum(lengths),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class InferenceWorker(Worker):
         self._replica, self._replica_rank = divmod(self.rank, settings.tensor_parallel_size)
         self._num_replicas = settings.data_parallel_size
         self._pieces: Iterator[Piece] = iter(())
+        self._settle()
         return {}
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str]) -> None:
@@ -136,3 +138,4 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
             raise WorkerFailed(f"{error} Logs: {run_dir}/logs") from error
         finally:
             group.close()
+    shutil.rmtree(run_dir)  # only a failure needs its logs

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from mindspeed_rl.rollout.records import Completion, GenerationRequest, Sampling
 #: tokens of one KV block on the CPU; a sequence takes whole blocks
 _CPU_BLOCK_TOKENS = 128
 _MOST_DERIVED_KV_BYTES = 8 << 30
+_SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
 def _kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
@@ -27,6 +31,28 @@ def _kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
     blocks = (config.max_num_seqs + 2) * -(-config.max_model_len // _CPU_BLOCK_TOKENS) + 8
     wanted = blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token // config.infer_tensor_parallel_size
     return min(wanted, _MOST_DERIVED_KV_BYTES)
+
+
+@contextmanager
+def _own_socket_folder() -> Iterator[None]:
+    """Has vLLM make the sockets by which the ranks of an engine meet in a folder that is gone when the block ends.
+
+    Once they have met the files are of no use, and those of a killed process would stay. vLLM may have kept the folder of an
+    earlier engine of this process in its copy of the environment, which is dropped.
+    """
+    from vllm import envs
+
+    before = os.environ.get(_SOCKET_FOLDER)
+    with TemporaryDirectory(prefix="mindspeed-rl-vllm-") as folder:
+        os.environ[_SOCKET_FOLDER] = folder
+        if hasattr(envs, "disable_envs_cache"):
+            envs.disable_envs_cache()
+        try:
+            yield
+        finally:
+            del os.environ[_SOCKET_FOLDER]
+            if before is not None:
+                os.environ[_SOCKET_FOLDER] = before
 
 
 class VllmEngine:
@@ -95,7 +121,7 @@ class VllmEngine:
             arguments["enable_sleep_mode"] = True
         arguments.update(engine_arguments or {})
         set_num_threads = torch.set_num_threads
-        with platform.current().kept_rng_state():  # vLLM seeds the global generators
+        with platform.current().kept_rng_state(), _own_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
@@ -128,7 +154,9 @@ class VllmEngine:
                 ignore_eos=True,  # what ends a response is in stop_token_ids alone
                 seed=request.seed,
                 logprobs=0,
+                flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,  # nobody else holds it
             )
             for request in requests
         ]
@@ -139,7 +167,7 @@ class VllmEngine:
         for output in outputs:
             sample = output.outputs[0]
             token_ids = list(sample.token_ids)
-            log_probs = [step[token].logprob for step, token in zip(sample.logprobs, token_ids)]
+            log_probs = [sample.logprobs.logprobs[index] for index in sample.logprobs.start_indices]  # the drawn token is first
             completions.append(Completion(token_ids, log_probs, truncated=sample.finish_reason == "length"))
         return completions
 

@@ -45,6 +45,7 @@ class IntegratedWorker(Worker):
         from mindspeed_rl.workers.phases import Phases
 
         self.phases = Phases(self.cfg, self.plan, plane, self.timers, run_id=run_id)
+        self._settle()
         return self.phases.resumed or {}
 
     # ------------------------------------------------------------------ phases

@@ -79,6 +79,7 @@ class RewardModelWorker(Worker):
         """Joins the reward model's world and builds it; collective over its workers."""
         self._take_place(master, local_rank)
         self.model = build_alone(self.cfg, self.plan, plane, self.timers)
+        self._settle()
         return {}
 
     def compute_model_rewards(self, count: int) -> WorkerReport:

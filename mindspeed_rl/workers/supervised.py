@@ -72,6 +72,7 @@ class SupervisedWorker(Worker):
         from mindspeed_rl.workers.supervised_phases import SupervisedPhases
 
         self.phases = SupervisedPhases(self.cfg, self.plan, self.timers)
+        self._settle()
         return self.phases.resumed or {}
 
     def data(self) -> DataSummary:

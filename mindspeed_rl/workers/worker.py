@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -97,6 +98,14 @@ class Worker:
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
         )
+
+    def _settle(self) -> None:
+        """What `set_up` built lives as long as the process, so the garbage collector need not look at it again.
+
+        With Megatron and vLLM these are 750,000 objects, and half a second for each full collection.
+        """
+        gc.collect()
+        gc.freeze()
 
     def _report(self, metrics: Metrics | None) -> WorkerReport:
         return WorkerReport(metrics or Metrics(), self.timers.drain())

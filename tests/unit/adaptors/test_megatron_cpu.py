@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from mindspeed_rl.adaptors import megatron_cpu
 from mindspeed_rl.adaptors.torch_facade import facade
+from mindspeed_rl.engine.sequence_layout import zigzag_positions
 
 HERE = Path(__file__).parent
 
@@ -77,6 +80,24 @@ def test_adamw_counts_steps_by_group_and_skips_parameters_without_gradient() -> 
     assert optimizer.param_groups[0]["step"] == 2
     assert without not in optimizer.state and torch.equal(without, torch.ones(2))
     assert "step" not in optimizer.state[with_gradient]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_packed_sequences_are_rotated_as_each_of_them_alone(cp_size: int) -> None:
+    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    generator = torch.Generator().manual_seed(cp_size)
+    lengths = [2 * cp_size * count for count in (3, 1, 0, 5, 2)]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    states = torch.randn(sum(lengths), 3, 8, generator=generator)
+    angles = torch.randn(max(lengths), 1, 1, 8, generator=generator)
+    alone = torch.cat(
+        [rope._apply_rotary_pos_emb_bshd(x[:, None], angles[: len(x)])[:, 0] for x in states.split(lengths) if len(x)]
+    )
+    for cp_rank in range(cp_size):
+        held = zigzag_positions(lengths, cp_size, cp_rank)
+        group = SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank)  # noqa: B023  (used in this round only)
+        packed = rope._apply_rotary_pos_emb_thd(states[held], ends, angles, cp_group=group)
+        assert torch.equal(packed, alone[held])
 
 
 def test_factories_read_cuda_as_the_cpu_and_pass_everything_else_on() -> None:

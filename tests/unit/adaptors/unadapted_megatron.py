@@ -58,6 +58,17 @@ def asks_the_tracker() -> bool:
     return raises(lambda: tracker.fork("x").__enter__())
 
 
+def steps_for_each_sequence() -> bool:
+    """The positions of packed sequences are looked up in as many Python calls as there are sequences."""
+    rope, calls = module("models.common.embeddings.rope_utils"), []
+    original = rope._get_thd_freqs_on_this_cp_rank
+    rope._get_thd_freqs_on_this_cp_rank = lambda *args: calls.append(1) or original(*args)
+    alone = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    ends = torch.tensor([0, 1, 3, 6], dtype=torch.int32)
+    rope._apply_rotary_pos_emb_thd(torch.ones(6, 1, 4), ends, torch.ones(3, 1, 1, 4), cp_group=alone)
+    return len(calls) == 3
+
+
 optimizer, distributed = module("optimizer"), module("optimizer.distrib_optimizer")
 rng, experts = module("tensor_parallel.random"), module("transformer.moe.moe_utils")
 files, calls = module("dist_checkpointing.strategies.filesystem_async"), module("dist_checkpointing.strategies.async_utils")
@@ -81,6 +92,7 @@ print(
             ),
             "optimizer.distrib_optimizer Adam": not distributed.USING_APEX_OPTIMIZER,
             "optimizer.clip_grads": names_cuda_types(module("optimizer.clip_grads").clip_grad_by_total_norm_fp32),
+            "models.common.embeddings.rope_utils": steps_for_each_sequence(),
             "transformer.multi_latent_attention": latent.HAVE_TE and not isinstance(latent.TELinear, type),
             "transformer.moe.experts": any(
                 "bf16" in str(constant) for constant in module("transformer.moe.experts").GroupedMLP.forward.__code__.co_consts
