@@ -14,8 +14,8 @@ Stage = Literal["train", "rollout"]
 
 #: (platform, stage) -> modules whose `apply()` runs, in order, before the library is imported
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("cpu", "train"): ("mindspeed_rl.adaptors.megatron_cpu",),
-    ("cpu", "rollout"): ("mindspeed_rl.adaptors.vllm_cpu",),
+    ("cpu", "train"): ("mindspeed_rl.adaptors.onednn_matmul", "mindspeed_rl.adaptors.megatron_cpu"),
+    ("cpu", "rollout"): ("mindspeed_rl.adaptors.onednn_matmul", "mindspeed_rl.adaptors.vllm_cpu"),
     ("npu", "train"): ("mindspeed_rl.adaptors.mindspeed",),
     ("npu", "rollout"): ("mindspeed_rl.adaptors.vllm_ascend",),
     ("cuda", "train"): (),
