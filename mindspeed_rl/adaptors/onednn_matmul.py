@@ -15,27 +15,46 @@ from torch import Tensor
 
 #: multiply-adds from which on oneDNN wins, its call from Python included
 _WORTHWHILE = 1 << 22
+#: products with a thinner side are slower with oneDNN; the second is for weight gradients
+_LEAST_SIDE, _LEAST_GRADIENT_SIDE = 32, 64
 #: oneDNN compiles a kernel for each new length of the sum, and a long one takes it longer than the product; weight gradients
 #: sum over the tokens of a micro-batch, which differ from step to step, so they are summed in pieces of this length
 _PIECE = 1024
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _by_mkl(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ops.aten.mm.out(a, b, out=a.new_empty((a.size(0), b.size(1))))
+
+
+def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] times b [k, n]; the kernel of aten::mm."""
-    (m, k), n = a.shape, b.size(1)
-    if a.dtype != torch.float32 or m * k * n < _WORTHWHILE:
-        return torch.ops.aten.mm.out(a, b, out=a.new_empty((m, n)))
-    if k < 2 * _PIECE or k <= max(m, n):
-        return _product(a, b)
+def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k] with its columns, b [k, n] with its rows one after the other."""
+    k = a.size(1)
+    if k < 2 * _PIECE:
+        return _by_onednn(a, b)
     whole = k - k % _PIECE
-    out = _product(a[:, :_PIECE], b[:_PIECE])
+    out = _by_onednn(a[:, :_PIECE], b[:_PIECE])
     for start in range(_PIECE, whole, _PIECE):
-        out.add_(_product(a[:, start : start + _PIECE], b[start : start + _PIECE]))
+        out.add_(_by_onednn(a[:, start : start + _PIECE], b[start : start + _PIECE]))
     return out.addmm_(a[:, whole:], b[whole:]) if whole < k else out
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k] times b [k, n]; the kernel of aten::mm.
+
+    Slices of wider tensors stay with MKL: for them oneDNN has only its reference kernel, which is 100 times slower.
+    """
+    (m, k), n = a.shape, b.size(1)
+    if a.dtype != torch.float32 or m * k * n < _WORTHWHILE or min(m, k, n) < _LEAST_SIDE:
+        return _by_mkl(a, b)
+    if a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous()):
+        return _by_onednn(a, b)
+    if a.t().is_contiguous() and b.is_contiguous() and min(m, n) >= _LEAST_GRADIENT_SIDE:
+        return _weight_gradient(a, b)
+    return _by_mkl(a, b)
 
 
 def _is_intel() -> bool:

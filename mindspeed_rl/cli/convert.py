@@ -145,9 +145,11 @@ def _say(text: str) -> None:
 
 def _form_of(folder: Path) -> Literal["hf", "mg"]:
     """What a folder looks like; "hf" in doubt."""
+    from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+
     if (folder / "config.json").is_file():
         return "hf"
-    names = ("latest_checkpointed_iteration.txt", "metadata.json", "iter_*", "release", "mp_rank_*")
+    names = (LATEST_NAME, "metadata.json", "iter_*", "release", "mp_rank_*")
     return "mg" if any(next(folder.glob(name), None) for name in names) else "hf"
 
 

@@ -22,11 +22,11 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.engine import optimizer_state, random_state
 from mindspeed_rl.engine.lora import LoraSettings, is_trained
 from mindspeed_rl.engine.train_engine import TrainEngine
 
-_LATEST = "latest_checkpointed_iteration.txt"
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     Raises:
         ValueError: the file that names it is damaged or names a folder that does not exist.
     """
-    path = Path(folder, _LATEST)
+    path = Path(folder, LATEST_NAME)
     if not path.is_file():
         return None
     text = path.read_text().strip()
@@ -135,7 +135,7 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
         if dist.get_rank() == 0:
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
-            latest = folder / _LATEST
+            latest = folder / LATEST_NAME
             temporary = latest.with_suffix(".tmp")
             temporary.write_text(str(iteration))
             os.replace(temporary, latest)
@@ -239,7 +239,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     if iteration is None:
         iteration = latest_iteration(folder)
     if iteration is None:
-        raise ValueError(f"load: {folder} holds no finished checkpoint (no {_LATEST}).")
+        raise ValueError(f"load: {folder} holds no finished checkpoint (no {LATEST_NAME}).")
     path = iteration_folder(folder, iteration)
     record_path = path / "run_state.json"
     if not record_path.is_file():

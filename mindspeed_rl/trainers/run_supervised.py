@@ -10,13 +10,12 @@ from pathlib import Path
 from mindspeed_rl import platform
 from mindspeed_rl.config import BatchPlan, ConfigError, MegatronConfig, RLConfig, RunConfig, build_batch_plan, unavailable
 from mindspeed_rl.data.indexed import packed_columns
-from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.run_folder import absolute_paths, is_weight, recorded_run
 from mindspeed_rl.trainers.supervised import SupervisedJournal, SupervisedTrainer
 from mindspeed_rl.workers.launch import WorkerGroup, cluster
-from mindspeed_rl.workers.model_source import find_model
+from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.supervised import SupervisedWorker, has_own_reference, reference_of
 
 
@@ -34,7 +33,7 @@ def run_supervised(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
         raise ValueError("megatron_training.train_iters: not set; say how many optimizer steps the run has.")
     config = cfg.actor_config
     source = find_model(config, "megatron_training")
-    load_tokenizer(config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast)
+    load_tokenizer_of(config, source)  # raises where there is none
     check_data(config)
     if config.stage == "dpo" and has_own_reference(config):
         reference_of(config, source)

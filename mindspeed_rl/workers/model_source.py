@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl.checkpoint.hf import stored_tensor_names
+from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.config import MegatronConfig, RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def find_model(config: MegatronConfig, role: str) -> ModelSource:
         if key == candidates[-1][0]:
             raise ValueError(
                 f"{role}.{key}: {value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint "
-                "(latest_checkpointed_iteration.txt)."
+                f"({LATEST_NAME})."
             )
     assert weights is not None
     folders = [weights[0]] if weights[1] == "hf" else []
@@ -59,6 +63,13 @@ def find_model(config: MegatronConfig, role: str) -> ModelSource:
     raise ValueError(
         f"{role}.tokenizer_name_or_path: {config.tokenizer_name_or_path} has no config.json; the model's shape is read from it."
     )
+
+
+def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer that the keys name, else the one beside the weights."""
+    from mindspeed_rl.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast)
 
 
 def base_of(config: MegatronConfig, role: str) -> ModelSource:
@@ -80,7 +91,7 @@ def base_of(config: MegatronConfig, role: str) -> ModelSource:
 
 def weights_kind(folder: Path) -> Literal["hf", "training", "megatron"] | None:
     """What a folder holds, None for nothing usable."""
-    latest = folder / "latest_checkpointed_iteration.txt"
+    latest = folder / LATEST_NAME
     if latest.is_file():
         iteration = latest.read_text().strip()
         name = f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration

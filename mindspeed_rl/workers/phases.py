@@ -16,7 +16,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.workers.integrated import UpdateOrder
 from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.model_source import find_model
+from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.reward_model import RewardModel
 from mindspeed_rl.workers.rows import to_rows
@@ -36,7 +36,6 @@ class Phases:
 
     def __init__(self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, timers: Timers, *, run_id: str) -> None:
         prepare_process(cfg)
-        from mindspeed_rl.data.tokenizer import load_tokenizer
         from mindspeed_rl.engine.build import plan_model
         from mindspeed_rl.workers.roles import build_roles
         from mindspeed_rl.workers.rollout import Rollout
@@ -46,9 +45,7 @@ class Phases:
         model_plan = plan_model(cfg.actor_config, source.hf_folder)
         join_world(cfg.actor_config, model_plan)
         self.replica = Replica(plane, cfg.rl_config.wait_timeout_s)
-        tokenizer = load_tokenizer(
-            cfg.actor_config.tokenizer_name_or_path or source.hf_folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast
-        )
+        tokenizer = load_tokenizer_of(cfg.actor_config, source)
         self.roles = build_roles(cfg, plan, source, model_plan, tokenizer)
         self.resumed = self.roles.actor.resumed
         self.generate_config = cfg.generate_config

@@ -12,7 +12,7 @@ from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
-from mindspeed_rl.workers.model_source import find_model, reward_model_config
+from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of, reward_model_config
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.scoring import Scoring
 from mindspeed_rl.workers.worker import Worker, WorkerReport
@@ -95,15 +95,13 @@ def build_alone(cfg: RunConfig, plan: BatchPlan, plane: DataPlane, timers: Timer
     """The reward model of a run in a world of its own; collective over that world."""
     config = reward_model_config(cfg)
     prepare_process(cfg, config)
-    from mindspeed_rl.data.tokenizer import load_tokenizer
     from mindspeed_rl.engine.build import plan_model
     from mindspeed_rl.workers.limits import micro_batching
     from mindspeed_rl.workers.roles import build_reward_model, shared_settings
 
     source = find_model(config, "reward_config")
     actor = cfg.actor_config
-    folder = actor.tokenizer_name_or_path or find_model(actor, "actor_config").hf_folder  # it reads the actor's tokens
-    tokenizer = load_tokenizer(folder, use_fast=not actor.tokenizer_not_use_fast)
+    tokenizer = load_tokenizer_of(actor, find_model(actor, "actor_config"))  # it reads the actor's tokens
     join_world(config, plan_model(config, source.hf_folder))
     role, scoring = build_reward_model(cfg, config, tokenizer, shared_settings(cfg, tokenizer))
     replica = Replica(plane, cfg.rl_config.wait_timeout_s)

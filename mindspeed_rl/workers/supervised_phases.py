@@ -13,7 +13,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.observability.timers import Timers
-from mindspeed_rl.workers.model_source import ModelSource, find_model
+from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.supervised import DataSummary, has_own_reference, reference_of
 from mindspeed_rl.workers.world import join_world, prepare_process
 
@@ -32,7 +32,6 @@ class SupervisedPhases:
         prepare_process(cfg)
         from megatron.core import parallel_state
 
-        from mindspeed_rl.data.tokenizer import load_tokenizer
         from mindspeed_rl.engine import parallel
         from mindspeed_rl.engine.build import plan_model
         from mindspeed_rl.models.flops import ModelFlops
@@ -41,9 +40,7 @@ class SupervisedPhases:
         self.config, self.plan, self.timers = cfg.actor_config, plan, timers
         config = self.config
         source = find_model(config, "megatron_training")
-        tokenizer = load_tokenizer(
-            config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast
-        )
+        tokenizer = load_tokenizer_of(config, source)
         self.stage = make_stage(config, tokenizer)
         model_plan = plan_model(config, source.hf_folder, head=self.stage.head)
         join_world(config, model_plan)

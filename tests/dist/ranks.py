@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -17,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 #: after one rank has failed, how long the others may take to fail as well before they are ended
 _GRACE_S = 3.0
@@ -35,15 +34,6 @@ ENVIRONMENT = {
 
 class RankFailure(AssertionError):
     """A job failed on a rank, or did not end in time; the message holds what each rank said."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, out of reach of outgoing connections, one of which could take it meanwhile."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 200):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port")
 
 
 def _serve(connection: Connection, rank: int, size: int, log: str) -> None:

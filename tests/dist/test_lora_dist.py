@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from ports import free_port
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,9 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in models.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"}
     logs = [(folder / f"log{rank}").open("w+") for rank in range(2)]
     processes = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from ports import free_port
 from tokenizers import Tokenizer, models
 
 PROGRAM = Path(__file__).with_name("lora_rl_program.py")
@@ -43,9 +43,7 @@ def save_model(folder: Path) -> None:
 @pytest.mark.slow
 def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     result = tmp_path / "result.json"
     done = subprocess.run(

@@ -6,11 +6,9 @@ import importlib.util
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -74,25 +72,6 @@ def load(work: Path, stage: str, *overrides: str) -> RunConfig:
         "eval_iters": 1,
     }
     return load_run_config(name, None, [*(f"megatron_training.{key}={value}" for key, value in keys.items()), *overrides])
-
-
-@pytest.fixture(scope="module")
-def one_process_world() -> Iterator[None]:
-    """The environment of rank 0 of 1."""
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
-        rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in rank.items():
-            patch.setenv(name, value)
-        yield
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -10,9 +10,10 @@ from mindspeed_rl.adaptors.onednn_matmul import _PIECE, _WORTHWHILE, matmul
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 SHAPES = {
     "activations": (700, 96, 130),
-    "weight gradient, whole pieces": (64, 4 * _PIECE, 48),
-    "weight gradient, a rest": (64, 5 * _PIECE + 17, 48),
-    "wide": (2100, 2100, 5),
+    "weight gradient, one piece": (96, _PIECE + 17, 64),
+    "weight gradient, whole pieces": (64, 4 * _PIECE, 80),
+    "weight gradient, a rest": (64, 5 * _PIECE + 17, 80),
+    "thin": (2100, 2100, 5),
     "one row": (1, 3000, 2000),
     "small": (7, 11, 13),
 }

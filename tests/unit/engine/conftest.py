@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.config import MegatronConfig
@@ -23,22 +20,14 @@ from mindspeed_rl.models.weights import MemorySource
 
 
 @pytest.fixture(scope="module")
-def one_process_world() -> Iterator[None]:
-    """A training world of this process alone; gone afterwards."""
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}.items():
-            patch.setenv(name, value)
-        probe.close()
-        parallel.init_process_group(parallel.RankInfo(0, 1, 0), 60)
-        parallel.init_model_parallel(MegatronConfig(), 1, 60)
-        yield
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+def training_world(one_process_world: None) -> None:
+    """Process groups of this process alone."""
+    parallel.init_process_group(parallel.RankInfo(0, 1, 0), 60)
+    parallel.init_model_parallel(MegatronConfig(), 1, 60)
 
 
 @pytest.fixture(scope="module")
-def make_engine(one_process_world: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainEngine]:
+def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainEngine]:
     """(keys of MegatronConfig) -> an engine in training on a random two-layer Qwen2, always with the same weights."""
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)

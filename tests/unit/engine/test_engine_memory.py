@@ -100,7 +100,7 @@ def test_recomputed_activations_give_the_same_steps_and_are_dropped(make_engine:
     assert seen[0].untyped_storage().size() > 0
 
 
-@pytest.mark.usefixtures("one_process_world")
+@pytest.mark.usefixtures("training_world")
 def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.Qwen2MoeConfig(
@@ -137,7 +137,7 @@ def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(finals[0][1], finals[1][1]))
 
 
-@pytest.mark.usefixtures("one_process_world")
+@pytest.mark.usefixtures("training_world")
 def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) -> None:
     transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4

@@ -24,7 +24,7 @@ def draws() -> list[object]:
     ]
 
 
-def test_all_generators_continue_where_they_were_saved(one_process_world: None, tmp_path: Path) -> None:
+def test_all_generators_continue_where_they_were_saved(training_world: None, tmp_path: Path) -> None:
     parallel.seed_all(5)
     random.gauss(0, 1)
     np.random.normal()
@@ -36,7 +36,7 @@ def test_all_generators_continue_where_they_were_saved(one_process_world: None, 
     assert [draws(), draws()] == [first, second]
 
 
-def test_capturing_draws_nothing(one_process_world: None) -> None:
+def test_capturing_draws_nothing(training_world: None) -> None:
     parallel.seed_all(5)
     expected = draws()
     parallel.seed_all(5)

@@ -28,7 +28,7 @@ DEEPSEEK3 = {
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def test_a_bfloat16_model_pushes_its_router_bias_in_float32(one_process_world: None, tmp_path: Path) -> None:
+def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
     config = MegatronConfig(bf16=True)
     parallel.seed_all(1)

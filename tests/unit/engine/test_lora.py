@@ -28,7 +28,7 @@ from mindspeed_rl.models.weights import MemorySource, TensorSource
 from mindspeed_rl.resharding.proof import bit_sum, trained_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
-pytestmark = pytest.mark.usefixtures("one_process_world")
+pytestmark = pytest.mark.usefixtures("training_world")
 
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 SIZES: dict[str, Any] = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tiny_models
+from ports import free_port
 
 HERE = Path(__file__).parent
 QUICK = ("qwen2-tied", "qwen3-moe", "glm4")
@@ -18,9 +18,7 @@ QUICK = ("qwen2-tied", "qwen3-moe", "glm4")
 
 def largest_differences(folder: Path, models: tuple[str, ...]) -> dict[str, float]:
     """Run both processes to the end and read what they found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"}
     logs = [(folder / f"log{rank}").open("w+") for rank in range(2)]
     processes = [

@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from mindspeed_rl.cli import launch
 from mindspeed_rl.cli.launch import Fingerprint, LaunchSettings
@@ -163,12 +163,6 @@ def processes_with(text: str) -> list[int]:
             if text.encode() in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from supervised_samples import EOS, NETWORK, PAD, text
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -32,22 +29,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def one_process_world() -> Iterator[None]:
-    """The environment of rank 0 of 1; the groups that the first stage makes are gone afterwards."""
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
-        rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in rank.items():
-            patch.setenv(name, value)
-        yield
-        if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
