@@ -25,7 +25,8 @@ done
 tail -n 1 "$WORK/preprocess.log"
 
 echo "== 3/5 SFT: a warm start that knows the format and gets some sums right"
-mindspeed-rl train --config-name sft_tiny_cpu run_dir="$WORK/sft_run"
+mindspeed-rl train --config-name sft_tiny_cpu run_dir="$WORK/sft_run" megatron_training.save_interval=10
+python examples/quickstart/choose_start.py "$WORK/sft" "$WORK/raw/heldout.jsonl"
 
 echo "== 4/5 GRPO: Megatron TP2 trains, two vLLM replicas sample"
 mindspeed-rl train --config-name grpo_tiny_cpu run_dir="$WORK/grpo_run"
