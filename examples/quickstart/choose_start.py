@@ -12,6 +12,8 @@ from pathlib import Path
 
 from compare import greedy_accuracy
 
+from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+
 GOAL, LOW, HIGH = 0.45, 0.3, 0.6
 
 
@@ -34,7 +36,7 @@ def main(save: Path, held_out: Path) -> None:
     link = save / "hf" / "latest"
     link.unlink()
     link.symlink_to(best.name)
-    (save / "latest_checkpointed_iteration.txt").write_text(str(int(best.name.removeprefix("iter_"))))
+    (save / LATEST_NAME).write_text(str(int(best.name.removeprefix("iter_"))))
     print(f"warm start: {best.name}, {measured[exports.index(best)]:.1%} of the held-out sums right")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,14 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 PROGRAMS = Path(__file__).parent / "programs"
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = None, *, timeout_s: float = 900) -> list[Any]:

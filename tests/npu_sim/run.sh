@@ -23,7 +23,7 @@ if [[ ! -e "$build/libascendcl.so" ]] || [[ -n "$(find "$here/cann" -newer "$bui
 fi
 
 unset ASCEND_HOME_PATH ASCEND_OPP_PATH ASCEND_RT_VISIBLE_DEVICES PYTORCH_NPU_ALLOC_CONF
-export LD_LIBRARY_PATH="$build" PYTHONPATH="$here:$root" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export LD_LIBRARY_PATH="$build" PYTHONPATH="$here:$root/tests:$root" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TASK_QUEUE_ENABLE=0 NPU_SIM_DEVICES="${NPU_SIM_DEVICES:-8}" CUDA_DEVICE_MAX_CONNECTIONS=1
 if [[ "${1:-}" == "--shell" ]]; then
     exec "${SHELL:-bash}"
