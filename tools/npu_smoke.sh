@@ -8,7 +8,7 @@
 # --rehearse runs what a machine without NPUs can: the script itself, training steps and GRPO iterations on the CPU.
 set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-cd "$root"
+cd "$root" || exit 1
 
 steps="doctor,device,hccl,engine,rollout"
 only="$steps" report="$root/npu_smoke_report.md" ranks=2 platform="npu"

@@ -1,24 +1,7 @@
 #!/usr/bin/env bash
-# DeepSeek-V3 671B: answers to prompts. LOAD_DIR is a Hugging Face folder, a training checkpoint or a Megatron checkpoint.
+# DeepSeek-V3 671B: answers to prompts.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./models/DeepSeek-V3}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/DeepSeek-V3}"
-TP="${TP:-4}"
-MAX_NEW_TOKENS="${MAX_NEW_TOKENS:-512}"
-PROMPT="${PROMPT:-Natalia sold 48 clips in April and half as many in May. How many in all?}"
-
-MODEL_ARGS=(
-    --load "$LOAD_DIR"
-    --tokenizer-name-or-path "$TOKENIZER_PATH"
-    --tensor-parallel-size "$TP"
-)
-
-TEXT_ARGS=(
-    --prompt-type deepseek3
-    --max-new-tokens "$MAX_NEW_TOKENS"
-    --temperature "${TEMPERATURE:-0.7}"
-    --prompt "$PROMPT"
-)
-
-generate "${MODEL_ARGS[@]}" "${TEXT_ARGS[@]}" "$@"
+model deepseekv3_671b DeepSeek-V3
+: "${TP:=4}"
+generate --prompt-type deepseek3 "$@"

@@ -1,18 +1,7 @@
 #!/usr/bin/env bash
 # DeepSeek-V3 671B: GRPO. Settings not named here: configs/grpo_deepseek_r1_671b_A3.yaml.
-NNODES="${NNODES:-16}"
-NPUS_PER_NODE="${NPUS_PER_NODE:-16}"
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MODEL_DIR="${MODEL_DIR:-./models/DeepSeek-V3}"
-LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
-DATA_PATH="${DATA_PATH:-./dataset/deepseek3_rl/data}"  # prefix that data_convert_deepseek3_rl.sh wrote
-SAVE_DIR="${SAVE_DIR:-./ckpt/deepseekv3_671b_grpo}"
-TRAIN_ITERS="${TRAIN_ITERS:-500}"
-
-RUN_ARGS=(
-    rl_config.actor_resource.num_npus="$(( NNODES * NPUS_PER_NODE ))"
-    megatron_training.train_iters="$TRAIN_ITERS"
-)
-
-reinforce grpo_deepseek_r1_671b_A3 "${RUN_ARGS[@]}" "$@"
+model deepseekv3_671b DeepSeek-V3
+: "${NNODES:=16}"
+reinforce grpo_deepseek_r1_671b_A3 "$@"

@@ -2,8 +2,5 @@
 # Llama 3 8B: a Megatron checkpoint, under any split, to a Hugging Face folder.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./ckpt/llama3_8b_mcore}"
-SAVE_DIR="${SAVE_DIR:-./ckpt/llama3_8b_hf}"
-HF_DIR="${HF_DIR:-./models/Meta-Llama-3-8B}"  # config.json and tokenizer of the model
-
-convert --load-model-type mg --save-model-type hf --load-dir "$LOAD_DIR" --save-dir "$SAVE_DIR" --hf-cfg-dir "$HF_DIR"
+model llama3_8b Meta-Llama-3-8B
+mcore2hf "$@"

@@ -2,15 +2,5 @@
 # Llama 3: instructions and answers for supervised tuning.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-INPUT="${INPUT:-./dataset/alpaca.jsonl}"
-OUTPUT_PREFIX="${OUTPUT_PREFIX:-./dataset/llama3_instruction/data}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Meta-Llama-3-8B}"
-WORKERS="${WORKERS:-8}"
-
-HANDLER_ARGS=(
-    --handler-name AlpacaStyleInstructionHandler
-    --prompt-type llama3
-)
-
-preprocess --input "$INPUT" --output-prefix "$OUTPUT_PREFIX" --tokenizer-type PretrainedFromHF \
-    --tokenizer-name-or-path "$TOKENIZER_PATH" --workers "$WORKERS" "${HANDLER_ARGS[@]}"
+: "${TOKENIZER_PATH:=./models/Meta-Llama-3-8B}"
+instruction_data --prompt-type llama3 "$@"

@@ -2,16 +2,5 @@
 # Llama 3.2: preference pairs for DPO and reward models.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-INPUT="${INPUT:-./dataset/orca_rlhf.jsonl}"
-OUTPUT_PREFIX="${OUTPUT_PREFIX:-./dataset/llama32_pairwise/data}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Llama-3.2-1B}"
-WORKERS="${WORKERS:-8}"
-
-HANDLER_ARGS=(
-    --handler-name AlpacaStylePairwiseHandler
-    --prompt-type llama3
-    --map-keys '{"prompt": "question", "query": "", "system": "system"}'
-)
-
-preprocess --input "$INPUT" --output-prefix "$OUTPUT_PREFIX" --tokenizer-type PretrainedFromHF \
-    --tokenizer-name-or-path "$TOKENIZER_PATH" --workers "$WORKERS" "${HANDLER_ARGS[@]}"
+: "${TOKENIZER_PATH:=./models/Llama-3.2-1B}"
+pairwise_data --prompt-type llama3 "$@"

@@ -1,24 +1,7 @@
 #!/usr/bin/env bash
-# Llama 3.2 1B: tuning of all weights with 4096 tokens. DRY_RUN=1 prints the command and explains the run.
-NNODES="${NNODES:-1}"
-NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
+# Llama 3.2 1B: tuning of all weights with 4096 tokens.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MODEL_DIR="${MODEL_DIR:-./models/Llama-3.2-1B}"
-LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
-DATA_PATH="${DATA_PATH:-./dataset/llama32_instruction/data}"  # prefix that data_convert_llama32_* wrote
-SAVE_DIR="${SAVE_DIR:-./ckpt/llama32_1b_tune_full}"
-TP="${TP:-1}"
-PP="${PP:-1}"
-MBS="${MBS:-2}"
-GBS="${GBS:-64}"
-SEQ_LENGTH="${SEQ_LENGTH:-4096}"
-TRAIN_ITERS="${TRAIN_ITERS:-2000}"
-
-TRAIN_ARGS=(
-    megatron_training.model=llama32_1b
-    megatron_training.lr=1e-6
-    megatron_training.min_lr=1e-7
-)
-
-supervised tune_full "${TRAIN_ARGS[@]}" "$@"
+model llama32_1b Llama-3.2-1B
+: "${TP:=1}" "${MBS:=2}"
+tune_full "$@"

@@ -1,22 +1,7 @@
 #!/usr/bin/env bash
-# Mixtral 8X7B: a conversation on the console. LOAD_DIR is a Hugging Face folder, a training checkpoint or a Megatron checkpoint.
+# Mixtral 8x7B: a conversation on the console.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./models/Mixtral-8x7B-v0.1}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Mixtral-8x7B-v0.1}"
-TP="${TP:-8}"
-MAX_NEW_TOKENS="${MAX_NEW_TOKENS:-512}"
-
-MODEL_ARGS=(
-    --load "$LOAD_DIR"
-    --tokenizer-name-or-path "$TOKENIZER_PATH"
-    --tensor-parallel-size "$TP"
-)
-
-TEXT_ARGS=(
-    --prompt-type mixtral
-    --max-new-tokens "$MAX_NEW_TOKENS"
-    --temperature "${TEMPERATURE:-0.7}"
-)
-
-chat "${MODEL_ARGS[@]}" "${TEXT_ARGS[@]}" "$@"
+model mixtral_8x7b Mixtral-8x7B-v0.1
+: "${TP:=8}"
+chat --prompt-type mixtral "$@"

@@ -2,15 +2,5 @@
 # Mixtral: text for pretraining, an end token after each document.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-INPUT="${INPUT:-./dataset/text.jsonl}"
-OUTPUT_PREFIX="${OUTPUT_PREFIX:-./dataset/mixtral_pretrain/data}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Mixtral-8x7B-v0.1}"
-WORKERS="${WORKERS:-8}"
-
-HANDLER_ARGS=(
-    --handler-name GeneralPretrainHandler
-    --append-eod
-)
-
-preprocess --input "$INPUT" --output-prefix "$OUTPUT_PREFIX" --tokenizer-type PretrainedFromHF \
-    --tokenizer-name-or-path "$TOKENIZER_PATH" --workers "$WORKERS" "${HANDLER_ARGS[@]}"
+: "${TOKENIZER_PATH:=./models/Mixtral-8x7B-v0.1}"
+pretrain_data "$@"

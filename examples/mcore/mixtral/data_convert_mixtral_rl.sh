@@ -2,16 +2,5 @@
 # Mixtral: prompts and reference answers for GRPO, DAPO and PPO.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-INPUT="${INPUT:-./dataset/math_17k.parquet}"
-OUTPUT_PREFIX="${OUTPUT_PREFIX:-./dataset/mixtral_rl/data}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Mixtral-8x7B-v0.1}"
-WORKERS="${WORKERS:-8}"
-
-HANDLER_ARGS=(
-    --handler-name Math17kAlpacaStyleInstructionHandler
-    --prompt-type empty
-    --dataset-additional-keys labels
-)
-
-preprocess --input "$INPUT" --output-prefix "$OUTPUT_PREFIX" --tokenizer-type PretrainedFromHF \
-    --tokenizer-name-or-path "$TOKENIZER_PATH" --workers "$WORKERS" "${HANDLER_ARGS[@]}"
+: "${TOKENIZER_PATH:=./models/Mixtral-8x7B-v0.1}"
+rl_data "$@"

@@ -1,30 +1,7 @@
 #!/usr/bin/env bash
-# Mixtral 8X7B: tuning of all weights with 4096 tokens. DRY_RUN=1 prints the command and explains the run.
-NNODES="${NNODES:-2}"
-NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
+# Mixtral 8x7B: tuning of all weights with 4096 tokens.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MODEL_DIR="${MODEL_DIR:-./models/Mixtral-8x7B-v0.1}"
-LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
-DATA_PATH="${DATA_PATH:-./dataset/mixtral_instruction/data}"  # prefix that data_convert_mixtral_* wrote
-SAVE_DIR="${SAVE_DIR:-./ckpt/mixtral_8x7b_tune_full}"
-TP="${TP:-4}"
-PP="${PP:-2}"
-EP="${EP:-2}"
-MBS="${MBS:-1}"
-GBS="${GBS:-64}"
-SEQ_LENGTH="${SEQ_LENGTH:-4096}"
-TRAIN_ITERS="${TRAIN_ITERS:-2000}"
-
-PARALLEL_ARGS=(
-    megatron_training.expert_model_parallel_size="$EP"
-    megatron_training.moe_tp_extend_ep=true
-)
-
-TRAIN_ARGS=(
-    megatron_training.model=mixtral_8x7b
-    megatron_training.lr=1e-6
-    megatron_training.min_lr=1e-7
-)
-
-supervised tune_full "${PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "$@"
+model mixtral_8x7b Mixtral-8x7B-v0.1
+: "${NNODES:=2}" "${TP:=4}" "${PP:=2}" "${EP:=2}"
+tune_full "$@"

@@ -1,22 +1,6 @@
 #!/usr/bin/env bash
-# Qwen2.5 0.5B: a conversation on the console. LOAD_DIR is a Hugging Face folder, a training checkpoint or a Megatron checkpoint.
+# Qwen2.5 0.5B: a conversation on the console.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./models/Qwen2.5-0.5B}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Qwen2.5-0.5B}"
-TP="${TP:-1}"
-MAX_NEW_TOKENS="${MAX_NEW_TOKENS:-512}"
-
-MODEL_ARGS=(
-    --load "$LOAD_DIR"
-    --tokenizer-name-or-path "$TOKENIZER_PATH"
-    --tensor-parallel-size "$TP"
-)
-
-TEXT_ARGS=(
-    --prompt-type qwen
-    --max-new-tokens "$MAX_NEW_TOKENS"
-    --temperature "${TEMPERATURE:-0.7}"
-)
-
-chat "${MODEL_ARGS[@]}" "${TEXT_ARGS[@]}" "$@"
+model qwen25_0p5b Qwen2.5-0.5B
+chat --prompt-type qwen "$@"

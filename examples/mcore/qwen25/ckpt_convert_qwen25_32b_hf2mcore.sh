@@ -2,14 +2,6 @@
 # Qwen2.5 32B: Hugging Face weights to a Megatron checkpoint. Training also loads the Hugging Face folder directly.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./models/Qwen2.5-32B}"
-SAVE_DIR="${SAVE_DIR:-./ckpt/qwen25_32b_mcore}"
-TP="${TP:-8}"
-PP="${PP:-2}"
-
-LAYOUT_ARGS=(
-    --target-tensor-parallel-size "$TP"
-    --target-pipeline-parallel-size "$PP"
-)
-
-convert --load-model-type hf --save-model-type mg --load-dir "$LOAD_DIR" --save-dir "$SAVE_DIR" "${LAYOUT_ARGS[@]}"
+model qwen25_32b Qwen2.5-32B
+: "${TP:=8}" "${PP:=2}"
+hf2mcore "$@"

@@ -2,8 +2,5 @@
 # Qwen2.5 7B: a Megatron checkpoint, under any split, to a Hugging Face folder.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./ckpt/qwen25_7b_mcore}"
-SAVE_DIR="${SAVE_DIR:-./ckpt/qwen25_7b_hf}"
-HF_DIR="${HF_DIR:-./models/Qwen2.5-7B}"  # config.json and tokenizer of the model
-
-convert --load-model-type mg --save-model-type hf --load-dir "$LOAD_DIR" --save-dir "$SAVE_DIR" --hf-cfg-dir "$HF_DIR"
+model qwen25_7b Qwen2.5-7B
+mcore2hf "$@"

@@ -2,15 +2,5 @@
 # Qwen2.5: instructions and answers for supervised tuning.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-INPUT="${INPUT:-./dataset/alpaca.jsonl}"
-OUTPUT_PREFIX="${OUTPUT_PREFIX:-./dataset/qwen25_instruction/data}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Qwen2.5-7B}"
-WORKERS="${WORKERS:-8}"
-
-HANDLER_ARGS=(
-    --handler-name AlpacaStyleInstructionHandler
-    --prompt-type qwen
-)
-
-preprocess --input "$INPUT" --output-prefix "$OUTPUT_PREFIX" --tokenizer-type PretrainedFromHF \
-    --tokenizer-name-or-path "$TOKENIZER_PATH" --workers "$WORKERS" "${HANDLER_ARGS[@]}"
+: "${TOKENIZER_PATH:=./models/Qwen2.5-7B}"
+instruction_data --prompt-type qwen "$@"

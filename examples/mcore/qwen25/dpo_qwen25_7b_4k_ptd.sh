@@ -1,28 +1,7 @@
 #!/usr/bin/env bash
-# Qwen2.5 7B: direct preference optimization, with 4096 tokens. DRY_RUN=1 prints the command and explains the run.
-NNODES="${NNODES:-1}"
-NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
+# Qwen2.5 7B: direct preference optimization, with 4096 tokens.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MODEL_DIR="${MODEL_DIR:-./models/Qwen2.5-7B}"
-LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
-DATA_PATH="${DATA_PATH:-./dataset/qwen25_pairwise/data}"  # prefix that data_convert_qwen25_pairwise.sh wrote
-SAVE_DIR="${SAVE_DIR:-./ckpt/qwen25_7b_dpo}"
-TP="${TP:-4}"
-PP="${PP:-1}"
-MBS="${MBS:-1}"
-GBS="${GBS:-64}"
-SEQ_LENGTH="${SEQ_LENGTH:-4096}"
-TRAIN_ITERS="${TRAIN_ITERS:-1000}"
-
-TRAIN_ARGS=(
-    megatron_training.stage=dpo
-    megatron_training.model=qwen25_7b
-    megatron_training.lr=5e-7
-    megatron_training.min_lr=5e-8
-    megatron_training.dpo_loss_type="${DPO_LOSS_TYPE:-sigmoid}"
-    megatron_training.dpo_beta="${DPO_BETA:-0.1}"
-    megatron_training.ref_model="${REF_MODEL:-}"  # weights of the reference; empty: what LOAD_DIR holds
-)
-
-supervised judge "${TRAIN_ARGS[@]}" "$@"
+model qwen25_7b Qwen2.5-7B
+: "${TP:=4}"
+dpo "$@"

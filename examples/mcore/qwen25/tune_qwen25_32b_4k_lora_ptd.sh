@@ -1,26 +1,7 @@
 #!/usr/bin/env bash
-# Qwen2.5 32B: tuning of low-rank adapters with 4096 tokens. DRY_RUN=1 prints the command and explains the run.
-NNODES="${NNODES:-2}"
-NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
+# Qwen2.5 32B: tuning of low-rank adapters with 4096 tokens.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MODEL_DIR="${MODEL_DIR:-./models/Qwen2.5-32B}"
-LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
-DATA_PATH="${DATA_PATH:-./dataset/qwen25_instruction/data}"  # prefix that data_convert_qwen25_* wrote
-SAVE_DIR="${SAVE_DIR:-./ckpt/qwen25_32b_tune_lora}"
-TP="${TP:-8}"
-PP="${PP:-2}"
-MBS="${MBS:-1}"
-GBS="${GBS:-64}"
-SEQ_LENGTH="${SEQ_LENGTH:-4096}"
-TRAIN_ITERS="${TRAIN_ITERS:-2000}"
-
-TRAIN_ARGS=(
-    megatron_training.model=qwen25_32b
-    megatron_training.lr=1e-4
-    megatron_training.min_lr=1e-5
-    megatron_training.lora_r="${LORA_R:-8}"
-    megatron_training.lora_alpha="${LORA_ALPHA:-16}"
-)
-
-supervised tune_lora "${TRAIN_ARGS[@]}" "$@"
+model qwen25_32b Qwen2.5-32B
+: "${NNODES:=2}" "${TP:=8}" "${PP:=2}"
+tune_lora "$@"

@@ -1,22 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3 0.6B: a conversation on the console. LOAD_DIR is a Hugging Face folder, a training checkpoint or a Megatron checkpoint.
+# Qwen3 0.6B: a conversation on the console.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./models/Qwen3-0.6B}"
-TOKENIZER_PATH="${TOKENIZER_PATH:-./models/Qwen3-0.6B}"
-TP="${TP:-1}"
-MAX_NEW_TOKENS="${MAX_NEW_TOKENS:-512}"
-
-MODEL_ARGS=(
-    --load "$LOAD_DIR"
-    --tokenizer-name-or-path "$TOKENIZER_PATH"
-    --tensor-parallel-size "$TP"
-)
-
-TEXT_ARGS=(
-    --prompt-type qwen3
-    --max-new-tokens "$MAX_NEW_TOKENS"
-    --temperature "${TEMPERATURE:-0.7}"
-)
-
-chat "${MODEL_ARGS[@]}" "${TEXT_ARGS[@]}" "$@"
+model qwen3_0p6b Qwen3-0.6B
+chat --prompt-type qwen3 "$@"

@@ -2,8 +2,5 @@
 # Qwen3 30B-A3B: a Megatron checkpoint, under any split, to a Hugging Face folder.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-LOAD_DIR="${LOAD_DIR:-./ckpt/qwen3_30b_a3b_mcore}"
-SAVE_DIR="${SAVE_DIR:-./ckpt/qwen3_30b_a3b_hf}"
-HF_DIR="${HF_DIR:-./models/Qwen3-30B-A3B}"  # config.json and tokenizer of the model
-
-convert --load-model-type mg --save-model-type hf --load-dir "$LOAD_DIR" --save-dir "$SAVE_DIR" --hf-cfg-dir "$HF_DIR"
+model qwen3_30b_a3b Qwen3-30B-A3B
+mcore2hf "$@"

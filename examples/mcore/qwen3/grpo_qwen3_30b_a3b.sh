@@ -1,39 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3 30B-A3B: GRPO. Settings not named here: examples/mcore/configs/grpo.yaml.
-NNODES="${NNODES:-2}"
-NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MODEL_DIR="${MODEL_DIR:-./models/Qwen3-30B-A3B}"
-LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
-DATA_PATH="${DATA_PATH:-./dataset/qwen3_rl/data}"  # prefix that data_convert_qwen3_rl.sh wrote
-SAVE_DIR="${SAVE_DIR:-./ckpt/qwen3_30b_a3b_grpo}"
-TRAIN_ITERS="${TRAIN_ITERS:-500}"
-TP="${TP:-4}"
-PP="${PP:-1}"
-EP="${EP:-2}"
-INFER_TP="${INFER_TP:-4}"
-MBS="${MBS:-1}"
-GBS="${GBS:-32}"  # prompts of one iteration
-N_SAMPLES="${N_SAMPLES:-8}"  # responses to a prompt
-
-PARALLEL_ARGS=(
-    rl_config.actor_resource.num_npus="$(( NNODES * NPUS_PER_NODE ))"
-    actor_config.tensor_model_parallel_size="$TP"
-    actor_config.pipeline_model_parallel_size="$PP"
-    actor_config.expert_model_parallel_size="$EP"
-    actor_config.moe_tp_extend_ep=true
-    generate_config.infer_tensor_parallel_size="$INFER_TP"
-)
-
-RUN_ARGS=(
-    megatron_training.model=qwen3_30b_a3b
-    actor_config.model=qwen3_30b_a3b
-    actor_config.micro_batch_size="$MBS"
-    megatron_training.global_batch_size="$GBS"
-    rl_config.mini_batch_size="$GBS"
-    rl_config.n_samples_per_prompt="$N_SAMPLES"
-    megatron_training.train_iters="$TRAIN_ITERS"
-)
-
-reinforce grpo "${PARALLEL_ARGS[@]}" "${RUN_ARGS[@]}" "$@"
+model qwen3_30b_a3b Qwen3-30B-A3B
+: "${NNODES:=2}" "${TP:=4}" "${EP:=2}" "${INFER_TP:=4}"
+grpo "$@"

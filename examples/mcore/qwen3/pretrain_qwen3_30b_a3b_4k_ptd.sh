@@ -1,30 +1,7 @@
 #!/usr/bin/env bash
-# Qwen3 30B-A3B: pretraining with 4096 tokens, from the weights in LOAD_DIR. DRY_RUN=1 prints the command and explains the run.
-NNODES="${NNODES:-2}"
-NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
+# Qwen3 30B-A3B: pretraining with 4096 tokens, from the weights in LOAD_DIR.
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MODEL_DIR="${MODEL_DIR:-./models/Qwen3-30B-A3B}"
-LOAD_DIR="${LOAD_DIR:-$MODEL_DIR}"  # a Hugging Face folder or a Megatron checkpoint
-DATA_PATH="${DATA_PATH:-./dataset/qwen3_pretrain/data_text_document}"  # prefix that data_convert_qwen3_* wrote
-SAVE_DIR="${SAVE_DIR:-./ckpt/qwen3_30b_a3b_pretrain}"
-TP="${TP:-4}"
-PP="${PP:-1}"
-EP="${EP:-2}"
-MBS="${MBS:-1}"
-GBS="${GBS:-256}"
-SEQ_LENGTH="${SEQ_LENGTH:-4096}"
-TRAIN_ITERS="${TRAIN_ITERS:-2000}"
-
-PARALLEL_ARGS=(
-    megatron_training.expert_model_parallel_size="$EP"
-    megatron_training.moe_tp_extend_ep=true
-)
-
-TRAIN_ARGS=(
-    megatron_training.model=qwen3_30b_a3b
-    megatron_training.lr=1e-5
-    megatron_training.min_lr=1e-6
-)
-
-supervised pretrain "${PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "$@"
+model qwen3_30b_a3b Qwen3-30B-A3B
+: "${NNODES:=2}" "${TP:=4}" "${EP:=2}"
+pretrain "$@"

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -85,12 +86,12 @@ def test_what_a_dry_run_prints_is_valid(script: Path, recorded: dict[Path, list[
         module.check(arguments[1], arguments[2:])
 
 
-def dry_run(script: Path, tmp_path: Path, **variables: str) -> str:
+def dry_run(script: Path, tmp_path: Path, arguments: Sequence[str] = (), **variables: str) -> str:
     """What a script would start; the explanation that follows is left out."""
     (tmp_path / "mindspeed-rl").write_text("#!/usr/bin/env bash\n")
     (tmp_path / "mindspeed-rl").chmod(0o755)
     environment = {**os.environ, "DRY_RUN": "1", **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    return subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["bash", str(script), *arguments], env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def test_several_nodes_go_through_launch(tmp_path: Path) -> None:
@@ -128,8 +129,27 @@ def test_what_the_guide_names_exists(document: str) -> None:
         assert name in {field.name for field in dataclasses.fields(groups[group])}, key
 
 
-def test_scripts_share_their_pieces_instead_of_copying_them() -> None:
+def test_scripts_say_only_what_differs() -> None:
     for script in SCRIPTS:
         text = script.read_text()
         assert "common.sh" in text and "pkill" not in text and "ray start" not in text and "/usr/local/Ascend" not in text
-        assert len(text.splitlines()) < 70, script
+        assert len(text.splitlines()) <= 7, script
+        assert '"$@"' in text, f"{script}: what the user adds is lost"
+
+
+def test_what_the_user_adds_comes_last(tmp_path: Path) -> None:
+    script = MCORE / "qwen25" / "tune_qwen25_7b_4k_lora_ptd.sh"
+    text = dry_run(script, tmp_path, arguments=["megatron_training.lr=3e-4"], TP="2", LORA_R="16")
+    assert text.split()[-1] == "megatron_training.lr=3e-4"
+    assert "megatron_training.tensor_model_parallel_size=2" in text and "megatron_training.lora_r=16" in text
+
+
+@pytest.mark.parametrize(
+    "script, variable",
+    [("pretrain_qwen25_7b_4k_ptd", "TP"), ("grpo_qwen25_0point5b", "GBS"), ("chat_qwen25_7b", "MAX_NEW_TOKENS")],
+)
+def test_a_size_that_is_no_number_is_named(script: str, variable: str) -> None:
+    environment = {**os.environ, "DRY_RUN": "1", variable: "four"}
+    ended = subprocess.run(["bash", str(MCORE / "qwen25" / f"{script}.sh")], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr == f"{script}.sh: {variable} must be a whole number from 1, not 'four'\n"
