@@ -33,4 +33,5 @@ mindspeed-rl train --config-name grpo_tiny_cpu run_dir="$WORK/grpo_run"
 
 echo "== 5/5 the result, loaded by plain transformers"
 python examples/quickstart/compare.py "$WORK/sft/hf/latest" "$WORK/grpo/hf/latest" "$WORK/raw/heldout.jsonl" "$WORK/grpo_run/report.json"
-echo "run folder: $WORK/grpo_run   model: $WORK/grpo/hf/latest"
+python examples/quickstart/plot_curve.py "$WORK/grpo_run" "$WORK/curve.svg"
+echo "run folder: $WORK/grpo_run   model: $WORK/grpo/hf/latest   curve: $WORK/curve.svg"

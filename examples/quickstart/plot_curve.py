@@ -1,0 +1,81 @@
+"""Draws a run's curve as an SVG: held-out accuracy, and the mean reward of what was sampled.
+
+    python examples/quickstart/plot_curve.py runs/quickstart/grpo_run curve.svg
+
+Reads metrics.jsonl and, for the accuracy before the first iteration, report.json. No background and middle tones: the
+picture is legible on light and on dark pages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+WIDTH, HEIGHT = 720, 300
+LEFT, RIGHT, TOP, BOTTOM = 52, 700, 36, 256  # edges of the axes, in pixels
+INK, ACCURACY, REWARD = "#808890", "#2f81f7", "#d29922"
+
+Points = list[tuple[float, float]]  # iteration, share between 0 and 1
+
+
+def read(run: Path) -> tuple[Points, Points]:
+    """Returns held-out accuracy (iteration 0 is before training) and sampled reward."""
+    results = json.loads((run / "report.json").read_text())["results"]
+    accuracy: Points = [(0, results["eval/accuracy/first"])]
+    reward: Points = []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "grpo/score/mean" in row:
+            reward.append((row["iteration"], row["grpo/score/mean"]))
+        if "eval/accuracy" in row:
+            accuracy.append((row["iteration"], row["eval/accuracy"]))
+    return accuracy, reward
+
+
+def draw(accuracy: Points, reward: Points) -> str:
+    """Returns the SVG."""
+    last = reward[-1][0]
+
+    def x(iteration: float) -> float:
+        return LEFT + (RIGHT - LEFT) * iteration / last
+
+    def y(share: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * share
+
+    def text(at_x: float, at_y: float, words: str, *, anchor: str = "middle", color: str = INK, weight: str = "normal") -> str:
+        return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{color}" font-weight="{weight}">{words}</text>'
+
+    def curve(points: Sequence[tuple[float, float]], color: str, width: float, opacity: float = 1.0) -> str:
+        path = " ".join(f"{x(iteration):.1f},{y(share):.1f}" for iteration, share in points)
+        return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" stroke-opacity="{opacity}"/>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f"<title>Held-out accuracy from {accuracy[0][1]:.1%} to {accuracy[-1][1]:.1%} in {last:.0f} iterations</title>",
+    ]
+    for percent in range(0, 101, 20):
+        height = y(percent / 100)
+        parts.append(f'<path d="M{LEFT} {height:.1f}H{RIGHT}" stroke="{INK}" stroke-opacity="{0.9 if percent == 0 else 0.25}"/>')
+        parts.append(text(LEFT - 8, height + 4, f"{percent} %", anchor="end"))
+    parts += [text(x(last * part / 4), BOTTOM + 20, f"{last * part / 4:.0f}") for part in range(5)]
+    parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 38, "iteration"))
+    parts.append(curve(reward, REWARD, 1.2, 0.8))
+    parts.append(curve(accuracy, ACCURACY, 2.5))
+    parts += [f'<circle cx="{x(iteration):.1f}" cy="{y(share):.1f}" r="3.5" fill="{ACCURACY}"/>' for iteration, share in accuracy]
+    for (iteration, share), shift, anchor in ((accuracy[0], 30, "start"), (accuracy[-1], -12, "end")):
+        parts.append(text(x(iteration) + 4, y(share) + shift, f"{share:.1%}", anchor=anchor, color=ACCURACY, weight="bold"))
+    parts.append(text(LEFT, 20, "held-out accuracy, greedy", anchor="start", color=ACCURACY, weight="bold"))
+    parts.append(text(LEFT + 190, 20, "mean reward of the sampled responses", anchor="start", color=REWARD, weight="bold"))
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def main(run: Path, picture: Path) -> None:
+    """Reads a run folder and writes the picture."""
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.write_text(draw(*read(run)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*(Path(argument) for argument in sys.argv[1:]))
