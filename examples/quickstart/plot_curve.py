@@ -44,8 +44,10 @@ def draw(accuracy: Points, reward: Points) -> str:
     def y(share: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * share
 
-    def text(at_x: float, at_y: float, words: str, *, anchor: str = "middle", color: str = INK, weight: str = "normal") -> str:
-        return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}" fill="{color}" font-weight="{weight}">{words}</text>'
+    def text(at_x: float, at_y: float, words: str, *, anchor: str = "middle", color: str = INK) -> str:
+        weight = "normal" if color == INK else "bold"
+        place = f'x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}"'
+        return f'<text {place} fill="{color}" font-weight="{weight}">{words}</text>'
 
     def curve(points: Sequence[tuple[float, float]], color: str, width: float, opacity: float = 1.0) -> str:
         path = " ".join(f"{x(iteration):.1f},{y(share):.1f}" for iteration, share in points)
@@ -56,18 +58,19 @@ def draw(accuracy: Points, reward: Points) -> str:
         f"<title>Held-out accuracy from {accuracy[0][1]:.1%} to {accuracy[-1][1]:.1%} in {last:.0f} iterations</title>",
     ]
     for percent in range(0, 101, 20):
-        height = y(percent / 100)
-        parts.append(f'<path d="M{LEFT} {height:.1f}H{RIGHT}" stroke="{INK}" stroke-opacity="{0.9 if percent == 0 else 0.25}"/>')
+        height, opacity = y(percent / 100), 0.25 if percent else 0.9
+        parts.append(f'<path d="M{LEFT} {height:.1f}H{RIGHT}" stroke="{INK}" stroke-opacity="{opacity}"/>')
         parts.append(text(LEFT - 8, height + 4, f"{percent} %", anchor="end"))
     parts += [text(x(last * part / 4), BOTTOM + 20, f"{last * part / 4:.0f}") for part in range(5)]
     parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 38, "iteration"))
     parts.append(curve(reward, REWARD, 1.2, 0.8))
     parts.append(curve(accuracy, ACCURACY, 2.5))
-    parts += [f'<circle cx="{x(iteration):.1f}" cy="{y(share):.1f}" r="3.5" fill="{ACCURACY}"/>' for iteration, share in accuracy]
+    for iteration, share in accuracy:
+        parts.append(f'<circle cx="{x(iteration):.1f}" cy="{y(share):.1f}" r="3.5" fill="{ACCURACY}"/>')
     for (iteration, share), shift, anchor in ((accuracy[0], 30, "start"), (accuracy[-1], -12, "end")):
-        parts.append(text(x(iteration) + 4, y(share) + shift, f"{share:.1%}", anchor=anchor, color=ACCURACY, weight="bold"))
-    parts.append(text(LEFT, 20, "held-out accuracy, greedy", anchor="start", color=ACCURACY, weight="bold"))
-    parts.append(text(LEFT + 190, 20, "mean reward of the sampled responses", anchor="start", color=REWARD, weight="bold"))
+        parts.append(text(x(iteration) + 4, y(share) + shift, f"{share:.1%}", anchor=anchor, color=ACCURACY))
+    parts.append(text(LEFT, 20, "held-out accuracy, greedy", anchor="start", color=ACCURACY))
+    parts.append(text(LEFT + 190, 20, "mean reward of the sampled responses", anchor="start", color=REWARD))
     return "\n".join([*parts, "</svg>\n"])
 
 
