@@ -1,0 +1,79 @@
+"""What the documents name exists: links, files of this repository, commands, run files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+FOLDERS = ("mindspeed_rl", "configs", "envs", "examples", "tools", "tests", "benchmarks", "docs")
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+#: a path from the root; one that goes on with a wildcard, a placeholder or a brace is a pattern, no path
+ROOT_PATH = re.compile(rf"(?<![\w./~-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w(?![\w./-]*[*<{{\[])/?")
+#: a Python file below the package's folder, as the guides abbreviate it: `rewards/sandbox.py`
+PACKAGE_FILE = re.compile(r"`([a-z_]+(?:/[a-z_0-9]+)*/[a-z_0-9]+\.py)`")
+COMMAND = re.compile(r"\bmindspeed-rl +([a-z]\w*)\b")
+RUN_FILE = re.compile(r"--config-name[ =]([a-z][\w-]+)")  # NAME and X are placeholders
+
+
+def anchors(document: Path) -> set[str]:
+    """The names that a link into a document may have after "#"."""
+    headings = re.findall(r"^#+ +(.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(document: Path) -> list[str]:
+    dead = []
+    for target in LINK.findall(document.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (document.parent / path).resolve() if path else document
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            dead.append(target)
+    return dead
+
+
+def missing_files(text: str) -> list[str]:
+    missing = [path for path in ROOT_PATH.findall(text) if not (ROOT / path).exists()]
+    abbreviated = [path for path in PACKAGE_FILE.findall(text) if not path.startswith(tuple(f"{name}/" for name in FOLDERS))]
+    return missing + [path for path in abbreviated if not (ROOT / "mindspeed_rl" / path).exists()]
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_links_lead_somewhere(document: Path) -> None:
+    assert dead_links(document) == []
+
+
+def test_named_files_exist(document: Path) -> None:
+    assert missing_files(document.read_text(encoding="utf-8")) == []
+
+
+def test_named_commands_exist(document: Path) -> None:
+    assert set(COMMAND.findall(document.read_text(encoding="utf-8"))) <= set(COMMANDS)
+
+
+def test_named_run_files_exist(document: Path) -> None:
+    known = {path.stem for path in ROOT.glob("configs/**/*.yaml")}
+    assert set(RUN_FILE.findall(document.read_text(encoding="utf-8"))) <= known
+
+
+def test_every_chinese_page_has_its_english_one() -> None:
+    english = {path.name for path in ROOT.glob("docs/*.md")} | {path.name.lower() for path in ROOT.glob("*.md")}
+    assert {path.name for path in ROOT.glob("docs/zh/*.md")} <= english
+
+
+def test_what_is_missing_is_found() -> None:
+    text = "see `mindspeed_rl/nowhere.py`, tests/gone/, `rewards/gone.py`, docs/*.md, examples/mcore/<model>/, envs/{a,b}/x"
+    assert missing_files(text) == ["mindspeed_rl/nowhere.py", "tests/gone/", "rewards/gone.py"]
+    assert COMMAND.findall("mindspeed-rl traim --help; mindspeed-rl <command>; mindspeed-rl   plan") == ["traim", "plan"]
