@@ -14,9 +14,9 @@ steps="doctor,device,hccl,engine,rollout"
 only="$steps" report="$root/npu_smoke_report.md" ranks=2 platform="npu"
 while (( $# )); do
     case "$1" in
-        --only) only="$2"; shift 2 ;;
-        --report) report="$2"; shift 2 ;;
-        --ranks) ranks="$2"; shift 2 ;;
+        --only) only="${2:?--only needs the names of steps}"; shift 2 ;;
+        --report) report="${2:?--report needs a file}"; shift 2 ;;
+        --ranks) ranks="${2:?--ranks needs a number}"; shift 2 ;;
         --rehearse) platform="cpu"; only="doctor,engine,rollout"; shift ;;
         *) echo "npu_smoke.sh: unknown argument '$1'" >&2; exit 2 ;;
     esac

@@ -22,8 +22,8 @@ def check(tool: str, flags: Sequence[str]) -> None:
     if tool == "preprocess":
         from mindspeed_rl.data import HANDLERS
 
-        if arguments.handler_name not in HANDLERS:
-            raise SystemExit(f"--handler-name: {arguments.handler_name} is not one of {', '.join(HANDLERS)}.")
+        if arguments.handler_name not in HANDLERS and ":" not in arguments.handler_name:
+            raise SystemExit(f"--handler-name: {arguments.handler_name} is not one of {', '.join(HANDLERS)}, nor module:Class.")
 
 
 if __name__ == "__main__":
