@@ -92,8 +92,7 @@ def _plan(cfg: RunConfig, sizes: Sizes) -> BatchPlan:
 
 
 def _whole(value: Any) -> int:
-    if not isinstance(value, int):
-        raise AssertionError(f"{value} is not whole although every rule holds")
+    assert isinstance(value, int), f"{value} is not whole although every rule holds"
     return value
 
 
