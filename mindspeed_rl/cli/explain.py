@@ -30,7 +30,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--nodes is {arguments.nodes}, but must be at least 1")
 
     from mindspeed_rl.config.explain import explain, failed, render
-    from mindspeed_rl.config.loader import build_run_config, compose, locate
+    from mindspeed_rl.config.loader import build_run_config
+    from mindspeed_rl.config.run_files import compose, locate
 
     try:
         directory, name = locate(arguments.config_name, arguments.config_dir)

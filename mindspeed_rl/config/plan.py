@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import Sizes, read_sizes, shown
+from mindspeed_rl.config.validation import validate
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,6 @@ class BatchPlan:
     In supervised stages a sample counts as its own prompt: num_prompts = num_samples = global_batch_size.
 
     Attributes:
-        counting: unit of global_batch_size in the run file.
         world_size: devices of the actor.
         dp_size: data-parallel replicas of the actor, world_size / (TP x PP x CP).
         num_prompts: prompts of one rollout.
@@ -26,19 +26,13 @@ class BatchPlan:
         num_train_prompts: prompts of one iteration that are trained on; less than num_prompts only with filter_groups.
         num_train_samples: their completions.
         mini_batch_size: completions of one optimizer step.
-        mini_batch_prompts: prompts of one optimizer step.
         micro_batch_size: completions of one forward pass of one data-parallel rank.
-        accumulation_steps: micro-batches of one optimizer step on one data-parallel rank.
         num_minibatches: optimizer steps of one pass over the trained samples.
         epochs: passes over them.
-        num_optimizer_steps: optimizer steps of one rollout, num_minibatches x epochs.
-        num_rollout_replicas: rollout engines, each on infer_tp devices.
         dispatch_sizes: rows that leave the data plane at once, by the name of the key.
         train_iters: iterations of the run (rollouts; optimizer steps in supervised stages).
-        total_optimizer_steps, total_samples, total_prompts: over the whole run.
     """
 
-    counting: Literal["prompts", "completions", "samples"]
     world_size: int
     num_nodes: int
     dp_size: int
@@ -48,13 +42,9 @@ class BatchPlan:
     num_train_prompts: int
     num_train_samples: int
     mini_batch_size: int
-    mini_batch_prompts: int
     micro_batch_size: int
-    accumulation_steps: int
     num_minibatches: int
     epochs: int
-    infer_tp: int
-    num_rollout_replicas: int
     dispatch_sizes: dict[str, int]
     train_iters: int | None
 
@@ -68,21 +58,6 @@ class BatchPlan:
         """True when each rollout is followed by one optimizer step, so that old and new policy are the same."""
         return self.num_optimizer_steps == 1
 
-    @property
-    def total_optimizer_steps(self) -> int | None:
-        """Optimizer steps of the run; None without train_iters."""
-        return None if self.train_iters is None else self.train_iters * self.num_optimizer_steps
-
-    @property
-    def total_samples(self) -> int | None:
-        """Completions that are trained on in the run, each counted once an iteration."""
-        return None if self.train_iters is None else self.train_iters * self.num_train_samples
-
-    @property
-    def total_prompts(self) -> int | None:
-        """Prompts that are trained on in the run."""
-        return None if self.train_iters is None else self.train_iters * self.num_train_prompts
-
 
 def build_batch_plan(cfg: RunConfig, num_nodes: int = 1) -> BatchPlan:
     """Return the derived numbers of a run.
@@ -90,8 +65,6 @@ def build_batch_plan(cfg: RunConfig, num_nodes: int = 1) -> BatchPlan:
     Raises:
         ConfigError: the run breaks a rule of `validate`; every broken rule is named.
     """
-    from mindspeed_rl.config.validation import validate  # validation imports the batch table, not the plan
-
     violations = validate(cfg, num_nodes)
     if violations:
         raise ConfigError(str(violation) for violation in violations)
@@ -101,7 +74,6 @@ def build_batch_plan(cfg: RunConfig, num_nodes: int = 1) -> BatchPlan:
 def _plan(cfg: RunConfig, sizes: Sizes) -> BatchPlan:
     supervised = sizes.counting == "samples"
     return BatchPlan(
-        counting=sizes.counting,
         world_size=sizes.actor.num_npus,
         num_nodes=sizes.num_nodes,
         dp_size=_whole(sizes.actor.dp_size),
@@ -111,21 +83,16 @@ def _plan(cfg: RunConfig, sizes: Sizes) -> BatchPlan:
         num_train_prompts=sizes.train_samples // sizes.group_size,
         num_train_samples=sizes.train_samples,
         mini_batch_size=sizes.step_samples,
-        mini_batch_prompts=_whole(sizes.step_prompts),
         micro_batch_size=sizes.micro_batch_size,
-        accumulation_steps=_whole(sizes.accumulation_steps),
         num_minibatches=_whole(sizes.steps_per_rollout),
         epochs=sizes.epochs,
-        infer_tp=sizes.rollout.tensor,
-        num_rollout_replicas=0 if supervised else _whole(sizes.rollout.dp_size),
         dispatch_sizes={} if supervised else {name: _whole(size) for name, size in sizes.dispatch_sizes().items()},
         train_iters=cfg.actor_config.train_iters,
     )
 
 
 def _whole(value: Any) -> int:
-    if not isinstance(value, int):
-        raise AssertionError(f"{value} is not whole although every rule holds")
+    assert isinstance(value, int), f"{value} is not whole although every rule holds"
     return value
 
 

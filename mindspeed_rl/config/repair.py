@@ -24,8 +24,8 @@ def nearest_single(sizes: Sizes, name: str) -> list[int]:
     current = sizes.value(name)
     if current is None:
         return []
-    below = next((value for value in _downwards(sizes, name, current) if is_sound(sizes.with_value(name, value))), None)
-    above = next((value for value in _upwards(sizes, name, current) if is_sound(sizes.with_value(name, value))), None)
+    below = next((value for value in _downwards(sizes, current) if is_sound(sizes.with_value(name, value))), None)
+    above = next((value for value in _upwards(sizes, current) if is_sound(sizes.with_value(name, value))), None)
     return sorted((value for value in (below, above) if value is not None), key=lambda value: abs(value - current))
 
 
@@ -72,15 +72,15 @@ def _units(sizes: Sizes) -> list[int]:
     return sorted({dp, both, n, n * dp, n * dp * m, n * both * m, math.lcm(mini, both), math.lcm(mini, dp), dp * m, whole, m})
 
 
-def _upwards(sizes: Sizes, name: str, current: int) -> Iterator[int]:
+def _upwards(sizes: Sizes, current: int) -> Iterator[int]:
     yield from range(max(current + 1, 1), current + _SCAN + 1)
     far = {unit * k for unit in _units(sizes) for k in range(1, 65)} | {max(current, 1) * k for k in range(2, 17)}
     yield from sorted(value for value in far if value > current + _SCAN)
 
 
-def _downwards(sizes: Sizes, name: str, current: int) -> Iterator[int]:
+def _downwards(sizes: Sizes, current: int) -> Iterator[int]:
     yield from range(current - 1, max(0, current - _SCAN - 1), -1)
-    far = {unit * k for unit in _units(sizes) for k in range(1, 65)} | {value for value in range(1, 65)}
+    far = {unit * k for unit in _units(sizes) for k in range(1, 65)} | set(range(1, 65))
     yield from sorted((value for value in far if value < current - _SCAN), reverse=True)
 
 

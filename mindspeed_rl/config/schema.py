@@ -2,6 +2,9 @@
 
 Every key of a group is a dataclass field made by `key`, which carries its meaning and, where it applies, the condition
 under which it has an effect. `build` turns a plain mapping into the dataclass and collects every mistake.
+
+Not pydantic 2: for the same checks it took more lines (209 here; our rules for numbers become types, its errors are translated
+back), 0.18 s of CPU instead of 0.09 s to import the package, and 65 ms instead of 10 ms for a first run file.
 """
 
 from __future__ import annotations
@@ -10,13 +13,11 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal
 
 from mindspeed_rl.config.errors import unknown_key, unknown_value
-
-_INVALID = object()
 
 
 def key(
@@ -80,119 +81,110 @@ def build(
     arguments: dict[str, Any] = {}
     for name, value in normalized(values).items():
         where = f"{path}.{name}" if path else name
-        if name not in types_by_name:
-            errors.append(unknown_key(where, value, types_by_name, synonyms))
+        if name not in fields:
+            errors.append(unknown_key(where, value, fields, synonyms))
             continue
-        result = coerce(value, types_by_name[name], where, errors)
-        if result is _INVALID:
-            continue
-        names = fields[name].metadata.get("names", ())
-        if names and isinstance(result, str) and result not in names and ":" not in result:
-            errors.append(unknown_value(where, result, [*names, "module:function"]))
-            continue
-        arguments[name] = result
+        wrong: list[str] = []
+        result = _read(value, types_by_name[name], where, wrong)
+        if not wrong and (refusal := _refusal(fields[name], result, where)):
+            wrong.append(refusal)
+        if not wrong:
+            arguments[name] = result
+        errors += wrong
     return group(**arguments), frozenset(arguments)
 
 
-def coerce(value: Any, expected: Any, path: str, errors: list[str]) -> Any:
-    """Return `value` as the expected type, or append a sentence to `errors` and return a marker that `build` drops.
+def _refusal(field: dataclasses.Field, value: Any, where: str) -> str | None:
+    """Return the sentence for a value of the right type that the key's own declaration rules out; None for any other."""
+    names = field.metadata["names"]
+    if names and isinstance(value, str) and value not in names and ":" not in value:
+        return unknown_value(where, value, [*names, "module:function"])
+    return None
+
+
+def _read(value: Any, expected: Any, where: str, errors: list[str]) -> Any:
+    """Return `value` as the expected type; for one that does not fit, `errors` gets a sentence and the result means nothing.
 
     A number may be quoted or written as 1e-6 (which plain YAML reads as text); a whole float serves as an int. Nothing else is
     converted: text is never a truth value and a truth value is never a number.
     """
-    collected: list[str] = []
-    result = _coerce(value, expected, path, collected)
-    errors.extend(collected)
-    return _INVALID if collected else result
-
-
-def _coerce(value: Any, expected: Any, path: str, errors: list[str]) -> Any:
-    origin = typing.get_origin(expected)
+    origin, members = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
-        return _coerce_union(value, typing.get_args(expected), path, errors)
+        return _read_union(value, members, where, errors)
     if origin is Literal:
-        allowed = typing.get_args(expected)
-        if isinstance(value, str) and value in allowed:
-            return value
-        errors.append(unknown_value(path, value, allowed))
-        return _INVALID
+        if not isinstance(value, str) or value not in members:
+            errors.append(unknown_value(where, value, members))
+        return value
     if origin is list:
         if isinstance(value, (list, tuple)):
-            (item_type,) = typing.get_args(expected)
-            return [_coerce(item, item_type, f"{path}[{index}]", errors) for index, item in enumerate(value)]
-        errors.append(_wrong_type(path, value, expected))
-        return _INVALID
+            return [_read(item, members[0], f"{where}[{index}]", errors) for index, item in enumerate(value)]
+        errors.append(_wrong_type(where, value, expected))
+        return value
     if dataclasses.is_dataclass(expected):
         if isinstance(value, Mapping):
-            return build(expected, value, path, errors)[0]
-        errors.append(f"{path} is {value!r}, but must be a group with the keys {', '.join(field_types(expected))}")
-        return _INVALID
-    result = _SCALARS[expected](value)
-    if result is _INVALID:
-        errors.append(_wrong_type(path, value, expected))
-    return result
+            return build(expected, value, where, errors)[0]
+        errors.append(f"{where} is {value!r}, but must be a group with the keys {', '.join(field_types(expected))}")
+        return value
+    try:
+        return _SCALARS[expected](value)
+    except (ValueError, OverflowError):
+        errors.append(_wrong_type(where, value, expected))
+        return value
 
 
-def _coerce_union(value: Any, members: tuple[Any, ...], path: str, errors: list[str]) -> Any:
+def _read_union(value: Any, members: tuple[Any, ...], where: str, errors: list[str]) -> Any:
     if value is None and type(None) in members:
         return None
     members = tuple(member for member in members if member is not type(None))
     if len(members) == 1:
-        return _coerce(value, members[0], path, errors)
+        return _read(value, members[0], where, errors)
     for member in members:
-        attempt: list[str] = []
-        result = _coerce(value, member, path, attempt)
-        if not attempt:
+        wrong: list[str] = []
+        result = _read(value, member, where, wrong)
+        if not wrong:
             return result
-    errors.append(_wrong_type(path, value, typing.Union[members]))  # noqa: UP007 - built at run time
-    return _INVALID
+    errors.append(_wrong_type(where, value, typing.Union[members]))  # noqa: UP007 - built at run time
+    return value
 
 
-def _as_bool(value: Any) -> Any:
-    return value if isinstance(value, bool) else _INVALID
+def _as(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return read
 
 
-def _as_int(value: Any) -> Any:
-    number = _as_float(value)
-    if number is _INVALID or number != int(number):
-        return _INVALID
-    return value if isinstance(value, int) else int(number)
-
-
-def _as_float(value: Any) -> Any:
-    if isinstance(value, bool):
-        return _INVALID
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return _INVALID
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        return _INVALID
+def _as_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not math.isfinite(float(value)):
+        raise ValueError
     return float(value)
 
 
-def _as_str(value: Any) -> Any:
-    return value if isinstance(value, str) else _INVALID
+def _as_int(value: Any) -> int:
+    if _as_float(value) != int(_as_float(value)):
+        raise ValueError
+    return value if isinstance(value, int) else int(float(value))
 
 
-_SCALARS = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}
+_SCALARS = {bool: _as(bool), int: _as_int, float: _as_float, str: _as(str)}
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 
 
-def type_name(expected: Any) -> str:
+def _type_name(expected: Any) -> str:
     """Return the type in words that fit behind "must be"."""
     origin = typing.get_origin(expected)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(type_name(member) for member in typing.get_args(expected))
+        return " or ".join(_type_name(member) for member in typing.get_args(expected))
     if origin is Literal:
         return " or ".join("null" if item is None else str(item) for item in typing.get_args(expected))
     if origin is list:
-        return f"a list, each item {type_name(typing.get_args(expected)[0])}"
-    return _NAMES.get(expected, f"a group ({getattr(expected, '__name__', expected)})")
+        return f"a list, each item {_type_name(typing.get_args(expected)[0])}"
+    return _NAMES.get(expected, f"a group ({expected.__name__})")
 
 
 def _wrong_type(path: str, value: Any, expected: Any) -> str:
     written = "empty" if value is None else repr(value)
-    return f"{path} is {written}, but must be {type_name(expected)}"
+    return f"{path} is {written}, but must be {_type_name(expected)}"

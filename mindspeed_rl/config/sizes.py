@@ -165,7 +165,7 @@ class Sizes:
         return {name: exact(value) for name, value in {**derived, **self.dispatch}.items()}
 
     def with_value(self, name: str, value: int) -> Sizes:
-        """Return a copy with one key of the run file changed; `name` is one of `SIZE_KEYS` or a dispatch key."""
+        """Return a copy with one key of the run file changed; `name` is one that `size_keys` has."""
         if name in DISPATCH_KEYS:
             return dataclasses.replace(self, dispatch={**self.dispatch, name: value})
         if name == "num_npus":

@@ -2,71 +2,64 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 import numpy as np
 
-from mindspeed_rl.dataplane.records import ColumnSpec, Request
+#: who puts and asks, by name, and the columns that each puts
+Users = Mapping[str, Sequence[str]]
 
 
-def select_rows(available: Sequence[int], count: int, *, group_size: int = 1, seed: int | None = None) -> list[int] | None:
-    """`count` of the available rows, lowest first, as whole groups.
+class DataPlaneAborted(RuntimeError):
+    """Raised in everybody who waits for rows once the run was declared failed."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a consumer asks for.
+
+    Attributes:
+        consumer: who asks.
+        columns: what must be ready in every row served.
+        count: rows wanted, in whole groups of n_samples_per_prompt; needed without indexes.
+        indexes: exactly these rows, in this order, whether consumed before or not.
+    """
+
+    consumer: str
+    columns: tuple[str, ...]
+    count: int | None = None
+    indexes: tuple[int, ...] | None = None
+
+
+def select_rows(request: Request, available: Sequence[int], capacity: int, group_size: int) -> list[int] | None:
+    """The rows that serve a request without indexes: the lowest ones, as whole groups.
 
     Args:
-        available: rows that could be served, in any order.
-        count: rows wanted; a multiple of group_size.
+        request: its count says how many rows.
+        available: rows that are ready and were not consumed, in any order.
+        capacity: rows of the data plane.
         group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all.
-        seed: draws the groups at random instead of lowest first; the same seed and rows give the same draw.
 
     Returns:
         Sorted rows, or None when there are not enough.
+
+    Raises:
+        ValueError: requests of this count would never use the rows up.
     """
-    if group_size == 1:
-        groups = [[row] for row in sorted(available)]
-    else:
-        members: dict[int, list[int]] = {}
-        for row in sorted(available):
-            members.setdefault(row // group_size, []).append(row)
-        groups = [rows for rows in members.values() if len(rows) == group_size]
-    num_groups = count // group_size
-    if len(groups) < num_groups:
-        return None
-    chosen = groups[:num_groups] if seed is None else random.Random(seed).sample(groups, num_groups)
-    return sorted(row for group in chosen for row in group)
-
-
-def balanced_shares(lengths: Mapping[int, int], num_shares: int, *, group_size: int = 1) -> list[list[int]]:
-    """The rows dealt into shares of equal row counts and nearly equal total length.
-
-    Longest first, each group goes to the share that is shortest so far and not yet full.
-
-    Args:
-        lengths: length in tokens by row; len(lengths) is a multiple of num_shares * group_size and the groups are whole.
-        num_shares: number of shares, usually the data-parallel size.
-        group_size: rows of a group stay in one share.
-
-    Returns:
-        One sorted list of rows a share.
-    """
-    totals: dict[int, int] = {}
+    count = request.count
+    if count is None or count < 1:
+        raise ValueError(f"Say how many rows are wanted: count={count}, without indexes.")
+    if capacity % count:
+        raise ValueError(f"The dock's {capacity} rows are not a multiple of count={count}: some would never be served.")
+    if count % group_size:
+        raise ValueError(f"count={count} is not a multiple of n_samples_per_prompt={group_size}, though groups stay whole.")
     members: dict[int, list[int]] = {}
-    for row in sorted(lengths):
-        group = row // group_size
-        totals[group] = totals.get(group, 0) + lengths[row]
-        members.setdefault(group, []).append(row)
-    groups_per_share = len(members) // num_shares
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    lightest = [(0, share) for share in range(num_shares)]
-    for group in sorted(totals, key=lambda group: (-totals[group], group)):
-        total, share = heapq.heappop(lightest)
-        shares[share].append(group)
-        if len(shares[share]) < groups_per_share:
-            heapq.heappush(lightest, (total + totals[group], share))
-    return [sorted(row for group in share for row in members[group]) for share in shares]
+    for row in sorted(available):
+        members.setdefault(row // group_size, []).append(row)
+    served = [row for rows in members.values() if len(rows) == group_size for row in rows][:count]
+    return served if len(served) == count else None
 
 
 def describe_rows(rows: Sequence[int], limit: int = 8) -> str:
@@ -83,29 +76,21 @@ def describe_rows(rows: Sequence[int], limit: int = 8) -> str:
     return f"{'row' if len(rows) == 1 else 'rows'} {shown}{f' and {left} more' if left else ''}"
 
 
-def row_numbers(indexes: Sequence[int], capacity: int, samples_per_index: int | None = None) -> np.ndarray:
-    """The rows that indexes mean, [rows] int64.
-
-    Args:
-        indexes: rows, or prompts when samples_per_index is given.
-        capacity: rows of the dock.
-        samples_per_index: rows each prompt fills.
+def row_numbers(indexes: Sequence[int], capacity: int) -> np.ndarray:
+    """The indexes as an array, [rows] int64.
 
     Raises:
-        ValueError: no indexes, one outside the dock, or one twice.
+        ValueError: no indexes, one outside the dock's `capacity` rows, or one twice.
     """
     if len(indexes) == 0:
         raise ValueError("No indexes were given: say which rows the data belongs to.")
-    indexes = np.asarray(indexes, dtype=np.int64)
-    limit = capacity // (samples_per_index or 1)
-    if indexes.min() < 0 or indexes.max() >= limit:
-        wrong = int(indexes.max() if indexes.max() >= limit else indexes.min())
-        raise ValueError(f"Index {wrong} is outside the dock of {limit} {'prompts' if samples_per_index else 'rows'}.")
-    if len(np.unique(indexes)) < len(indexes):
-        raise ValueError(f"Indexes must differ from each other; got {indexes.tolist()}.")
-    if samples_per_index:
-        return (indexes[:, None] * samples_per_index + np.arange(samples_per_index)).reshape(-1)
-    return indexes
+    rows = np.asarray(indexes, dtype=np.int64)
+    if rows.min() < 0 or rows.max() >= capacity:
+        wrong = int(rows.max() if rows.max() >= capacity else rows.min())
+        raise ValueError(f"Index {wrong} is outside the dock of {capacity} rows.")
+    if len(np.unique(rows)) < len(rows):
+        raise ValueError(f"Indexes must differ from each other; got {rows.tolist()}.")
+    return rows
 
 
 def check_kind(name: str, put: str, held: str) -> None:
@@ -121,7 +106,7 @@ def check_unwritten(name: str, written: Sequence[int]) -> None:
         raise ValueError(f"Column '{name}' of {again} was put before; clear the dock, or put with overwrite=True.")
 
 
-def check_name(kind: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
+def check_name(kind: str, name: str, known: Collection[str]) -> None:
     """Raises a ValueError that lists the known names and the nearest one unless `name` is known."""
     if name not in known:
         nearest = get_close_matches(name, known, n=1)
@@ -129,30 +114,40 @@ def check_name(kind: str, name: str, known: Sequence[str] | Mapping[str, Any]) -
         raise ValueError(f"Unknown {kind} '{name}'.{hint} Known: {', '.join(sorted(known))}.")
 
 
-def check_count(request: Request, capacity: int, n_samples_per_prompt: int) -> None:
-    """Raises a ValueError unless the request's rows can be served again and again until the dock is used up."""
-    count = request.count
-    if count is None or count < 1 or request.dp_size < 1:
-        raise ValueError(f"Say how many rows are wanted: count={count}, dp_size={request.dp_size}, without indexes.")
-    if capacity % count:
-        raise ValueError(f"The dock's {capacity} rows are not a multiple of count={count}: some would never be served.")
-    if request.get_n_samples and count % n_samples_per_prompt:
+def check_sizes(num_prompts: int, n_samples_per_prompt: int) -> None:
+    """Raises a ValueError unless there is room for a row."""
+    if num_prompts < 1 or n_samples_per_prompt < 1:
         raise ValueError(
-            f"count={count} is not a multiple of n_samples_per_prompt={n_samples_per_prompt}, though whole groups are wanted."
+            f"A data plane needs at least one prompt and one sample a prompt; got num_prompts={num_prompts}, "
+            f"n_samples_per_prompt={n_samples_per_prompt}."
         )
 
 
+def producers(users: Users) -> dict[str, str]:
+    """Who puts each column.
+
+    Raises:
+        ValueError: two users put the same one.
+    """
+    found: dict[str, str] = {}
+    for user, columns in users.items():
+        for column in columns:
+            if column in found:
+                raise ValueError(f"Column '{column}' is declared by '{found[column]}' and by '{user}'; one of them puts it.")
+            found[column] = user
+    return found
+
+
 def describe_missing(
-    request: Request, columns: Mapping[str, ColumnSpec], missing: Mapping[str, Sequence[int]], num_rows: int, num_consumed: int
+    request: Request, producer_of: Mapping[str, str], missing: Mapping[str, Sequence[int]], num_rows: int, num_consumed: int
 ) -> str:
     """One sentence a missing column: its rows that are not ready and who was to produce it."""
     sentences = [
-        f"Column '{name}', to be put by '{columns[name].producer}', is missing in {describe_rows(rows)} "
-        f"({len(rows)} of {num_rows})."
+        f"Column '{name}', to be put by '{producer_of[name]}', is missing in {describe_rows(rows)} ({len(rows)} of {num_rows})."
         for name, rows in missing.items()
         if rows
     ]
     if not sentences:
-        wanted = request.count * (request.dp_size if request.use_batch_seqlen_balance else 1)
+        wanted = request.count
         return f"All rows are ready, but {num_consumed} of {num_rows} were consumed before and {wanted} more are wanted."
     return " ".join(sentences)

@@ -15,11 +15,9 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import ray
 import torch
 import transfer_queue
@@ -27,30 +25,20 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue.sampler import BaseSampler
 
-from mindspeed_rl.dataplane.records import (
-    RL_CONSUMERS,
-    Batch,
-    Column,
-    ColumnSpec,
-    DataPlaneAborted,
-    Ragged,
-    Request,
-    kind,
-    pack,
-    rl_columns,
-    take,
-)
+from mindspeed_rl.dataplane.columns import Batch, Column, Ragged, kind, pack
 from mindspeed_rl.dataplane.rows import (
-    balanced_shares,
-    check_count,
+    DataPlaneAborted,
+    Request,
+    Users,
     check_kind,
     check_name,
+    check_sizes,
     check_unwritten,
     describe_missing,
+    producers,
     row_numbers,
     select_rows,
 )
-from mindspeed_rl.observability.metrics import Metric, Metrics
 
 CONTROLLER = ("TransferQueueController", "transfer_queue")  # name and Ray namespace of its controller actor
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05
@@ -76,55 +64,33 @@ class RowRules(BaseSampler):
             batch_size: unused: always 0, so that TransferQueue leaves the decision to us.
             *args: unused.
             partition: TransferQueue's DataPartitionStatus.
-            operation: "get" (arguments: the fields of a `Request`), "check_put" (kinds, rows, overwrite) or "forget_shares"
-                (consumer), for a consumer that starts over.
+            operation: "get" (arguments: the fields of a `Request`) or "check_put" (kinds, rows, overwrite).
             **arguments: of the operation.
         """
         if operation == "check_put":
             self._check_put(partition, **arguments)
             return [], []
-        if operation == "forget_shares":
-            shares = self._shares(partition)
-            for key in [key for key in shares if key[0] == arguments["consumer"]]:
-                del shares[key]
-            return [], []
-        rows = self._select(partition, ready_indexes, Request(**arguments))
+        rows = self._serve(partition, ready_indexes, Request(**arguments))
         indexes = [partition.keys_mapping[str(row)] for row in rows or ()]
         return indexes, indexes
 
-    def _select(self, partition: Any, ready_indexes: list[int], request: Request) -> list[int] | None:
+    def _serve(self, partition: Any, ready_indexes: list[int], request: Request) -> list[int] | None:
         capacity = len(partition.keys_mapping)
         if request.indexes is not None:
             rows = row_numbers(request.indexes, capacity).tolist()
             return rows if all(not _missing(partition, name, rows) for name in request.columns) else None
-        check_count(request, capacity, self.n_samples_per_prompt)
         available = [int(partition.revert_keys_mapping[index]) for index in ready_indexes]
-        group_size = self.n_samples_per_prompt if request.get_n_samples else 1
-        if not request.use_batch_seqlen_balance:
-            return select_rows(available, request.count, group_size=group_size, seed=request.seed)
-        shares = self._shares(partition)
-        key = (request.consumer, request.count, request.dp_size)
-        if not shares.get(key):
-            rows = select_rows(available, request.count * request.dp_size, group_size=group_size, seed=request.seed)
-            if rows is None:
-                return None
-            lengths = {row: max(_length(partition, name, row) for name in request.columns) for row in rows}
-            shares[key] = balanced_shares(lengths, request.dp_size, group_size=group_size)
-        return shares[key].pop(0)
+        return select_rows(request, available, capacity, self.n_samples_per_prompt)
 
     def _check_put(self, partition: Any, kinds: dict[str, str], rows: list[int], overwrite: bool) -> None:
         row_numbers(rows, len(partition.keys_mapping))
-        held = self._states.setdefault(partition.partition_id, {}).setdefault("kinds", {})
+        held: dict[str, str] = self._states.setdefault(partition.partition_id, {})  # kinds of rows by column
         for name, put in kinds.items():
             check_kind(name, put, held.get(name, put))
             if not overwrite:
                 missing = set(_missing(partition, name, rows))
                 check_unwritten(name, [row for row in rows if row not in missing])
         held.update(kinds)
-
-    def _shares(self, partition: Any) -> dict[tuple[str, int, int], list[list[int]]]:
-        """The shares dealt and not yet fetched, by consumer, count and dp_size."""
-        return self._states.setdefault(partition.partition_id, {}).setdefault("shares", {})
 
 
 def _missing(partition: Any, name: str, rows: Sequence[int]) -> list[int]:
@@ -135,32 +101,22 @@ def _missing(partition: Any, name: str, rows: Sequence[int]) -> list[int]:
     return [row for row in rows if not ready[partition.keys_mapping[str(row)]]]
 
 
-def _length(partition: Any, name: str, row: int) -> int:
-    """Values in a cell, from TransferQueue's record of shapes; 1 for scalars and objects."""
-    field = partition.field_metadata[name]
-    shape = field.per_sample_shapes.get(partition.keys_mapping[str(row)], field.shape)
-    return int(np.prod(shape)) if shape else 1
-
-
 class TransferQueueClient:
     """A `DataPlane` on TransferQueue. One a Ray cluster: TransferQueue's actors have fixed names."""
 
-    def __init__(
-        self, partition: str, n_samples_per_prompt: int, columns: Mapping[str, ColumnSpec], consumers: Sequence[str]
-    ) -> None:
+    def __init__(self, partition: str, n_samples_per_prompt: int, users: Users) -> None:
         self._partition = partition
         self._n_samples_per_prompt = n_samples_per_prompt
-        self._columns = dict(columns)
-        self._consumers = tuple(consumers)
+        self._producer_of = producers(users)
+        self._consumers = tuple(users)
 
     @classmethod
     def create(
         cls,
         num_prompts: int,
         n_samples_per_prompt: int,
+        users: Users,
         *,
-        columns: Mapping[str, ColumnSpec] | None = None,
-        consumers: Sequence[str] | None = None,
         num_storage_units: int = 2,
         init_timeout_s: float = 120.0,
     ) -> TransferQueueClient:
@@ -169,48 +125,31 @@ class TransferQueueClient:
         Args:
             num_prompts: prompts of an iteration.
             n_samples_per_prompt: rows a prompt.
-            columns: every column; those of the RL loops when None.
-            consumers: every consumer; those of the RL loops when None.
+            users: who puts and asks, by name, and the columns that each puts.
             num_storage_units: storage actors, one logical CPU each; spread over the nodes.
             init_timeout_s: deadline in seconds for the actors to start.
 
         Raises:
-            ValueError: sizes below 1, too few logical CPUs in the cluster, or TransferQueue runs there already.
+            ValueError: sizes below 1, a column that two users put, too few logical CPUs in the cluster, or TransferQueue runs
+                there already.
             TimeoutError: the actors did not start in time.
         """
-        if num_prompts < 1 or n_samples_per_prompt < 1:
-            raise ValueError(
-                f"A data plane needs at least one prompt and one sample a prompt; got num_prompts={num_prompts}, "
-                f"n_samples_per_prompt={n_samples_per_prompt}."
-            )
+        check_sizes(num_prompts, n_samples_per_prompt)
+        client = cls(f"rows-{uuid4().hex[:8]}", n_samples_per_prompt, users)
         _start_engine(n_samples_per_prompt, num_storage_units, init_timeout_s)
-        columns = columns if columns is not None else rl_columns()
-        consumers = consumers if consumers is not None else RL_CONSUMERS
-        client = cls(f"rows-{uuid4().hex[:8]}", n_samples_per_prompt, columns, consumers)
-        client._make_rows(num_prompts * n_samples_per_prompt)
+        client._make_rows(num_prompts)
         return client
 
-    def put(
-        self,
-        data: Mapping[str, Sequence[Any] | Ragged],
-        indexes: Sequence[int],
-        *,
-        is_prompt: bool = False,
-        overwrite: bool = False,
-    ) -> None:
-        """See `TransferDock.put_experience`."""
+    def put(self, data: Mapping[str, Sequence[Any] | Ragged], indexes: Sequence[int], *, overwrite: bool = False) -> None:
+        """See `TransferDock.put`."""
         packed = {name: pack(entries) for name, entries in data.items()}
         for name, column in packed.items():
-            check_name("column", name, self._columns)
+            check_name("column", name, self._producer_of)
             if len(column) != len(indexes):
                 raise ValueError(f"Column '{name}' has {len(column)} entries for {len(indexes)} indexes.")
-        n = self._n_samples_per_prompt
-        rows = row_numbers(indexes, self._capacity(), n if is_prompt else None).tolist()
-        if is_prompt:
-            places = np.repeat(np.arange(len(indexes)), n)
-            packed = {name: take(column, places) for name, column in packed.items()}
+        rows = row_numbers(indexes, self._capacity()).tolist()
         kinds = {name: kind(column) for name, column in packed.items()}
-        self._ask([], "check_put", kinds=kinds, rows=rows, overwrite=overwrite)
+        self._ask([], self._consumers[0], "check_put", kinds=kinds, rows=rows, overwrite=overwrite)
         meta = _client().kv_retrieve_meta([str(row) for row in rows], self._partition)
         fields = {name: _to_field(column) for name, column in packed.items()}
         _client().put(TensorDict(fields, batch_size=len(rows)), meta)
@@ -221,100 +160,67 @@ class TransferQueueClient:
         columns: Sequence[str],
         count: int | None = None,
         *,
+        indexes: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        **options: Any,
     ) -> tuple[Batch, list[int]] | tuple[None, None]:
         """See `DataPlane.get`. Waits by asking again, in pauses that grow to LONGEST_PAUSE_S."""
-        request = Request(consumer, tuple(columns), count, **options)
+        check_name("consumer", consumer, self._consumers)
+        for name in columns:
+            check_name("column", name, self._producer_of)
+        request = Request(consumer, tuple(columns), count, None if indexes is None else tuple(int(row) for row in indexes))
         deadline = time.monotonic() + (timeout_s or 0.0)
         pause_s = SHORTEST_PAUSE_S
-        while (meta := self._reserve(request)) is None:
+        while not (meta := self._reserve(request)).size:
             if timeout_s is None:
                 return None, None
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"'{consumer}' waited {timeout_s:g} s in vain. {self._describe_missing(request)}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        rows = self._rows_of(meta)
-        batch = self._fetch(meta, request.columns)
-        for name in request.optional_columns:
-            batch[name] = self._fetch_ready(name, rows)
-        return batch, rows
+        data = _client().get_data(meta)
+        return {name: _from_field(data[name]) for name in columns}, self._rows_of(meta.global_indexes)
 
-    def reserve(self, consumer: str, columns: Sequence[str], count: int, **options: Any) -> list[int] | None:
-        """See `DataPlane.reserve`."""
-        meta = self._reserve(Request(consumer, tuple(columns), count, **options))
-        return None if meta is None else self._rows_of(meta)
-
-    def all_consumed(self, consumer: str) -> bool:
-        """See `DataPlane.all_consumed`."""
-        check_name("consumer", consumer, self._consumers)
-        return bool(self._consumed(consumer).all())
-
-    def reset_consumed(self, consumer: str) -> None:
-        """See `DataPlane.reset_consumed`."""
-        check_name("consumer", consumer, self._consumers)
-        self._ask([], "forget_shares", consumer=consumer)
-        _client().reset_consumption(self._partition, consumer)
-
-    def clear(self, num_prompts: int | None = None) -> None:
+    def clear(self, num_prompts: int) -> None:
         """See `DataPlane.clear`."""
-        capacity = self._capacity() if num_prompts is None else num_prompts * self._n_samples_per_prompt
         _client().clear_partition(self._partition)
-        self._clear_notes("abort")
-        self._make_rows(capacity)
-
-    def status(self) -> dict[str, Any]:
-        """See `DataPlane.status`; requests that wait are not known here."""
-        ready = {name: self._capacity() - len(self._missing_rows(name)) for name in self._columns}
-        consumed = {name: int(self._consumed(name).sum()) for name in self._consumers}
-        return {
-            "capacity": self._capacity(),
-            "ready": {name: count for name, count in ready.items() if count},
-            "consumed": {name: count for name, count in consumed.items() if count},
-        }
+        if self._aborted() is not None:
+            _client().clear_partition(self._abort_partition)
+        self._make_rows(num_prompts)
 
     def abort(self, reason: str) -> None:
         """See `DataPlane.abort`."""
-        self._note("abort", {"reason": reason})
-
-    def update_metrics(self, metrics: Metrics) -> None:
-        """See `DataPlane.update_metrics`."""
-        self._note("metrics", {name: asdict(metric) for name, metric in metrics.items()})
-
-    def get_metrics(self) -> Metrics:
-        """See `DataPlane.get_metrics`."""
-        total = Metrics()
-        for note in self._notes("metrics"):
-            total.merge({name: Metric(**metric) for name, metric in note.items()})
-        self._clear_notes("metrics")
-        return total
+        # The note is the only key of a partition of its own, so that it is there whole or not at all.
+        _client().kv_retrieve_meta([reason], self._abort_partition, create=True)
 
     def close(self) -> None:
-        """TransferQueue's actors are gone."""
+        """Ends TransferQueue's actors."""
         transfer_queue.close()
 
     # Inside
 
-    def _make_rows(self, capacity: int) -> None:
-        _client().kv_retrieve_meta([str(row) for row in range(capacity)], self._partition, create=True)
+    @property
+    def _abort_partition(self) -> str:
+        return f"{self._partition}/abort"
 
-    def _reserve(self, request: Request) -> Any | None:
-        """TransferQueue's metadata of the rows that serve the request, marked as consumed; None when not enough are ready."""
-        check_name("consumer", request.consumer, self._consumers)
-        for name in (*request.columns, *request.optional_columns):
-            check_name("column", name, self._columns)
-        for note in self._notes("abort"):
-            raise DataPlaneAborted(note["reason"])
-        plain = asdict(request) | {
-            "indexes": None if request.indexes is None else [int(index) for index in request.indexes],
-            "optional_columns": list(request.optional_columns),
-            "columns": list(request.columns),
-        }
-        meta = self._ask(list(request.columns), "get", **plain)
-        return meta if meta.size else None
+    def _aborted(self) -> str | None:
+        """The reason that `abort` was given since the last `clear`."""
+        if self._abort_partition not in _client().get_partition_list():
+            return None
+        return next(iter(_client().kv_list(self._abort_partition)[self._abort_partition]), None)
 
-    def _ask(self, fields: list[str], operation: str, **arguments: Any) -> Any:
+    def _make_rows(self, num_prompts: int) -> None:
+        keys = [str(row) for row in range(num_prompts * self._n_samples_per_prompt)]
+        _client().kv_retrieve_meta(keys, self._partition, create=True)
+
+    def _reserve(self, request: Request) -> Any:
+        """TransferQueue's metadata of the rows that serve the request, marked as consumed; empty when not enough are ready."""
+        if (reason := self._aborted()) is not None:
+            raise DataPlaneAborted(reason)
+        # What the controller receives must be plain lists.
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(request).items()}
+        return self._ask(list(request.columns), request.consumer, "get", **plain)
+
+    def _ask(self, fields: list[str], task: str, operation: str, **arguments: Any) -> Any:
         """The answer of `RowRules` in the controller."""
         try:
             return _client().get_meta(
@@ -322,7 +228,7 @@ class TransferQueueClient:
                 batch_size=0,
                 partition_id=self._partition,
                 mode="fetch",
-                task_name=arguments.get("consumer", "trainer"),
+                task_name=task,
                 sampling_config={"operation": operation, **arguments},
             )
         except RuntimeError as error:
@@ -332,27 +238,11 @@ class TransferQueueClient:
                 raise
             raise ValueError(sentence) from None
 
-    def _rows_of(self, meta: Any) -> list[int]:
-        return [int(key) for key in _client().kv_retrieve_keys(list(meta.global_indexes), self._partition)]
-
-    def _fetch(self, meta: Any, columns: Sequence[str]) -> Batch:
-        data = _client().get_data(meta)
-        return {name: _from_field(data[name]) for name in columns}
-
-    def _fetch_ready(self, name: str, rows: list[int]) -> Column:
-        missing = set(self._missing_rows(name))
-        ready = [row for row in rows if row not in missing]
-        if not ready:
-            return [None] * len(rows)
-        meta = _client().kv_retrieve_meta([str(row) for row in ready], self._partition).select_fields([name])
-        column = self._fetch(meta, [name])[name]
-        if len(ready) == len(rows):
-            return column
-        entries = iter(column)
-        return [None if row in missing else next(entries) for row in rows]
+    def _rows_of(self, global_indexes: Sequence[int]) -> list[int]:
+        return [int(key) for key in _client().kv_retrieve_keys(list(global_indexes), self._partition)]
 
     def _capacity(self) -> int:
-        return len(self._consumed("trainer"))
+        return len(self._consumed(self._consumers[0]))
 
     def _consumed(self, consumer: str) -> torch.Tensor:
         """[rows] 1 where consumed, in the order of TransferQueue's global indexes."""
@@ -366,30 +256,13 @@ class TransferQueueClient:
         if indexes is None:
             return list(range(self._capacity()))
         unready = indexes[status[:, 0] == 0].tolist()
-        return sorted(int(row) for row in _client().kv_retrieve_keys(unready, self._partition)) if unready else []
+        return sorted(self._rows_of(unready)) if unready else []
 
     def _describe_missing(self, request: Request) -> str:
-        rows = list(range(self._capacity())) if request.indexes is None else [int(row) for row in request.indexes]
+        rows = range(self._capacity()) if request.indexes is None else request.indexes
         missing = {name: [row for row in self._missing_rows(name) if row in set(rows)] for name in request.columns}
-        return describe_missing(request, self._columns, missing, len(rows), int(self._consumed(request.consumer).sum()))
-
-    # Small records beside the rows live as tags in partitions of their own.
-
-    def _note(self, topic: str, tag: dict[str, Any]) -> None:
-        meta = _client().kv_retrieve_meta([uuid4().hex], f"{self._partition}/{topic}", create=True)
-        meta.update_custom_meta([tag])
-        _client().set_custom_meta(meta)
-
-    def _notes(self, topic: str) -> list[dict[str, Any]]:
-        partition = f"{self._partition}/{topic}"
-        if partition not in _client().get_partition_list():
-            return []
-        return list(_client().kv_list(partition)[partition].values())
-
-    def _clear_notes(self, topic: str) -> None:
-        partition = f"{self._partition}/{topic}"
-        if partition in _client().get_partition_list():
-            _client().clear_partition(partition)
+        num_consumed = int(self._consumed(request.consumer).sum())
+        return describe_missing(request, self._producer_of, missing, len(rows), num_consumed)
 
 
 def _client() -> transfer_queue.TransferQueueClient:

@@ -94,7 +94,6 @@ class IterationProgress:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total = total
-        self._title = title
         self._first = start
         self._every = every
         self._now_s = now_s

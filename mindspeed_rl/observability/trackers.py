@@ -12,6 +12,13 @@ from typing import Any, Protocol
 
 from mindspeed_rl.config import RLConfig
 
+#: key of rl_config that asks for a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
+TRACKERS = {
+    "use_tensorboard": "mindspeed_rl.observability.trackers:TensorBoardTracker",
+    "use_wandb": "mindspeed_rl.observability.trackers:WandbTracker",
+    "use_swanlab": "mindspeed_rl.observability.trackers:SwanlabTracker",
+}
+
 
 class Tracker(Protocol):
     """Takes the figures of each iteration."""
@@ -42,9 +49,9 @@ class JsonlTracker:
 class TensorBoardTracker:
     """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
         writer = _load("tensorboard.summary", "use_tensorboard", "tensorboard")
-        self._writer = writer.Writer(str(log_dir))
+        self._writer = writer.Writer(str(run_dir / "tensorboard"))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -58,9 +65,14 @@ class TensorBoardTracker:
 class WandbTracker:
     """A Weights & Biases run."""
 
-    def __init__(self, project: str, name: str, save_dir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
         wandb = _load("wandb", "use_wandb", "wandb")
-        self._run = wandb.init(project=project, name=name or None, dir=str(save_dir), config=dict(config))
+        self._run = wandb.init(
+            project=rl_config.wandb_project,
+            name=rl_config.wandb_exp_name or None,
+            dir=rl_config.wandb_save_dir or str(run_dir),
+            config=dict(config),
+        )
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log({tag(name): value for name, value in metrics.items()}, step=iteration)
@@ -72,10 +84,15 @@ class WandbTracker:
 class SwanlabTracker:
     """A SwanLab run."""
 
-    def __init__(self, project: str, name: str, save_dir: Path, mode: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
         swanlab = _load("swanlab", "use_swanlab", "swanlab")
-        options = {"experiment_name": name or None, "mode": mode or None, "logdir": str(save_dir)}
-        self._run = swanlab.init(project=project, config=dict(config), **options)
+        self._run = swanlab.init(
+            project=rl_config.swanlab_project,
+            experiment_name=rl_config.swanlab_exp_name or None,
+            mode=rl_config.swanlab_mode or None,
+            logdir=rl_config.swanlab_save_dir or str(run_dir),
+            config=dict(config),
+        )
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log({tag(name): value for name, value in metrics.items()}, step=iteration)
@@ -105,24 +122,20 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any])
     `use_wandb` switches `use_tensorboard` off.
 
     Args:
-        rl_config: its keys use_tensorboard, use_wandb, use_swanlab, wandb_*, swanlab_*.
+        rl_config: the keys in TRACKERS, and those that a tracker reads itself.
         run_dir: where files go unless a *_save_dir is set.
         config: the run's configuration as plain values, shown beside the curves.
 
     Raises:
         ValueError: a tracker is asked for whose package is not installed.
     """
-    run_dir = Path(run_dir)
+    wanted = [key for key in TRACKERS if getattr(rl_config, key)]
+    if rl_config.use_wandb and "use_tensorboard" in wanted:
+        wanted.remove("use_tensorboard")
     trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
-    if rl_config.use_tensorboard and not rl_config.use_wandb:
-        trackers.append(TensorBoardTracker(run_dir / "tensorboard"))
-    if rl_config.use_wandb:
-        save_dir = Path(rl_config.wandb_save_dir or run_dir)
-        trackers.append(WandbTracker(rl_config.wandb_project, rl_config.wandb_exp_name, save_dir, config))
-    if rl_config.use_swanlab:
-        save_dir = Path(rl_config.swanlab_save_dir or run_dir)
-        name, mode = rl_config.swanlab_exp_name, rl_config.swanlab_mode
-        trackers.append(SwanlabTracker(rl_config.swanlab_project, name, save_dir, mode, config))
+    for key in wanted:
+        module, name = TRACKERS[key].split(":")
+        trackers.append(getattr(import_module(module), name)(rl_config, run_dir, config))
     return Trackers(trackers)
 
 

@@ -105,10 +105,6 @@ class Platform(ABC):
         """Memory of this process on its device."""
 
     @abstractmethod
-    def reset_peak_memory(self) -> None:
-        """Starts a new measurement of peak memory where the device has one."""
-
-    @abstractmethod
     def rng_state(self) -> torch.Tensor:
         """State of the device's default random generator."""
 

@@ -45,9 +45,6 @@ class CpuPlatform(Platform):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB  # the kernel updates it with a delay
         return MemoryStats(allocated_gib=resident, reserved_gib=resident, peak_gib=max(peak, resident))
 
-    def reset_peak_memory(self) -> None:
-        """The kernel keeps one peak for the life of the process: nothing to reset."""
-
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
 

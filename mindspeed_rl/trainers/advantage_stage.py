@@ -13,7 +13,7 @@ from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
 from mindspeed_rl.algorithms.records import AdvantageInputs
 from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.records import Batch
+from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.records import reward_functions
@@ -22,6 +22,9 @@ from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.rollout_journal import RolloutJournal
 from mindspeed_rl.trainers.rollout_record import save_rollout
 from mindspeed_rl.trainers.schedule import Schedule
+
+#: what this stage puts into the data plane
+ADVANTAGE_COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask")
 
 #: prefix of the score metrics by stage
 SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}

@@ -13,11 +13,14 @@ from mindspeed_rl.config import BatchPlan, RunConfig
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.records import concatenate
+from mindspeed_rl.dataplane.columns import concatenate
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.workers.integrated import WorkerReport
 from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup
+
+#: what `PromptFeed` puts into the data plane
+PROMPT_COLUMNS = ("prompt_ids", "labels", "extra")
 
 #: what a scored row consists of
 SCORED_COLUMNS = (

@@ -23,29 +23,30 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompt
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
-from mindspeed_rl.dataplane.records import ColumnSpec, rl_columns
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.trainers.advantage_stage import AdvantageStage
+from mindspeed_rl.trainers.advantage_stage import ADVANTAGE_COLUMNS, AdvantageStage
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_journal import RolloutJournal
-from mindspeed_rl.trainers.rollout_stage import PromptFeed, make_rollout
+from mindspeed_rl.trainers.rollout_stage import PROMPT_COLUMNS, PromptFeed, make_rollout
 from mindspeed_rl.trainers.run_folder import absolute_paths, recorded_run
 from mindspeed_rl.trainers.schedule import Schedule
+from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.integrated import IntegratedWorker
 from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup, cluster, worker_environment
 from mindspeed_rl.workers.model_source import find_model, lacks_score_head, reward_model_config
 from mindspeed_rl.workers.reward_model import RewardModelWorker
 
-#: columns of this loop besides those every loop has
-_COLUMNS = {
-    "truncated": ColumnSpec("actor_rollout"),
-    "scored_mask": ColumnSpec("compute_advantage"),
-    "loss_mask": ColumnSpec("compute_advantage"),
-    "reward_results": ColumnSpec("rule_reward"),
+#: who uses the data plane in this loop, and the columns that each puts
+DATA_PLANE_USERS = {
+    "trainer": PROMPT_COLUMNS,
+    **WORKER_COLUMNS,
+    "dynamic_sampling": (),
+    "compute_advantage": ADVANTAGE_COLUMNS,
+    "metrics": (),
 }
 
 
@@ -185,13 +186,12 @@ def _built(cfg: RunConfig, plan: BatchPlan, platform_name: str, run_dir: Path, i
 
 
 def open_data_plane(cfg: RunConfig, plan: BatchPlan) -> DataPlane:
-    """The data plane that the run file asks for, with the columns of this loop."""
+    """The data plane that the run file asks for, for the users of this loop."""
     rl = cfg.rl_config
     options = {}
     if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":
         options["num_storage_units"] = rl.transfer_queue_data_shard_num
-    columns = rl_columns() | _COLUMNS
-    return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, columns=columns, **options)
+    return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, DATA_PLANE_USERS, **options)
 
 
 def assemble(

@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import BatchPlan, RLConfig, RunConfig
-from mindspeed_rl.config.loader import project_configs
+from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import environment, platform_class

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.records import Batch
+from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.workers.order import share_of
 
 

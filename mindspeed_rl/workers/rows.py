@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_rl.dataplane.records import Batch
+from mindspeed_rl.dataplane.columns import Batch
 
 if TYPE_CHECKING:  # it imports Megatron, which the worker first has to prepare for
     from mindspeed_rl.engine.batching import Rows

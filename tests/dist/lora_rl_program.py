@@ -19,7 +19,7 @@ warnings.filterwarnings("ignore")
 import torch
 
 from mindspeed_rl.config import build_batch_plan, build_run_config
-from mindspeed_rl.dataplane.records import pack
+from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.workers.integrated import UpdateOrder

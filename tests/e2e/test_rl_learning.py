@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mindspeed_rl.config.loader import load_run_config, project_configs
+from mindspeed_rl.config.loader import load_run_config
+from mindspeed_rl.config.run_files import project_configs
 
 if TYPE_CHECKING:
     from rl_world import World

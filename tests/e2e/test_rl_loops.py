@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_rl.algorithms.rollout_file import load_rollout_batch
 from mindspeed_rl.cli.parity import replay
+from mindspeed_rl.trainers.run import DATA_PLANE_USERS
 from mindspeed_rl.trainers.schedule import DisagreementError
 
 if TYPE_CHECKING:
@@ -285,6 +286,12 @@ def test_a_saved_rollout_is_replayed_to_the_loss_of_the_run(world: World, name: 
 
 
 # --- how rows travel -----------------------------------------------------------------------------------------------------
+
+
+def test_every_declared_column_is_put_in_one_iteration_with_all_roles(world: World) -> None:
+    run = world.run("ppo_tiny_cpu", f"rl_config.reward_model={world.reward_model}")
+    declared = [column for columns in DATA_PLANE_USERS.values() for column in columns]
+    assert {len(rows) for rows in run.rows(*declared)} == {run.plan.num_train_samples}
 
 
 @pytest.mark.parametrize("key", ["rl_config.data_strategy=tq", "rl_config.blocking=false"])

@@ -28,7 +28,7 @@ def test_the_guides_sound_examples_give_its_numbers(given: tuple, expected: tupl
     cfg = guide_run(*given)
     plan = build_batch_plan(cfg)
     dp, generated, rollout, train, rollout_each, train_each = expected
-    assert (plan.dp_size, plan.num_samples, plan.num_prompts, plan.mini_batch_prompts) == (dp, generated, rollout, train)
+    assert (plan.dp_size, plan.num_samples, plan.num_prompts) == (dp, generated, rollout)
     table = batch_table(read_sizes(cfg), None)
     assert table["generation_batch_size"] == generated
     assert (table["num_rollout_prompts"], table["num_train_prompts"]) == (rollout, train)
@@ -125,10 +125,11 @@ def test_prompt_level_numbers_of_a_16_device_run() -> None:
     cfg = prompt_level(megatron_training={"train_iters": 10})
     plan = build_batch_plan(cfg)
     assert (plan.world_size, plan.dp_size, plan.num_prompts, plan.num_samples) == (16, 4, 32, 256)
-    assert (plan.mini_batch_size, plan.mini_batch_prompts, plan.micro_batch_size, plan.accumulation_steps) == (256, 32, 4, 16)
+    assert (plan.mini_batch_size, plan.micro_batch_size) == (256, 4)
     assert (plan.num_minibatches, plan.epochs, plan.num_optimizer_steps, plan.on_policy) == (1, 1, 1, True)
-    assert (plan.infer_tp, plan.num_rollout_replicas) == (1, 16)
-    assert (plan.total_optimizer_steps, plan.total_samples, plan.total_prompts) == (10, 2560, 320)
+    table = batch_table(read_sizes(cfg), 10)
+    assert (table["num_train_prompts"], table["gradient_accumulation_steps"], table["num_rollout_replicas"]) == (32, 16, 16)
+    assert (table["total_optimizer_steps"], table["total_samples"], table["total_prompts"]) == (10, 2560, 320)
     assert plan.dispatch_sizes == {
         "actor_rollout_dispatch_size": 16,  # 256 / 16 engines
         "actor_logprob_dispatch_size": 64,  # 256 / 4 replicas
@@ -149,8 +150,10 @@ def test_rules_score_on_every_node() -> None:
 
 
 def test_several_steps_and_passes_over_one_rollout() -> None:
-    plan = build_batch_plan(prompt_level(rl_config={"mini_batch_size": 8, "epochs": 3}))
-    assert (plan.num_minibatches, plan.num_optimizer_steps, plan.mini_batch_size, plan.accumulation_steps) == (4, 12, 64, 4)
+    cfg = prompt_level(rl_config={"mini_batch_size": 8, "epochs": 3})
+    plan = build_batch_plan(cfg)
+    assert (plan.num_minibatches, plan.num_optimizer_steps, plan.mini_batch_size) == (4, 12, 64)
+    assert batch_table(read_sizes(cfg), None)["gradient_accumulation_steps"] == 4
     assert not plan.on_policy
 
 
@@ -181,9 +184,10 @@ def test_dispatch_sizes_of_the_run_file_win() -> None:
 
 def test_a_supervised_run_counts_samples() -> None:
     keys = {"stage": "sft", "global_batch_size": 64, "micro_batch_size": 4, "num_npus": 8, "tensor_model_parallel_size": 2}
-    plan = build_batch_plan(build_run_config({"megatron_training": {**keys, "train_iters": 5}}))
-    assert (plan.counting, plan.world_size, plan.dp_size, plan.accumulation_steps) == ("samples", 8, 4, 4)
-    assert (plan.num_samples, plan.num_optimizer_steps, plan.total_samples) == (64, 1, 320)
+    cfg = build_run_config({"megatron_training": {**keys, "train_iters": 5}})
+    plan, table = build_batch_plan(cfg), batch_table(read_sizes(cfg), 5)
+    assert (table["counting"], plan.world_size, plan.dp_size, table["gradient_accumulation_steps"]) == ("samples", 8, 4, 4)
+    assert (plan.num_samples, plan.num_optimizer_steps, table["total_samples"]) == (64, 1, 320)
     assert plan.dispatch_sizes == {}
 
 
@@ -210,8 +214,9 @@ def test_both_ways_of_counting_give_the_same_plan() -> None:
         "num_prompts",
         "num_samples",
         "mini_batch_size",
-        "mini_batch_prompts",
         "num_optimizer_steps",
         "dispatch_sizes",
     ):
         assert getattr(first, name) == getattr(second, name), name
+    tables = [batch_table(read_sizes(cfg), None) for cfg in (prompts, completions)]
+    assert tables[0]["num_train_prompts"] == tables[1]["num_train_prompts"] == 8

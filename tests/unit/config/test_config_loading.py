@@ -121,6 +121,7 @@ def test_all_mistakes_are_reported_at_once(folder: Path) -> None:
         ("megatron_training.stage", "grpo", "did you mean 'ray_grpo'?"),
         ("rl_config.actor_resource", "8", "must be a group with the keys num_npus"),
         ("rl_config.actor_resource.num_gpus", "8", "rl_config.actor_resource.num_npus"),
+        ("rl_config.epochs", "1" + 400 * "0", "must be a whole number"),
         ("rl_config.epochs", "null", "is empty, but must be a whole number"),
         ("generate_config.dtype", "float16", "must be one of bfloat16, float32"),
     ],

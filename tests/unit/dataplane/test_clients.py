@@ -8,16 +8,9 @@ import ray
 import torch
 
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
-from mindspeed_rl.dataplane.records import ColumnSpec, DataPlaneAborted
-from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.dataplane.rows import DataPlaneAborted, Request
 
-COLUMNS = {
-    "prompts": ColumnSpec("trainer"),
-    "responses": ColumnSpec("rollout"),
-    "rewards": ColumnSpec("scorer"),
-    "texts": ColumnSpec("rollout"),
-    "halves": ColumnSpec("rollout"),
-}
+USERS = {"trainer": ("prompts",), "rollout": ("responses", "texts", "halves"), "scorer": ("rewards",), "train": (), "score": ()}
 N = 2
 
 
@@ -41,12 +34,12 @@ def cluster():
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="data_strategy 'tdd'. Did you mean 'td'"):
-        make_data_plane("tdd", 1, 1)
+        make_data_plane("tdd", 1, 1, USERS)
 
 
 def test_too_few_logical_cpus_are_refused_at_once(cluster):
     with pytest.raises(ValueError, match="needs 41 logical CPUs.*has 16"):
-        make_data_plane("tq", 1, 1, num_storage_units=40)
+        make_data_plane("tq", 1, 1, USERS, num_storage_units=40)
 
 
 def test_actors_that_find_no_free_cpu_run_into_the_deadline(cluster):
@@ -58,13 +51,13 @@ def test_actors_that_find_no_free_cpu_run_into_the_deadline(cluster):
     hog = Hog.remote()
     ray.get(hog.here.remote())
     with pytest.raises(TimeoutError, match="did not start within 0.5 s.*3 free logical CPUs; of 16 in the cluster 0 are free"):
-        make_data_plane("tq", 1, 1, init_timeout_s=0.5)
+        make_data_plane("tq", 1, 1, USERS, init_timeout_s=0.5)
     ray.kill(hog)
 
 
 @pytest.fixture(scope="module", params=["td", "tq"])
 def engine(request, cluster):
-    plane = make_data_plane(request.param, 4, N, columns=COLUMNS, consumers=("trainer", "train", "score"))
+    plane = make_data_plane(request.param, 4, N, USERS)
     yield plane
     plane.close()
 
@@ -72,7 +65,6 @@ def engine(request, cluster):
 @pytest.fixture
 def plane(engine) -> DataPlane:
     engine.clear(num_prompts=4)
-    engine.get_metrics()
     return engine
 
 
@@ -103,7 +95,7 @@ def test_every_kind_of_row_comes_back_as_it_was_put(plane):
 
 
 def test_objects_keep_their_types(plane):
-    spec = ColumnSpec("a dataclass")
+    spec = Request("a dataclass", ())
     plane.put({"texts": [spec, (1, "tuple"), b"bytes", {"a": 0.1}]}, range(4))
     assert plane.get("train", ["texts"], 4)[0]["texts"] == [spec, (1, "tuple"), b"bytes", {"a": 0.1}]
 
@@ -119,13 +111,6 @@ def test_rows_put_in_parts_are_served_lowest_first_as_whole_groups(plane):
     batch, rows = plane.get("train", ["responses"], 4)
     assert rows == [2, 3, 6, 7] and lists(batch["responses"]) == lists(responses([2, 3, 6, 7]))
     assert plane.get("train", ["responses"], 4) == (None, None)
-    assert plane.get("train", ["responses"], 1, get_n_samples=False)[1] == [0]
-
-
-def test_a_prompt_fills_all_rows_of_its_group(plane):
-    plane.put({"prompts": [torch.tensor([7]), torch.tensor([8, 9])]}, [2, 0], is_prompt=True)
-    batch, rows = plane.get("score", ["prompts"], 4)
-    assert rows == [0, 1, 4, 5] and lists(batch["prompts"]) == [[8, 9], [8, 9], [7], [7]]
 
 
 def test_a_row_waits_for_all_its_columns_and_each_consumer_gets_it_once(plane):
@@ -133,10 +118,8 @@ def test_a_row_waits_for_all_its_columns_and_each_consumer_gets_it_once(plane):
     assert plane.get("train", ["responses", "rewards"], 8) == (None, None)
     plane.put({"rewards": [0.5] * 8}, range(8))
     assert plane.get("train", ["responses", "rewards"], 8)[1] == list(range(8))
-    assert plane.all_consumed("train") and not plane.all_consumed("score")
     assert plane.get("train", ["responses"], 8) == (None, None)
-    plane.reset_consumed("train")
-    assert plane.get("train", ["responses"], 8)[1] == list(range(8))
+    assert plane.get("score", ["responses"], 8)[1] == list(range(8))
 
 
 def test_indexes_are_served_in_their_order_again_and_again(plane):
@@ -147,47 +130,14 @@ def test_indexes_are_served_in_their_order_again_and_again(plane):
     assert plane.get("train", ["responses"], indexes=[5, 4]) == (None, None)
 
 
-def test_reserved_rows_are_fetched_later(plane):
-    put_responses(plane, [0, 1, 2, 3])
-    assert plane.reserve("train", ["responses"], 2) == [0, 1]
-    assert plane.get("train", ["responses"], 2)[1] == [2, 3]
-    assert plane.get("train", ["responses"], indexes=[0, 1])[1] == [0, 1]
-
-
-def test_balanced_shares_have_equal_counts_and_even_lengths(plane):
-    lengths = [10, 9, 8, 7, 6, 5, 4, 3]
-    plane.put({"responses": [torch.zeros(length, dtype=torch.int64) for length in lengths]}, range(8))
-    options = {"dp_size": 2, "use_batch_seqlen_balance": True, "get_n_samples": False}
-    shares = [plane.get("train", ["responses"], 4, **options)[1] for _ in range(2)]
-    assert sorted(shares) == [[0, 3, 4, 7], [1, 2, 5, 6]]  # 26 tokens each
-
-
-def test_a_consumer_that_starts_over_is_dealt_new_shares(plane):
-    put_responses(plane, list(range(8)))
-    options = {"dp_size": 2, "use_batch_seqlen_balance": True}
-    first = plane.get("train", ["responses"], 4, **options)[1]
-    plane.reset_consumed("train")
-    shares = [plane.get("train", ["responses"], 4, **options)[1] for _ in range(2)]
-    assert shares[0] == first and sorted(sum(shares, [])) == list(range(8))
-
-
-def test_optional_columns_are_none_where_not_ready(plane):
-    plane.put({"prompts": [torch.tensor([1])] * 4}, range(4), is_prompt=True)
-    put_responses(plane, [1])
-    batch, _ = plane.get("score", ["prompts"], 2, optional_columns=["responses", "texts"])
-    assert batch["responses"][0] is None and batch["responses"][1].tolist() == [101]
-    assert batch["texts"] == [None, None]
-
-
 def test_clear_empties_resizes_and_lifts_an_abort(plane):
     put_responses(plane, [0, 1])
     plane.abort("worker 1 died")
     plane.clear(num_prompts=2)
-    status = plane.status()
-    assert (status["capacity"], status["ready"], status["consumed"]) == (4, {}, {})
+    assert plane.get("train", ["responses"], 4) == (None, None)
     put_responses(plane, [0, 1, 2, 3])
     assert plane.get("train", ["responses"], 4)[1] == [0, 1, 2, 3]
-    assert plane.status()["ready"] == {"responses": 4} and plane.status()["consumed"] == {"train": 4}
+    assert plane.get("train", ["responses"], 2) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +145,6 @@ def test_clear_empties_resizes_and_lifts_an_abort(plane):
     [
         (lambda p: p.put({"response": [1]}, [0]), ["'response'", "'responses'"]),
         (lambda p: p.put({"responses": responses([1])}, [8]), ["Index 8", "8 rows"]),
-        (lambda p: p.put({"prompts": responses([1])}, [4], is_prompt=True), ["Index 4", "4 prompts"]),
         (lambda p: p.put({"responses": responses([1])}, [0, 1]), ["1 entries for 2 indexes"]),
         (lambda p: p.put({"responses": responses([1, 1])}, [1, 1]), ["differ"]),
         (lambda p: p.get("training", ["responses"], 2), ["'training'", "'train'"]),
@@ -259,12 +208,3 @@ def test_abort_ends_a_wait(plane):
     assert [str(error) for error in outcome] == ["worker 1 died"]
     with pytest.raises(DataPlaneAborted, match="worker 1 died"):
         plane.get("train", ["responses"], 2)
-
-
-def test_metrics_of_several_workers_meet_in_the_data_plane(plane):
-    for total, count in ((6.0, 3), (2.0, 1)):
-        metrics = Metrics()
-        metrics.add_mean("loss", total, count)
-        plane.update_metrics(metrics)
-    assert plane.get_metrics().results() == {"loss": 2.0}
-    assert plane.get_metrics().results() == {}

@@ -2,13 +2,15 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.observability.trackers import TRACKERS, make_trackers
 
 
 def tracker_files(run_dir: Path, rl_config: RLConfig) -> Path:
@@ -59,3 +61,27 @@ def test_wandb_switches_tensorboard_off(tmp_path):
     with pytest.raises(ValueError, match="wandb"):
         make_trackers(RLConfig(use_tensorboard=True, use_wandb=True), tmp_path, {})
     assert not (tmp_path / "tensorboard").exists()
+
+
+class LineTracker:
+    """A tracker as somebody else would write it: one class in a file of its own."""
+
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._lines, self._path = [f"lr {config['lr']}, project {rl_config.swanlab_project}"], run_dir / "lines.txt"
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._lines.append(f"{iteration}: {', '.join(metrics)}")
+
+    def close(self) -> None:
+        self._path.write_text("\n".join(self._lines))
+
+
+def test_a_tracker_is_added_by_its_file_and_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKERS, "use_swanlab", f"{__name__}:LineTracker")
+    tracker_files(tmp_path, RLConfig(use_swanlab=True, swanlab_project="mine"))
+    assert (tmp_path / "lines.txt").read_text() == "lr 1.0, project mine\n1: actor/pg_loss, eval/accuracy\n2: actor/pg_loss"
+    assert (tmp_path / "metrics.jsonl").is_file()
+
+
+def test_every_key_that_asks_for_a_tracker_is_a_key_of_the_run_file():
+    assert all(getattr(RLConfig(), key) is False for key in TRACKERS)

@@ -1,4 +1,4 @@
-"""What travels through the data plane: ragged columns packed into two arrays, and the declaration of columns and consumers."""
+"""What travels through the data plane: columns, each packed into two arrays or kept as a list of objects."""
 
 from __future__ import annotations
 
@@ -101,86 +101,6 @@ class Ragged(Sequence[torch.Tensor]):
 
 Column = Ragged | list[Any]
 Batch = dict[str, Column]
-
-
-class DataPlaneAborted(RuntimeError):
-    """Raised in everybody who waits for rows once the run was declared failed."""
-
-
-@dataclass(frozen=True)
-class ColumnSpec:
-    """A column of the data plane.
-
-    Attributes:
-        producer: the stage that fills it; named when somebody waits for it in vain.
-    """
-
-    producer: str
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a consumer asks for.
-
-    Attributes:
-        consumer: who asks.
-        columns: what must be ready in every row served.
-        count: rows wanted; needed without indexes.
-        indexes: exactly these rows, in this order, whether consumed before or not.
-        dp_size: with use_batch_seqlen_balance, the number of callers that share the rows.
-        get_n_samples: only whole groups of n_samples_per_prompt rows.
-        use_batch_seqlen_balance: once count * dp_size rows are ready, deal them into dp_size shares of equal count and nearly
-            equal total length; the first dp_size calls get one share each. A row's length is that of its longest column.
-        optional_columns: returned too, with None entries where not ready (partial rollout).
-        seed: groups drawn at random with this seed instead of the lowest ones.
-    """
-
-    consumer: str
-    columns: tuple[str, ...]
-    count: int | None = None
-    indexes: Sequence[int] | None = None
-    dp_size: int = 1
-    get_n_samples: bool = True
-    use_batch_seqlen_balance: bool = False
-    optional_columns: Sequence[str] = ()
-    seed: int | None = None
-
-
-def rl_columns() -> dict[str, ColumnSpec]:
-    """The columns of the RL loops and who fills each."""
-    producers = {
-        "trainer": ("prompts", "prompt_length", "labels", "prompt_ids", "extra"),
-        "actor_rollout": (
-            "responses", "response_length", "input_ids", "input_ids_length", "response_mask", "rollout_log_probs",
-            "attention_mask", "position_ids", "finish_reason", "tool_call_num", "age", "weight_version",
-        ),
-        "rule_reward": ("rewards", "reward_parts"),
-        "reward_scores": ("rm_scores",),
-        "actor_log_prob": ("old_log_probs", "entropies"),
-        "ref_log_prob": ("ref_log_probs",),
-        "critic_compute_values": ("values",),
-        "compute_kl": ("token_level_rewards",),
-        "compute_advantage": ("advantages", "returns"),
-        "dynamic_sampling": ("metric_for_dapo",),
-    }  # fmt: skip
-    return {name: ColumnSpec(producer) for producer, names in producers.items() for name in names}
-
-
-RL_CONSUMERS: tuple[str, ...] = (
-    "trainer",
-    "actor_rollout",
-    "actor_log_prob",
-    "ref_log_prob",
-    "rule_reward",
-    "reward_scores",
-    "dynamic_sampling",
-    "critic_compute_values",
-    "compute_kl",
-    "compute_advantage",
-    "actor_train",
-    "critic_train",
-    "metrics",
-)
 
 
 def pack(rows: Sequence[Any]) -> Column:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl.dataplane.records import Ragged, concatenate, kind, pack, take
+from mindspeed_rl.dataplane.columns import Ragged, concatenate, kind, pack, take
 
 
 def test_ragged_rows_read_like_a_list_of_tensors():

@@ -1,0 +1,86 @@
+"""Run files on disk: where one lies, and what Hydra makes of it together with its model blocks and overrides."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config.errors import ConfigError, nearest
+
+
+def project_configs() -> Path:
+    """Return the `configs/` folder beside the package."""
+    return Path(__file__).resolve().parents[2] / "configs"
+
+
+def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
+    """Return the folder and the bare name of a run file that exists.
+
+    Raises:
+        ConfigError: no such folder or file; the sentence names the most similar run file.
+    """
+    if config_dir is None and os.sep in config_name:
+        config_dir, config_name = os.path.split(config_name)
+    name = config_name.removesuffix(".yaml")
+    folders = [Path(config_dir)] if config_dir is not None else [project_configs(), Path.cwd() / "configs"]
+    for folder in folders:
+        if (folder / f"{name}.yaml").is_file():
+            return folder.resolve(), name
+    existing = [folder for folder in folders if folder.is_dir()]
+    if not existing:
+        raise ConfigError([f"the configuration folder {folders[0]} does not exist"])
+    available = sorted(path.stem for folder in existing for path in folder.glob("*.yaml"))
+    likely = nearest(name, available)
+    hint = f"the nearest name there is {likely}" if likely else f"it holds {', '.join(available) or 'no run file'}"
+    raise ConfigError([f"there is no run file {name}.yaml in {existing[0]}; {hint}"])
+
+
+def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
+    """Return the composed run file as plain containers, with interpolations resolved.
+
+    Raises:
+        ConfigError: YAML that cannot be read, a model block or an override that Hydra rejects.
+    """
+    # Imported here so that the package itself loads at once and without Hydra.
+    import yaml
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    items = [_as_forced(item) for item in overrides]
+    if directory != project_configs():
+        items.append(f"hydra.searchpath=['file://{project_configs()}']")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Hydra asks for `_self_` in defaults; upstream's run files have none.
+            with initialize_config_dir(version_base=None, config_dir=str(directory)):
+                composed = hydra_compose(name, overrides=items)
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingConfigException as error:
+        missing = (error.missing_cfg_file or "").removesuffix(".yaml")
+        group, _, block = missing.rpartition("/")
+        available = sorted({path.stem for folder in (directory, project_configs()) for path in (folder / group).glob("*.yaml")})
+        likely = nearest(block, available)
+        hint = f"the nearest name there is {likely}" if likely else f"known names are {', '.join(available) or 'none'}"
+        raise ConfigError([f"defaults of {name}.yaml: {missing}.yaml does not exist in {directory}; {hint}"]) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError([f"{name}.yaml cannot be read: {_one_line(error)}"]) from error
+
+
+def _as_forced(item: str) -> str:
+    """Let "group.key=value" also add a key the file does not have; the schema decides whether the key exists."""
+    key = re.match(r"[^=]*", item).group()
+    if "=" not in item and not item.startswith("~"):
+        raise ConfigError([f"override {item!r} is not of the form group.key=value"])
+    if item[0] in "+~" or key.startswith("hydra.") or key == "model" or "@" in key:
+        return item
+    return f"++{item}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())

@@ -1,0 +1,59 @@
+"""Keys by the names that other projects give them: ms-swift's second spellings, and hints for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.rl import RLConfig
+
+# How other projects spell keys that exist here.
+SYNONYMS = {
+    "advantage_estimator": "adv_estimator",
+    "cliprange": "clip_ratio",
+    "epsilon": "clip_ratio",
+    "epsilon_high": "clip_ratio_high",
+    "gradient_accumulation_steps": "mini_batch_size",
+    "kl_coef": "init_kl_coef",
+    "kl_in_reward": "use_kl_in_reward",
+    "kl_loss_coef": "init_kl_coef",
+    "learning_rate": "lr",
+    "mask_truncated_completions": "overlong_filter",
+    "num_samples_per_prompt": "n_samples_per_prompt",
+    "per_device_train_batch_size": "micro_batch_size",
+    "ppo_epochs": "epochs",
+    "ppo_mini_batch_size": "mini_batch_size",
+    "save_steps": "save_interval",
+    "shuffle_minibatch": "shuffle_mini_batch",
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_max_model_len": "max_model_len",
+    "vllm_max_num_seqs": "max_num_seqs",
+    "vllm_tensor_parallel_size": "infer_tensor_parallel_size",
+}
+
+
+def apply_second_spellings(
+    rl: RLConfig, generate: GenerateConfig | None, set_keys: Mapping[str, frozenset[str]]
+) -> dict[str, Any]:
+    """Write what ms-swift's spellings say into the keys the rest of the system reads; return what the run file said.
+
+    `num_generations` is n_samples_per_prompt, `num_iterations` is epochs, `reward_funcs` and `reward_weights` are the
+    verifiers, `max_completion_length` is max_tokens, and `beta` beside num_generations is init_kl_coef. `validate` reports
+    spellings that contradict each other.
+    """
+    said = {f"rl_config.{name}": getattr(rl, name) for name in set_keys["rl_config"] if getattr(rl, name) is not None}
+    if generate is not None and "max_tokens" in set_keys["sampling_config"]:
+        said["generate_config.sampling_config.max_tokens"] = generate.sampling_config.max_tokens
+    if rl.num_generations is not None:
+        rl.n_samples_per_prompt = rl.num_generations
+        if rl.beta is not None:
+            rl.init_kl_coef = rl.beta
+    if rl.num_iterations is not None:
+        rl.epochs = rl.num_iterations
+    if rl.reward_funcs is not None:
+        rl.verifier_function = list(rl.reward_funcs)
+        rl.verifier_weight = list(rl.reward_weights) if rl.reward_weights is not None else [1.0] * len(rl.reward_funcs)
+    if rl.max_completion_length is not None and generate is not None:
+        generate.sampling_config.max_tokens = rl.max_completion_length
+    return said
