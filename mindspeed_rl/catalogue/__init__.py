@@ -42,7 +42,7 @@ SETTINGS: dict[str, Bounds] = {
     "rollout_importance_sampling_threshold_min": _NOT_NEGATIVE,
 }
 
-# --- policy losses -------------------------------------------------------------------------------------------------------------
+# --- policy losses ----------------------------------------------------------------------------------------------------
 
 #: what the ratio r of new to old policy is taken over
 LEVELS: dict[str, str] = {
@@ -123,7 +123,7 @@ STAGES: dict[str, Stage] = {
     "ray_ppo": Stage("dapo"),
 }
 
-# --- advantage estimators --------------------------------------------------------------------------------------------------------
+# --- advantage estimators ---------------------------------------------------------------------------------------------
 
 _ADVANTAGES = "mindspeed_rl.algorithms.advantages"
 _WHITENED = {"whitened": Choice("advantage_whiten", {True: ", whitened over all tokens of the batch"})}
@@ -189,7 +189,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     ),
 }
 
-# --- KL to the reference ---------------------------------------------------------------------------------------------------------
+# --- KL to the reference ----------------------------------------------------------------------------------------------
 
 _KL = "mindspeed_rl.algorithms.kl"
 _LIMITS = (20.0, 10.0)
@@ -215,7 +215,7 @@ KL_ESTIMATORS: dict[str, KlEstimator] = {
     "k3+": _K3_PLUS,
 }
 
-# --- rollout corrections ---------------------------------------------------------------------------------------------------------
+# --- rollout corrections ----------------------------------------------------------------------------------------------
 
 _CORRECTIONS = "mindspeed_rl.algorithms.corrections"
 _HIGH, _LOW = "rollout_importance_sampling_threshold", "rollout_importance_sampling_threshold_min"
@@ -238,7 +238,7 @@ CORRECTIONS: dict[str, Correction] = {
     "token_geometric_mask": replace(_MASK, bounded="geometric", formula="w_t if {low} <= geo w <= {high}, else 0"),
 }
 
-# --- questions -------------------------------------------------------------------------------------------------------------------
+# --- questions --------------------------------------------------------------------------------------------------------
 
 
 def readers(table: Mapping[str, Algorithm], setting: str) -> tuple[str, ...]:

@@ -190,10 +190,15 @@ def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
     if not sentences and found:
         numbers = resolve(rl, stage).numbers()
         for kind, record in found.items():
+            where = f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}"
+            named = {*(record.reads or ()), *record.bounds, *(choice.setting for choice in record.choices.values())}
+            if unknown := sorted(named - set(numbers)):
+                sentences.append(f"{where}: its record names {', '.join(unknown)}, no number of an objective")
+                continue
             try:
                 record.text(numbers)
             except (KeyError, ValueError, TypeError) as error:
-                sentences.append(f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}: its formula cannot be filled: {error!r}")
+                sentences.append(f"{where}: its formula cannot be filled: {type(error).__name__} {error}")
     return sentences
 
 
@@ -291,8 +296,8 @@ def formula(cfg: RunConfig) -> str:
         f"policy      L = {weight}{_text(objective.loss, numbers)}",
     ]
     if objective.correction is not None:
-        form = _text(objective.correction, numbers)
-        lines.append(f"weight      w = {objective.rollout_importance_sampling_mode}(pi_old / pi_rollout) = {form}, w_t of a token")
+        mode, form = objective.rollout_importance_sampling_mode, _text(objective.correction, numbers)
+        lines.append(f"weight      w = {mode}(pi_old / pi_rollout) = {form}, w_t that of a token")
     lines.append(f"aggregate   {NORMALIZERS[objective.normalizer].format(max_response_length=length)}")
     lines += _kl_lines(objective, numbers)
     terms = "aggregate(L)"
@@ -334,9 +339,8 @@ def _masks(rl: RLConfig, objective: Objective) -> list[str]:
             f"{objective.off_policy_sequence_mask_delta:g} are left out"
         )
     if objective.masks_by_entropy:
-        lines.append(
-            f"mask        only the {objective.top_entropy_quantile:.0%} of tokens with the highest entropy enter the policy term"
-        )
+        share = f"{objective.top_entropy_quantile:.0%}"
+        lines.append(f"mask        only the {share} of tokens with the highest entropy enter the policy term")
     if objective.overlong_filter:
         lines.append("mask        truncated responses are left out")
     if rl.filter_groups_enable:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
-from mindspeed_rl.config.objective import Objective, resolve, resolve_objective
+from mindspeed_rl.config.objective import Objective, resolve_objective
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.violation import Violation, broken, out_of_range
@@ -99,23 +99,6 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-def sound_objective(
-    rl: RLConfig, stage: str, *, max_response_length: int | None = None, group_size: int | None = None
-) -> Objective:
-    """Return the objective of a group rl_config by itself, checked; see `resolve`.
-
-    Raises:
-        ValueError: every broken rule at once.
-    """
-    objective = resolve(rl, stage, max_response_length=max_response_length, group_size=group_size)
-    sentences = [violation.message for violation in algorithm_violations(rl, objective)]
-    if objective.normalizer == "constant" and max_response_length is None:
-        sentences.append(f"loss_type {objective.loss_type} needs max_response_length, the most tokens of a response")
-    if sentences:
-        raise ValueError("\n".join(sentences))
-    return objective
-
-
 def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
     """Yield the broken rules between the keys of losses, estimators and corrections, whatever the size of a group."""
     for name, bounds in SETTINGS.items():
@@ -156,6 +139,13 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
 
 def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
     loss, loss_type = objective.loss, objective.loss_type
+    if objective.normalizer == "constant" and objective.max_response_length is None:
+        yield broken(
+            "constant_length",
+            {"rl_config.loss_type": loss_type, "generate_config.sampling_config.max_tokens": None},
+            f"rl_config.loss_type {loss_type} divides by max_response_length (generate_config.sampling_config.max_tokens), "
+            "which is not set",
+        )
     if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
         yield broken(
             "clip_order",

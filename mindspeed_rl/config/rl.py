@@ -30,6 +30,11 @@ def _reading(setting: str) -> tuple[str, tuple[str, ...]]:
     return "adv_estimator", readers(ADVANTAGES, setting)
 
 
+def _in_loss(setting: str) -> tuple[str, tuple[str, ...]]:
+    """The condition of a key that only some policy losses read."""
+    return "loss_type", readers(POLICY_LOSSES, setting)
+
+
 @dataclass(kw_only=True)
 class Resource:
     """Devices of one role."""
@@ -155,8 +160,8 @@ class LossKeys:
     delta: float | None = key(
         None, "two-sided clip: the unclipped ratio is capped here, at least 1 + the upper clip; off when unset"
     )
-    tau_pos: float = key(1.0, "sapo: temperature for positive advantages", needs=("loss_type", readers(POLICY_LOSSES, "tau_pos")))
-    tau_neg: float = key(1.05, "sapo: temperature for negative advantages", needs=("loss_type", readers(POLICY_LOSSES, "tau_neg")))
+    tau_pos: float = key(1.0, "sapo: temperature for positive advantages", needs=_in_loss("tau_pos"))
+    tau_neg: float = key(1.05, "sapo: temperature for negative advantages", needs=_in_loss("tau_neg"))
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     log_entropy: bool = key(
         False,

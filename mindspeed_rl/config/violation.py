@@ -41,7 +41,7 @@ def broken(rule: str, keys: Mapping[str, Any], message: str, *nearest: Mapping[s
 
 
 def out_of_range(key: str, value: float, bounds: Bounds) -> Violation:
-    """Return the violation of a number outside its bounds; the nearest value is the bound, or a usual one where it is excluded."""
+    """Return the violation of a number outside its bounds; the nearest value is the bound, or a usual one beyond it."""
     below = bounds.low is not None and value <= bounds.low
     nearest = bounds.high if not below else bounds.usual if bounds.excludes_low else bounds.low
     mended = () if nearest is None else ({key: nearest},)
