@@ -1,8 +1,8 @@
 """Advantage estimators over the whole global batch.
 
 Each takes `AdvantageInputs` and the objective, whose numbers it reads, and returns (advantages, returns), both [B, R], in the
-dtype of the rewards, without gradient and 0 where response_mask is False. They compute in float64: a group's std is a difference
-of near-equal numbers. Rows that have no score take part in no mean and no std. Entries: `catalogue.ADVANTAGES`.
+dtype of the rewards, without gradient and 0 where response_mask is False. They compute in float64: a group's std is a
+difference of near-equal numbers. Rows that have no score take part in no mean and no std.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group, spread it over the tokens and whiten over the global batch (arXiv:2501.03262).
-    """
+    """Centre each reward on its group, spread it over the tokens and whiten over the global batch (arXiv:2501.03262)."""
     scores = sequence_rewards(inputs)
     mean, _, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
     returns = (scores - mean).unsqueeze(1).expand(inputs.mask.shape)
