@@ -96,7 +96,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         target=f"{_LOSSES}:sapo",
         normalizer="sequence",
         reads=frozenset(("tau_pos", "tau_neg")),
-        formula="-(4 / tau) sigmoid(tau (r - 1)) * A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
+        formula="-(4 / tau) * sigmoid(tau * (r - 1)) * A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
     ),
     "gspo": replace(_CLIP, normalizer="sequence", level="sequence", levels=("sequence", "sequence_token")),
 }

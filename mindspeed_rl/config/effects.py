@@ -177,7 +177,7 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
     named = named_estimator(rl)
     estimator, loss_type = f"adv_estimator is {rl.adv_estimator}", f"loss_type is {objective.loss_type}"
     kl_keys = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
-    kl_keys += ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+    reference_keys = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
     clips = any(objective.loss.may_read(key) for key in ("clip_ratio_low", "clip_ratio_high"))
     switch, idle_value = named.idle.get(name, ("", None))
     conditions = (
@@ -193,6 +193,7 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name == "token_level_loss" and rl.loss_type is not None, "loss_type is set"),
         (name == "token_level_loss" and STAGES[cfg.stage].sequence_loss_type is None, f"stage is {cfg.stage}"),
         (name in kl_keys and objective.kl_place is None, _no_kl(cfg)),
+        (name in reference_keys and not objective.needs_reference, _no_kl(cfg)),
         (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(cfg)),
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
