@@ -111,10 +111,8 @@ class Algorithm:
         if self.reads is not None:
             object.__setattr__(self, "reads", frozenset(self.reads))
         if wrong := self.needs - self.may_need:
-            raise ValueError(
-                f"a {type(self).__name__} cannot need {', '.join(sorted(wrong))}; "
-                f"it may need {', '.join(sorted(self.may_need)) or 'nothing'}"
-            )
+            allowed = ", ".join(f"{need} ({NEEDS[need]})" for need in sorted(self.may_need)) or "nothing"
+            raise ValueError(f"a {type(self).__name__} cannot need {', '.join(sorted(wrong))}; it may need {allowed}")
 
     def load(self) -> Callable[..., Any]:
         """Return the torch function.

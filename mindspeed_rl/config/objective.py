@@ -192,7 +192,8 @@ def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
         for kind, record in found.items():
             where = f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}"
             named = {*(record.reads or ()), *record.bounds, *(choice.setting for choice in record.choices.values())}
-            if unknown := sorted(named - set(numbers)):
+            bounded = set(record.bounds) - {item.name for item in dataclasses.fields(rl)}
+            if unknown := sorted((named - set(numbers)) | bounded):
                 sentences.append(f"{where}: its record names {', '.join(unknown)}, no number of an objective")
                 continue
             try:
