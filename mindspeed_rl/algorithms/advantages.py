@@ -1,36 +1,46 @@
 """Advantage estimators over the whole global batch.
 
-Each takes `AdvantageInputs` and returns (advantages, returns), both [B, R], in the dtype of the rewards, without gradient and
-0 where response_mask is False. They compute in float64: a group's std is a difference of near-equal numbers. Rows that have no
-score take part in no mean and no std.
+Each takes `AdvantageInputs` and the objective, whose numbers it reads, and returns (advantages, returns), both [B, R], in the
+dtype of the rewards, without gradient and 0 where response_mask is False. They compute in float64: a group's std is a
+difference of near-equal numbers. Rows that have no score take part in no mean and no std.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms import ADVANTAGES, lookup, unknown_name
 from mindspeed_rl.algorithms.aggregation import row_sum
 from mindspeed_rl.algorithms.records import AdvantageInputs, Terms, masked_extreme, masked_mean, read_metrics
 from mindspeed_rl.observability.metrics import Metric
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config import Objective
 
 WHITEN_EPS = 1e-8
 
 
 @torch.no_grad()
-def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """Return (advantages [B, R], returns [B, R], metrics) of the estimator that `adv_estimator` names.
-
-    group_norm with scale "gdpo" is gdpo, as ms-swift writes it.
+def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+    """Return (advantages [B, R], returns [B, R], metrics) by the objective's estimator.
 
     Raises:
-        ValueError: unknown name, a missing input, or a group too small for the estimator.
+        ValueError: an input that the estimator needs is missing, or a group is too small for it.
     """
-    if name == "group_norm" and inputs.scale == "gdpo":
-        name = "gdpo"
-    estimator = lookup(ADVANTAGES, name, "adv_estimator")
-    advantages, returns = estimator(inputs)
+    if inputs.group_size < objective.min_group_size:
+        raise ValueError(
+            f"adv_estimator {objective.adv_estimator} needs n_samples_per_prompt >= {objective.min_group_size}, "
+            f"not {inputs.group_size}: it compares the responses of a prompt"
+        )
+    if missing := missing_inputs(inputs, objective):
+        raise ValueError(f"adv_estimator {objective.adv_estimator} needs {' and '.join(missing)}")
+    if inputs.kl is not None and inputs.kl_coef and not objective.advantage.kl_in_reward:
+        raise ValueError(
+            f"adv_estimator {objective.adv_estimator} has no reward to take the KL from: use_kl_in_reward must be false"
+        )
+    advantages, returns = objective.advantage.load()(inputs, objective)
     mask = inputs.mask
     terms: dict[str, Terms] = {}
     for label, values in (("advantages", advantages), ("returns", returns)):
@@ -44,124 +54,118 @@ def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tens
     return advantages, returns, read_metrics(terms)
 
 
-def group_norm(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+#: need -> (attribute of AdvantageInputs, what it is)
+_INPUTS = {
+    "values": ("values", "the critic's values [B, R]"),
+    "greedy_baseline": ("greedy_rewards", "[B]: the score of each row's prompt answered greedily"),
+    "reward_parts": ("reward_components", "[B, K]: the raw score of each reward function"),
+}
+
+
+def missing_inputs(inputs: AdvantageInputs, objective: Objective) -> list[str]:
+    """Return what the objective's estimator needs and the inputs do not have, each in words."""
+    wanted = [_INPUTS[need] for need in sorted(objective.advantage.needs)]
+    return [f"{name}, {words}" for name, words in wanted if getattr(inputs, name) is None]
+
+
+def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Centre each reward on its group's mean, scale it, and spread it over the response.
 
     A_i = (R_i - mean_group R) / (std R + eps); std with n - 1, of the group (GRPO, arXiv:2402.03300), of the whole batch, or no
     division at all (scale "none", Dr. GRPO, arXiv:2503.20783). R_i is the score minus kl_coef * sum_t kl_t.
 
     Raises:
-        ValueError: group_size 1 with scale "group", or one row with scale "batch": the std is undefined.
+        ValueError: one row with scale "batch": the std is undefined.
     """
     scores = sequence_rewards(inputs)
     mean, std, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
     centred = scores - mean
-    if inputs.scale == "group":
-        if inputs.group_size < 2:
-            raise ValueError(_too_small("group_norm with scale_rewards group", "one score has no std"))
-        centred = centred / (std + inputs.eps)
-    elif inputs.scale == "batch":
+    if objective.scale_rewards == "group":
+        centred = centred / (std + objective.adv_epsilon)
+    elif objective.scale_rewards == "batch":
         if inputs.valid.sum() < 2:
             raise ValueError("adv_estimator group_norm with scale_rewards batch needs at least 2 scored responses in the batch")
-        centred = centred / (scores[inputs.valid].std() + inputs.eps)
-    elif inputs.scale != "none":
-        raise ValueError(unknown_name("scale_rewards", inputs.scale, ["group", "batch", "none", "gdpo"]))
+        centred = centred / (scores[inputs.valid].std() + objective.adv_epsilon)
+    elif objective.scale_rewards != "none":
+        raise ValueError(f"scale_rewards is {objective.scale_rewards!r}, which group_norm does not know")
     advantages = _spread(centred, inputs)
     return advantages, advantages
 
 
-def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Compare each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
 
     A_i = R_i - 1/(G-1) sum_{j != i} R_j = G/(G-1) * (R_i - mean_group R).
-
-    Raises:
-        ValueError: group_size 1: there are no others.
     """
-    if inputs.group_size < 2:
-        raise ValueError(_too_small("rloo", "leave-one-out of one leaves nothing"))
     scores = sequence_rewards(inputs)
     mean, _, count = _group_statistics(scores, inputs.valid, inputs.group_size)
     advantages = _spread((scores - mean) * count / (count - 1).clamp(min=1), inputs)
     return advantages, advantages
 
 
-def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Whiten the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
 
     rho_t = [t = last] R - kl_coef * kl_t; G_t = rho_t + gamma * G_{t+1} over response tokens; A = whiten(G).
     """
-    returns = _discounted(token_rewards(inputs), inputs.mask, inputs.gamma)
-    advantages = whiten(returns, inputs.mask) if inputs.whiten else returns
+    returns = _discounted(token_rewards(inputs), inputs.mask, objective.gamma)
+    advantages = whiten(returns, inputs.mask) if objective.advantage_whiten else returns
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group, spread it over the tokens and whiten over the global batch (arXiv:2501.03262).
-
-    Raises:
-        ValueError: group_size 1: every advantage would be 0.
-    """
-    if inputs.group_size < 2:
-        raise ValueError(_too_small("reinforce_plus_plus_baseline", "its baseline is the mean of the group"))
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Centre each reward on its group, spread it over the tokens and whiten over the global batch (arXiv:2501.03262)."""
     scores = sequence_rewards(inputs)
     mean, _, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
     returns = (scores - mean).unsqueeze(1).expand(inputs.mask.shape)
-    advantages = whiten(returns, inputs.mask) if inputs.whiten else returns
+    advantages = whiten(returns, inputs.mask) if objective.advantage_whiten else returns
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
-def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
 
     A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++.
     """
-    if inputs.greedy_rewards is None or inputs.greedy_rewards.shape != inputs.rewards.shape:
-        raise ValueError("adv_estimator remax needs greedy_rewards [B]: the score of each row's prompt answered greedily")
-    returns = _discounted(token_rewards(inputs), inputs.mask, inputs.gamma)
+    assert inputs.greedy_rewards is not None
+    returns = _discounted(token_rewards(inputs), inputs.mask, objective.gamma)
     return _finish(returns - inputs.greedy_rewards.double().unsqueeze(1), inputs), _finish(returns, inputs)
 
 
-def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Estimate advantages with a critic (GAE, arXiv:1506.02438) and whiten them.
 
     delta_t = rho_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns = A + V before whitening. t+1 is the
     next response token: tokens the actor did not sample are stepped over. V after the last token is 0.
     """
-    if inputs.values is None:
-        raise ValueError("adv_estimator gae needs the critic's values")
+    assert inputs.values is not None
     rewards, values, mask = token_rewards(inputs), inputs.values.double(), inputs.mask
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards[:, 0])
     running = torch.zeros_like(next_value)
     for t in range(mask.shape[1] - 1, -1, -1):
         here = mask[:, t]
-        step = rewards[:, t] + inputs.gamma * next_value - values[:, t] + inputs.gamma * inputs.lam * running
+        step = rewards[:, t] + objective.gamma * next_value - values[:, t] + objective.gamma * objective.lam * running
         running = torch.where(here, step, running)
         next_value = torch.where(here, values[:, t], next_value)
         advantages[:, t] = running
     returns = advantages + values
-    if inputs.whiten:
+    if objective.advantage_whiten:
         advantages = whiten(advantages, mask)
     return _finish(advantages, inputs), _finish(returns, inputs)
 
 
-def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Normalize every reward function within the group, add them up, and whiten over the batch (GDPO, arXiv:2601.05242).
 
     a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
     A_i = (a_i - mean_batch a) / (std_batch a + eps).
 
     Raises:
-        ValueError: group_size 1, no reward_components, or as many weights as there are not components.
+        ValueError: as many weights as there are not components, or fewer than 2 scored responses.
     """
-    if inputs.group_size < 2:
-        raise ValueError(_too_small("gdpo", "one score has no std"))
     components = inputs.reward_components
-    if components is None or components.dim() != 2 or components.shape[0] != inputs.rewards.shape[0]:
-        raise ValueError("adv_estimator gdpo needs reward_components [B, K]: the raw score of each reward function")
-    if inputs.kl is not None and inputs.kl_coef:
-        raise ValueError("adv_estimator gdpo has no reward to take the KL from: use_kl_in_reward must be false")
+    assert components is not None
     weights = inputs.reward_weights if inputs.reward_weights is not None else (1.0,) * components.shape[1]
     if len(weights) != components.shape[1]:
         raise ValueError(f"{len(weights)} reward weights were given for {components.shape[1]} reward functions")
@@ -172,9 +176,9 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
         column = torch.where(valid, column, 0)
         mean, std, _ = _group_statistics(column, valid, inputs.group_size)
-        total += weight * (column - mean) / (std + inputs.eps)
+        total += weight * (column - mean) / (std + objective.adv_epsilon)
     kept = total[valid]
-    advantages = _spread((total - kept.mean()) / (kept.std() + inputs.eps), inputs)
+    advantages = _spread((total - kept.mean()) / (kept.std() + objective.adv_epsilon), inputs)
     return advantages, advantages
 
 
@@ -207,10 +211,6 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     if kept.numel() < 2:
         raise ValueError(f"whitening needs at least 2 response tokens in the batch, not {kept.numel()}")
     return (values - kept.mean()) * torch.rsqrt(kept.var() + WHITEN_EPS)
-
-
-def _too_small(estimator: str, reason: str) -> str:
-    return f"adv_estimator {estimator} needs n_samples_per_prompt >= 2, not 1: {reason}"
 
 
 def _group_statistics(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

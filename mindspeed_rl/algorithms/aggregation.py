@@ -13,15 +13,13 @@ N counts rows whose response_mask has a token, so a response that the overlong f
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms import unknown_name
-
-Normalizer = Literal["sequence", "token", "constant"]
-NORMALIZERS: tuple[str, ...] = ("sequence", "token", "constant")
+if TYPE_CHECKING:
+    from mindspeed_rl.catalogue.records import Normalizer
 
 
 def aggregate(
@@ -45,11 +43,10 @@ def aggregate(
     if normalizer == "sequence":
         lengths = loss_mask.sum(dim=1).clamp(min=1)
         return (masked.sum(dim=1) / lengths).sum(), num_sequences
-    if normalizer == "constant":
-        if max_response_length is None or max_response_length < 1:
-            raise ValueError(f"max_response_length must be a positive length in tokens for dr_grpo, not {max_response_length}")
-        return masked.sum(), num_sequences * max_response_length
-    raise ValueError(unknown_name("normalizer", normalizer, list(NORMALIZERS)))
+    assert normalizer == "constant", normalizer
+    if max_response_length is None or max_response_length < 1:
+        raise ValueError(f"max_response_length must be a positive length in tokens for this loss, not {max_response_length}")
+    return masked.sum(), num_sequences * max_response_length
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:

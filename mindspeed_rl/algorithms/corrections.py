@@ -17,75 +17,55 @@ Weights carry no gradient and multiply the policy term alone, never the KL or th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms import unknown_name
 from mindspeed_rl.algorithms.aggregation import row_mean, row_sum
 from mindspeed_rl.algorithms.records import Terms, masked_extreme, masked_mean
 
-CORRECTIONS: tuple[str, ...] = (
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_truncate",
-    "geometric_mask",
-    "token_geometric_mask",
-)
-
-
-def check_correction(mode: str | None, threshold: float, threshold_min: float | None) -> None:
-    """Raise ValueError unless the mode is one of CORRECTIONS or None and the thresholds are in order."""
-    if mode is not None and mode not in CORRECTIONS:
-        raise ValueError(unknown_name("rollout_importance_sampling_mode", mode, list(CORRECTIONS)))
-    if threshold <= 0.0:
-        raise ValueError(f"rollout_importance_sampling_threshold must be positive, not {threshold}")
-    if threshold_min is not None and not 0.0 <= threshold_min <= threshold:
-        raise ValueError(
-            f"rollout_importance_sampling_threshold_min must be between 0 and rollout_importance_sampling_threshold = "
-            f"{threshold}, not {threshold_min}"
-        )
-    if threshold_min is not None and mode is not None and not mode.endswith("mask"):
-        raise ValueError(
-            f"rollout_importance_sampling_threshold_min bounds the masking modes only; it has no effect with {mode}"
-        )
+if TYPE_CHECKING:
+    from mindspeed_rl.config import Objective
 
 
 @torch.no_grad()
-def rollout_weights(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    mode: str,
-    *,
-    threshold: float,
-    threshold_min: float | None = None,
-) -> Tensor:
+def rollout_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Return the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
 
     Args:
         old_log_probs: [B, R], by the trainer, of the policy that sampled.
         rollout_log_probs: [B, R], by the inference engine.
         mask: [B, R] bool.
-        mode: one of CORRECTIONS.
+        objective: one with a correction.
     """
-    check_correction(mode, threshold, threshold_min)
+    assert objective.correction is not None
     difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
-    token = difference.exp()
-    if mode.startswith("sequence"):
-        weight = statistic = row_sum(difference, mask).exp().expand_as(token)
-    elif mode.startswith("geometric"):
-        weight = statistic = row_mean(difference, mask).exp().expand_as(token)
-    elif mode == "token_geometric_mask":
-        weight, statistic = token, row_mean(difference, mask).exp().expand_as(token)
-    else:
-        weight = statistic = token
-    if mode.endswith("truncate"):
-        weight = weight.clamp(max=threshold)
-    else:
-        weight = torch.where((statistic >= (threshold_min or 0.0)) & (statistic <= threshold), weight, 0.0)
-    return torch.where(mask, weight, 1.0)
+    return torch.where(mask, objective.correction.load()(difference, mask, objective), 1.0)
+
+
+def truncate(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
+    """Return min(w, C): [B, R]."""
+    assert objective.correction is not None
+    weight = _weight(difference, mask, objective.correction.weight)
+    return weight.clamp(max=objective.rollout_importance_sampling_threshold)
+
+
+def mask_outside(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
+    """Return w where C_min <= the bounded number <= C, else 0: [B, R]."""
+    correction, low = objective.correction, objective.rollout_importance_sampling_threshold_min or 0.0
+    assert correction is not None
+    bounded = _weight(difference, mask, correction.bounded)
+    kept = (bounded >= low) & (bounded <= objective.rollout_importance_sampling_threshold)
+    return torch.where(kept, _weight(difference, mask, correction.weight), 0.0)
+
+
+def _weight(difference: Tensor, mask: Tensor, over: Literal["token", "sequence", "geometric"]) -> Tensor:
+    """w of each token, or of its sequence: the product over its tokens, or their geometric mean."""
+    if over == "token":
+        return difference.exp()
+    total = row_sum(difference, mask) if over == "sequence" else row_mean(difference, mask)
+    return total.exp().expand_as(difference)
 
 
 @torch.no_grad()

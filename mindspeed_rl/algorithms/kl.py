@@ -16,13 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms import KL_ESTIMATORS, lookup, unknown_name
-
 if TYPE_CHECKING:
-    from mindspeed_rl.config import RLConfig
-
-LOG_RATIO_LIMIT = 20.0
-VALUE_LIMIT = 10.0
+    from mindspeed_rl.catalogue.records import KlEstimator
+    from mindspeed_rl.config import Objective
 
 
 def k1(x: Tensor) -> Tensor:
@@ -50,24 +46,23 @@ def k3_with_k2_gradient(x: Tensor) -> Tensor:
     return k2(x) + (k3(x) - k2(x)).detach()
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, clamp: bool = False) -> Tensor:
-    """Return the per-token KL estimate of `kind`.
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, clamp: bool = False) -> Tensor:
+    """Return the per-token KL estimate.
 
     Args:
         log_probs: [B, R], of the policy that sampled; the gradient goes through it.
         ref_log_probs: [B, R].
-        kind: a key of KL_ESTIMATORS: k1 = kl, abs, k2 = mse, k3 = low_var_kl, k3+ = low_var_kl+.
-        clamp: limit x to +-20 and the value to +-10 for the k3 kinds, as MindSpeed-RL does for low_var_kl; beyond it the
-            gradient is zero.
+        clamp: limit x and the value as the estimator's record says: to +-20 and +-10 for the k3 kinds, as MindSpeed-RL does
+            for low_var_kl, and not at all for the others; beyond it the gradient is zero.
 
     Returns:
         [B, R]; meaningless where the caller's mask is False.
     """
-    estimator = lookup(KL_ESTIMATORS, kind, "kl_penalty")
-    x = log_probs - ref_log_probs
-    if clamp and estimator in (k3, k3_with_k2_gradient):
-        return estimator(x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clamp(-VALUE_LIMIT, VALUE_LIMIT)
-    return estimator(x)
+    function, x = estimator.load(), log_probs - ref_log_probs
+    if not clamp or estimator.clamp is None:
+        return function(x)
+    ratio_limit, value_limit = estimator.clamp
+    return function(x.clamp(-ratio_limit, ratio_limit)).clamp(-value_limit, value_limit)
 
 
 class FixedKL:
@@ -113,18 +108,8 @@ class AdaptiveKL:
         self.coef = state["coef"]
 
 
-def kl_coefficient(rl_config: RLConfig) -> float:
-    """Return the coefficient the run starts with: beta in a run file that counts completions, else init_kl_coef."""
-    if rl_config.num_generations is not None and rl_config.beta is not None:
-        return rl_config.beta
-    return rl_config.init_kl_coef
-
-
-def kl_controller(rl_config: RLConfig) -> FixedKL | AdaptiveKL:
+def kl_controller(objective: Objective) -> FixedKL | AdaptiveKL:
     """Return the controller that kl_ctrl_type names; the driver owns it and saves its state_dict with the checkpoint."""
-    coef = kl_coefficient(rl_config)
-    if rl_config.kl_ctrl_type == "fixed":
-        return FixedKL(coef)
-    if rl_config.kl_ctrl_type == "adaptive":
-        return AdaptiveKL(coef, target=rl_config.kl_target, horizon=rl_config.kl_horizon)
-    raise ValueError(unknown_name("kl_ctrl_type", rl_config.kl_ctrl_type, ["fixed", "adaptive"]))
+    if objective.kl_ctrl_type == "fixed":
+        return FixedKL(objective.kl_coef)
+    return AdaptiveKL(objective.kl_coef, target=objective.kl_target, horizon=objective.kl_horizon)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl.observability.metrics import Metric
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config import RLConfig
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class PolicyBatch:
         response_mask: bool; tokens the actor sampled. A row without any is a filler and counts nowhere.
         loss_mask: bool; tokens that train, a subset of response_mask; None means all of response_mask.
         old_log_probs: of the policy at the start of the update; None means exactly on-policy (log_probs without gradient).
-        ref_log_probs: of the reference policy; required when kl_coef is not 0.
+        ref_log_probs: of the reference policy; required when the KL is in the loss.
         rollout_log_probs: as reported by the inference engine.
         entropy: per-token entropy; required for entropy_coeff (with gradient).
         old_entropy: of the policy at the start of the update; what entropy_threshold is compared with, else `entropy` is.
@@ -132,9 +129,33 @@ class PolicyBatch:
                 raise ValueError(f"{name} must be bool, not {getattr(self, name).dtype}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What a policy loss sees of one micro-batch; all tensors are [B, R]. What it returns where `mask` is False is not read.
+
+    Attributes:
+        ratio: new / old policy at the objective's level; carries the gradient.
+        log_probs: log pi_theta of the sampled tokens; carries the gradient.
+        mask: bool; tokens that train.
+        old_log_probs: of the policy at the start of the update; log_probs without gradient where there is one step a rollout.
+        ref_log_probs: of the reference; there for a loss that needs "reference".
+        entropy: with gradient; None where the caller has none.
+        old_entropy: of the policy at the start of the update; there for a loss that needs "entropies".
+    """
+
+    ratio: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    old_entropy: Tensor | None = None
+
+
 @dataclass
 class AdvantageInputs:
-    """The whole global batch, for `compute_advantages`. B rows, the group_size samples of a prompt being adjacent.
+    """The whole global batch, for an advantage estimator. B rows, the group_size samples of a prompt being adjacent.
 
     Attributes:
         rewards: [B], one score a response.
@@ -147,10 +168,6 @@ class AdvantageInputs:
         greedy_rewards: [B] score of the greedy response to the row's prompt (remax).
         reward_components: [B, K] raw score of each reward function (gdpo).
         reward_weights: K weights of the components (gdpo); None means all 1.
-        gamma, lam: discount, GAE lambda.
-        scale: divide by the std of the group, of the batch, or not at all; "gdpo" turns group_norm into gdpo.
-        eps: added to a std before division.
-        whiten: normalize over all response tokens of the batch (gae, reinforce_plus_plus, reinforce_plus_plus_baseline).
     """
 
     rewards: Tensor
@@ -163,11 +180,6 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     reward_weights: tuple[float, ...] | None = None
-    gamma: float = 1.0
-    lam: float = 0.95
-    scale: Literal["group", "batch", "none", "gdpo"] = "group"
-    eps: float = 1e-6
-    whiten: bool = True
 
     def __post_init__(self) -> None:
         if self.response_mask.dim() != 2 or self.response_mask.dtype != torch.bool:
@@ -184,6 +196,11 @@ class AdvantageInputs:
             raise ValueError(f"rewards of rows {bad.nonzero().flatten().tolist()[:8]} are not finite")
         if self.group_size < 1 or rows % self.group_size:
             raise ValueError(f"{rows} rows do not divide into groups of {self.group_size} samples")
+        if self.greedy_rewards is not None and self.greedy_rewards.shape != (rows,):
+            raise ValueError(f"greedy_rewards is {list(self.greedy_rewards.shape)} but response_mask has {rows} rows")
+        components = self.reward_components
+        if components is not None and (components.dim() != 2 or components.shape[0] != rows):
+            raise ValueError(f"reward_components is {list(components.shape)} but must be [{rows}, K]")
         for name in ("kl", "values"):
             value = getattr(self, name)
             if value is not None and value.shape != self.response_mask.shape:
@@ -198,25 +215,3 @@ class AdvantageInputs:
     def mask(self) -> Tensor:
         """Which tokens get an advantage: [B, R] bool."""
         return self.response_mask if self.scored is None else self.response_mask & self.scored.unsqueeze(1)
-
-    @classmethod
-    def from_config(
-        cls, rl_config: RLConfig, rewards: Tensor, response_mask: Tensor, *, group_size: int, **tensors: Tensor | float | None
-    ) -> AdvantageInputs:
-        """Return inputs with the numbers of a run file: scale, eps, gamma, lam and whiten.
-
-        Args:
-            group_size: samples of a prompt, from the batch plan.
-            tensors: scored, kl, kl_coef, values, greedy_rewards, reward_components, reward_weights as the estimator needs them.
-        """
-        return cls(
-            rewards,
-            response_mask,
-            group_size=group_size,
-            gamma=rl_config.gamma,
-            lam=rl_config.lam,
-            scale=rl_config.scale_rewards,
-            eps=rl_config.adv_epsilon,
-            whiten=rl_config.advantage_whiten,
-            **tensors,
-        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rl.algorithms.advantages import compute_advantages
-from mindspeed_rl.algorithms.kl import kl_coefficient, kl_penalty
+from mindspeed_rl.algorithms.advantages import compute_advantages, missing_inputs
+from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
-from mindspeed_rl.algorithms.policy_losses import PolicyLossSettings, policy_loss
+from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config import Objective, RLConfig
+from mindspeed_rl.config.loader import apply_second_spellings
+from mindspeed_rl.config.objective import resolve, unusable_plugins
+from mindspeed_rl.config.objective_rules import algorithm_violations
 from mindspeed_rl.config.schema import build
 from mindspeed_rl.observability.metrics import merge
 from mindspeed_rl.rewards.records import reward_functions
@@ -40,7 +43,7 @@ class Replay:
         loss, loss_sum, count: the loss is loss_sum / count.
         advantages, returns, gradients: [B, R]; gradients are d loss / d log_probs.
         metrics: by name.
-        settings: every number of the loss.
+        objective: every choice and number of advantages and loss.
     """
 
     loss: float
@@ -50,7 +53,7 @@ class Replay:
     returns: Tensor
     gradients: Tensor
     metrics: dict[str, float]
-    settings: PolicyLossSettings
+    objective: Objective
 
 
 def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, micro_batch_size: int | None = None) -> Replay:
@@ -69,19 +72,24 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
         for name, column in batch.columns.items()
         if name != "input_ids"
     }
-    settings = PolicyLossSettings.from_config(config, batch.stage, max_response_length=batch.max_response_length)
-    advantages, returns, metrics = compute_advantages(config.adv_estimator, _advantage_inputs(config, batch, columns))
+    objective = resolve(config, batch.stage, max_response_length=batch.max_response_length, group_size=batch.group_size)
+    inputs = _advantage_inputs(config, objective, columns)
+    mistakes = [violation.message for violation in algorithm_violations(config, objective)]
+    mistakes += [f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in missing_inputs(inputs, objective)]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    advantages, returns, metrics = compute_advantages(inputs, objective)
     threshold = None
-    if config.top_entropy_quantile < 1.0:
+    if objective.masks_by_entropy:
         if "entropy" not in columns:
             raise ValueError("top_entropy_quantile needs the column entropy")
-        threshold = entropy_threshold([(columns["entropy"], _loss_mask(config, columns))], config.top_entropy_quantile)
+        threshold = entropy_threshold([(columns["entropy"], _loss_mask(objective, columns))], objective.top_entropy_quantile)
 
     log_probs = columns["log_probs"].clone().requires_grad_()
     num_rows = log_probs.shape[0]
     size = micro_batch_size or num_rows
     outputs = [
-        policy_loss(_policy_batch(config, columns, log_probs, advantages, threshold, slice(start, start + size)), settings)
+        policy_loss(_policy_batch(objective, columns, log_probs, advantages, threshold, slice(start, start + size)), objective)
         for start in range(0, num_rows, size)
     ]
     count = int(sum(output.count for output in outputs))
@@ -97,43 +105,45 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
         returns=returns,
         gradients=log_probs.grad,
         metrics=merge([metrics, *(output.metrics for output in outputs)]).results(),
-        settings=settings,
+        objective=objective,
     )
 
 
 def rl_config(batch: RolloutBatch, overrides: dict[str, Any]) -> RLConfig:
     """Return the batch's rl_config with some keys replaced, checked key by key."""
     errors: list[str] = []
-    config, _ = build(RLConfig, {**batch.rl_config, **overrides}, "rl_config", errors)
+    config, set_keys = build(RLConfig, {**batch.rl_config, **overrides}, "rl_config", errors)
+    if not errors:
+        apply_second_spellings(config, None, {"rl_config": set_keys})
+        errors += unusable_plugins(config, batch.stage)
     if errors:
         raise ValueError("\n".join(errors))
     return config
 
 
-def _loss_mask(config: RLConfig, columns: dict[str, Tensor]) -> Tensor:
+def _loss_mask(objective: Objective, columns: dict[str, Tensor]) -> Tensor:
     mask = columns.get("loss_mask", columns["response_mask"])
-    if not config.overlong_filter:
+    if not objective.overlong_filter:
         return mask
     if "truncated" not in columns:
         raise ValueError("overlong_filter needs the column truncated")
     return overlong_filter(mask, columns["truncated"])
 
 
-def _advantage_inputs(config: RLConfig, batch: RolloutBatch, columns: dict[str, Tensor]) -> AdvantageInputs:
+def _advantage_inputs(config: RLConfig, objective: Objective, columns: dict[str, Tensor]) -> AdvantageInputs:
     kl = None
-    if config.use_kl_in_reward:
+    if objective.kl_place == "reward":
         old_log_probs = columns.get("old_log_probs", columns["log_probs"])
         if "ref_log_probs" not in columns:
             raise ValueError("use_kl_in_reward needs the column ref_log_probs")
-        kl = kl_penalty(old_log_probs, columns["ref_log_probs"], config.kl_penalty, clamp=config.kl_clamp)
-    return AdvantageInputs.from_config(
-        config,
+        kl = kl_penalty(old_log_probs, columns["ref_log_probs"], objective.kl, clamp=objective.kl_clamp)
+    return AdvantageInputs(
         columns["rewards"],
         columns["response_mask"],
-        group_size=batch.group_size,
+        group_size=objective.group_size,
         scored=columns.get("scored"),
         kl=kl,
-        kl_coef=kl_coefficient(config),
+        kl_coef=objective.kl_in_reward,
         values=columns.get("values"),
         greedy_rewards=columns.get("greedy_rewards"),
         reward_components=columns.get("reward_components"),
@@ -151,14 +161,19 @@ def _component_weights(config: RLConfig, columns: dict[str, Tensor]) -> tuple[fl
 
 
 def _policy_batch(
-    config: RLConfig, columns: dict[str, Tensor], log_probs: Tensor, advantages: Tensor, threshold: float | None, rows: slice
+    objective: Objective,
+    columns: dict[str, Tensor],
+    log_probs: Tensor,
+    advantages: Tensor,
+    threshold: float | None,
+    rows: slice,
 ) -> PolicyBatch:
     optional = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy")
     return PolicyBatch(
         log_probs[rows],
         advantages[rows],
         columns["response_mask"][rows],
-        _loss_mask(config, columns)[rows],
+        _loss_mask(objective, columns)[rows],
         entropy_threshold=threshold,
         **{name: columns[name][rows] for name in optional if name in columns},
     )
@@ -206,16 +221,15 @@ def main(argv: list[str]) -> int:
         "count": result.count,
         "dtype": arguments.dtype,
         "tensors": output.name,
-        "settings": asdict(result.settings),
+        "settings": result.objective.numbers() | {"kl_coef": result.objective.kl_in_loss},
         "metrics": result.metrics,
     }
     output.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if arguments.json:
         print(json.dumps(summary))
     else:
-        print(
-            f"loss {result.loss:.9g} = {result.loss_sum:.9g} / {result.count}  ({result.settings.loss_type}, {arguments.dtype})"
-        )
+        how = f"{result.objective.loss_type}, {arguments.dtype}"
+        print(f"loss {result.loss:.9g} = {result.loss_sum:.9g} / {result.count}  ({how})")
         print(f"gradient norm {result.gradients.norm().item():.9g}, advantages and gradients in {output}")
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.config.megatron import MegatronConfig
-from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.objective import named_estimator, resolve_objective
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.schema import default_of
 from mindspeed_rl.config.sizes import read_sizes, world_size
@@ -152,10 +153,12 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
     return next((reason for is_idle, reason in conditions if is_idle), "")
 
 
-# Keys that bound the ratio of new to old policy.
-_OFF_POLICY_KEYS = frozenset(
-    ("clip_ratio", "clip_higher_enable", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "delta", "tau_pos", "tau_neg")
-)
+# Keys that some policy loss, and that some advantage estimator reads.
+_LOSS_KEYS = frozenset().union(*(record.reads or () for record in POLICY_LOSSES.values()))
+_ADVANTAGE_KEYS = frozenset().union(*(record.reads or () for record in ADVANTAGES.values()))
+# Keys that bound the ratio of new to old policy: the first two say what the clip ratios are.
+_CLIP_KEYS = ("clip_ratio", "clip_higher_enable")
+_OFF_POLICY_KEYS = _LOSS_KEYS.union(_CLIP_KEYS)
 
 
 def _is_on_policy(cfg: RunConfig) -> bool:
@@ -167,12 +170,16 @@ def _is_on_policy(cfg: RunConfig) -> bool:
 
 def _rl_reason(cfg: RunConfig, name: str) -> str:
     rl = cfg.rl_config
+    if cfg.is_supervised:
+        return "use_wandb is true" if name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb else ""
     objective = resolve_objective(cfg)
     functions = rl.verifier_function if rl.rule_reward else []
-    estimator = f"adv_estimator is {rl.adv_estimator}"
+    named = named_estimator(rl)
+    estimator, loss_type = f"adv_estimator is {rl.adv_estimator}", f"loss_type is {objective.loss_type}"
     kl_keys = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
-    kl_keys += ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
-    scaled = rl.adv_estimator == "gdpo" or (rl.adv_estimator == "group_norm" and rl.scale_rewards != "none")
+    reference_keys = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+    clips = any(objective.loss.may_read(key) for key in ("clip_ratio_low", "clip_ratio_high"))
+    switch, idle_value = named.idle.get(name, ("", None))
     conditions = (
         (name == "beta" and rl.num_generations is None, "without num_generations the coefficient is init_kl_coef"),
         (
@@ -180,24 +187,24 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
             "with num_generations global_batch_size is the optimizer step",
         ),
         (name == "clip_ratio" and rl.clip_higher_enable, "clip_higher_enable is true"),
-        (name.startswith("clip_") and objective.ratio == "sapo", "loss_type sapo does not clip"),
-        (name == "clip_ratio_low" and objective.ratio == "cispo_cap", "loss_type cispo_cap has no lower bound"),
+        (name in _CLIP_KEYS and not clips, loss_type),
+        (name in _LOSS_KEYS and not objective.loss.may_read(name), loss_type),
         (name in _OFF_POLICY_KEYS and _is_on_policy(cfg), "each rollout makes one optimizer step, in which the ratio is 1"),
         (name == "token_level_loss" and rl.loss_type is not None, "loss_type is set"),
-        (name == "token_level_loss" and cfg.stage != "ray_dapo", f"stage is {cfg.stage}"),
-        (name in kl_keys and not objective.needs_reference, _no_kl(cfg)),
+        (name == "token_level_loss" and STAGES[cfg.stage].sequence_loss_type is None, f"stage is {cfg.stage}"),
+        (name in kl_keys and objective.kl_place is None, _no_kl(cfg)),
+        (name in reference_keys and not objective.needs_reference, _no_kl(cfg)),
         (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(cfg)),
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
-        (name == "kl_clamp" and not rl.kl_penalty.startswith(("low_var_kl", "k3")), f"kl_penalty is {rl.kl_penalty}"),
+        (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
         (name == "eval_greedy" and cfg.actor_config.eval_data_path is None, "eval_data_path is not set"),
-        (name == "init_kl_coef" and rl.init_kl_coef and not objective.needs_reference, _no_kl(cfg)),
+        (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, _no_kl(cfg)),
         (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
         (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),
         (name == "dynamic_sampling_dispatch_size" and not rl.filter_groups_enable, "filter_groups_enable is false"),
-        (name.startswith("critic_") and rl.adv_estimator != "gae", estimator),
-        (name in ("scale_rewards", "adv_epsilon") and rl.adv_estimator not in ("group_norm", "gdpo"), estimator),
-        (name == "scale_rewards" and rl.adv_estimator == "gdpo", estimator),
-        (name == "adv_epsilon" and not scaled, f"scale_rewards is {rl.scale_rewards}"),
+        (name.startswith("critic_") and not objective.has_critic, estimator),
+        (name in _ADVANTAGE_KEYS and not named.may_read(name), estimator),
+        (bool(switch) and getattr(rl, switch or name) == idle_value, f"{switch} is {idle_value}"),
         (name.startswith("cosine_") and "cosine" not in functions, "no reward function cosine"),
         (name.startswith("repetition_") and "repetition" not in functions, "no reward function repetition"),
         (name.startswith("soft_") and "soft_overlong" not in functions, "no reward function soft_overlong"),

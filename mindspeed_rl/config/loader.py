@@ -10,6 +10,7 @@ from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
 from mindspeed_rl.config.generate import ENGINE_SAMPLING, GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.objective import unusable_plugins
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
@@ -43,7 +44,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     A role's engine starts from its model block; the keys of megatron_training come over it, then the role's own.
 
     Raises:
-        ConfigError: every unknown key, wrong type and unknown model block at once.
+        ConfigError: every unknown key, wrong type and unknown model block at once; else every plug-in that cannot be used.
     """
     errors: list[str] = []
     tree = normalized(tree)
@@ -97,7 +98,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         raise ConfigError(dict.fromkeys(errors))
     spelled = apply_second_spellings(rl, generate, set_keys) if rl is not None else {}
     set_keys["run"] = frozenset(name for name in ("platform", "run_dir") if name in tree)
-    return RunConfig(
+    cfg = RunConfig(
         config_name=config_name,
         config_dir=config_dir,
         platform=platform,
@@ -115,6 +116,9 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         set_keys=set_keys,
         spelled=spelled,
     )
+    if rl is not None and not cfg.is_supervised and (wrong := unusable_plugins(rl, cfg.stage or "ray_grpo")):
+        raise ConfigError(wrong)
+    return cfg
 
 
 def _model_blocks(value: Any, errors: list[str]) -> dict[str, dict[str, Any]]:

@@ -1,175 +1,346 @@
-"""What is optimized: the choices that make up the loss, resolved from the run file, and the formula with its numbers."""
+"""What is optimized: every choice that makes up the loss, resolved once from catalogue and run file."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from mindspeed_rl.catalogue import (
+    ADVANTAGES,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LEVELS,
+    NORMALIZERS,
+    POLICY_LOSSES,
+    STAGES,
+)
+from mindspeed_rl.catalogue.records import (
+    AdvantageEstimator,
+    Algorithm,
+    Correction,
+    KlEstimator,
+    Level,
+    Normalizer,
+    PolicyLoss,
+    Scale,
+    find,
+)
+from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss of a reinforcement learning run after every default has been decided.
+    """The objective of a reinforcement learning run after every default has been decided; plain values, so it travels.
+
+    Numbers have the names of their keys in rl_config.
 
     Attributes:
-        ratio: form of the policy term: clip, cispo (bounds 1 +- eps), cispo_cap (absolute cap) or sapo.
+        loss_type, adv_estimator, kl_penalty, rollout_importance_sampling_mode: names of the records beside them.
+        loss, advantage, kl, correction: their records; correction is None without one.
         level: what the ratio new / old is computed over.
-        aggregation: token_mean over the global batch; sequence_mean of per-sequence means; constant_length (Dr. GRPO).
-        clip_low, clip_high: the ratio is clipped to 1 - clip_low .. 1 + clip_high; for cispo_cap clip_high is the cap itself.
-        kl_in_loss, kl_in_reward: coefficient of the KL term in each place; 0 when it is not used there.
-        needs_reference: whether reference log-probabilities are computed at all.
+        clip_ratio_low, clip_ratio_high: the ratio is clipped to 1 - low .. 1 + high, where the loss clips at all.
+        max_response_length: the most tokens a response may have; None where the run file does not say.
+        group_size: responses of a prompt.
+        kl_coef: coefficient of the KL the run starts with; for an adaptive one, `dataclasses.replace` gives that of a step.
+        kl_place: where the KL to the reference goes; None with a coefficient of 0, or where the stage has no KL.
     """
 
-    ratio: Literal["clip", "cispo", "cispo_cap", "sapo"]
-    level: Literal["token", "sequence", "sequence_token"]
-    aggregation: Literal["token_mean", "sequence_mean", "constant_length"]
-    clip_low: float
-    clip_high: float
-    kl_in_loss: float
-    kl_in_reward: float
+    loss_type: str
+    loss: PolicyLoss
+    level: Level
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float | None
+    delta: float | None
+    tau_pos: float
+    tau_neg: float
+    max_response_length: int | None
+    entropy_coeff: float
+    top_entropy_quantile: float
+    off_policy_sequence_mask_delta: float | None
+    overlong_filter: bool
+    adv_estimator: str
+    advantage: AdvantageEstimator
+    group_size: int
+    scale_rewards: Scale
+    adv_epsilon: float
+    gamma: float
+    lam: float
+    advantage_whiten: bool
+    cliprange_value: float
+    kl_penalty: str
+    kl: KlEstimator
+    kl_coef: float
+    kl_place: Literal["loss", "reward"] | None
+    kl_clamp: bool
+    use_bias_correction_kl: bool
+    kl_ctrl_type: Literal["fixed", "adaptive"]
+    kl_target: float
+    kl_horizon: int
+    rollout_importance_sampling_mode: str | None
+    correction: Correction | None
+    rollout_importance_sampling_threshold: float
+    rollout_importance_sampling_threshold_min: float | None
+    log_rollout_offpolicy_metrics: bool
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """What the summed loss is divided by."""
+        return self.loss.normalizer
+
+    @property
+    def kl_in_loss(self) -> float:
+        """Coefficient of the KL in the loss; 0 where it is not there."""
+        return self.kl_coef if self.kl_place == "loss" else 0.0
+
+    @property
+    def kl_in_reward(self) -> float:
+        """Coefficient of the KL in the reward; 0 where it is not there."""
+        return self.kl_coef if self.kl_place == "reward" else 0.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the parts need together: words of `catalogue.records.NEEDS`."""
+        parts = (self.loss, self.advantage, self.kl, self.correction)
+        needs = {need for part in parts if part is not None for need in part.needs}
+        if self.kl_place is not None:
+            needs.add("reference")
+        if self.kl_place == "reward":
+            needs.add("old_log_probs")
+        if self.masks_by_entropy:
+            needs.add("entropies")
+        return frozenset(needs)
 
     @property
     def needs_reference(self) -> bool:
-        """True when some KL coefficient is not 0."""
-        return bool(self.kl_in_loss or self.kl_in_reward)
+        """True when reference log-probs are computed at all."""
+        return "reference" in self.needs
+
+    @property
+    def loss_reads_reference(self) -> bool:
+        """True when they reach the loss."""
+        return self.kl_place == "loss" or "reference" in self.loss.needs
+
+    @property
+    def has_critic(self) -> bool:
+        """True when a critic learns beside the actor."""
+        return "values" in self.needs
+
+    @property
+    def masks_by_entropy(self) -> bool:
+        """True when only tokens of high entropy enter the policy term."""
+        return self.top_entropy_quantile < 1.0
+
+    def needs_old_log_probs(self, *, on_policy: bool) -> bool:
+        """True when log-probs and entropies of the policy at the start of the update are computed.
+
+        Args:
+            on_policy: each rollout makes one optimizer step, in which the old policy is the present one.
+        """
+        return not on_policy or not self.needs.isdisjoint(("old_log_probs", "entropies"))
+
+    @property
+    def min_group_size(self) -> int:
+        """Responses of a prompt that the advantage estimator compares at least."""
+        while_ = self.advantage.groups_while
+        return self.advantage.min_group_size if while_ is None or getattr(self, while_[0]) in while_[1] else 1
+
+    def numbers(self) -> dict[str, Any]:
+        """Return all settings as plain values, the records left out: what a formula is filled with."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        own = {name: value for name, value in values.items() if not isinstance(value, Algorithm)}
+        derived = {"lower": 1 - self.clip_ratio_low, "upper": 1 + self.clip_ratio_high, "others": self.group_size - 1}
+        return own | derived
+
+
+_FAMILIES: tuple[tuple[dict[str, Any], type[Algorithm]], ...] = (
+    (POLICY_LOSSES, PolicyLoss),
+    (ADVANTAGES, AdvantageEstimator),
+    (KL_ESTIMATORS, KlEstimator),
+    (CORRECTIONS, Correction),
+)
+
+
+def plugin_folders(rl: RLConfig) -> tuple[str, ...]:
+    """Return where modules of plug-ins are looked for besides sys.path: the working directory and that of each plug-in file."""
+    files = (Path(path).expanduser().resolve() for path in rl.external_plugins)
+    return tuple(dict.fromkeys((str(Path.cwd()), *(str(file.parent) for file in files))))
+
+
+def named_estimator(rl: RLConfig) -> AdvantageEstimator:
+    """Return the record that adv_estimator names, before another key may put a different one in its place."""
+    return find(ADVANTAGES, AdvantageEstimator, rl.adv_estimator, plugin_folders(rl))
+
+
+def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
+    """Return a sentence for each algorithm that the run file names and that is not there, or cannot say its formula."""
+    folders = plugin_folders(rl)
+    sentences, found = [], {}
+    for table, kind in _FAMILIES:
+        name = getattr(rl, kind.key)
+        if name is None or name in table:
+            continue
+        try:
+            found[kind] = find(table, kind, name, folders)
+        except ValueError as error:
+            sentences.append(str(error))
+    if not sentences and found:
+        numbers = resolve(rl, stage).numbers()
+        for kind, record in found.items():
+            where = f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}"
+            named = {*(record.reads or ()), *record.bounds, *(choice.setting for choice in record.choices.values())}
+            bounded = set(record.bounds) - {item.name for item in dataclasses.fields(rl)}
+            if unknown := sorted((named - set(numbers)) | bounded):
+                sentences.append(f"{where}: its record names {', '.join(unknown)}, no number of an objective")
+                continue
+            try:
+                record.text(numbers)
+            except (KeyError, ValueError, TypeError) as error:
+                sentences.append(f"{where}: its formula cannot be filled: {type(error).__name__} {error}")
+    return sentences
 
 
 def resolve_objective(cfg: RunConfig) -> Objective:
-    """Return the loss that a run file asks for.
-
-    Without loss_type, ray_grpo and ray_ppo take the token mean; so does ray_dapo, unless token_level_loss is false. As in
-    MindSpeed-RL, ray_dapo has no KL term and ray_ppo has one in the reward only.
+    """Return the objective that a run file asks for, be it sound or not: rules read it too.
 
     Raises:
         ValueError: the run has no rl_config.
     """
-    rl = cfg.rl_config
-    if rl is None:
+    if cfg.rl_config is None:
         raise ValueError("only a run with rl_config has a reinforcement learning objective")
+    limit = cfg.generate_config.sampling_config.max_tokens if cfg.generate_config is not None else None
+    return resolve(cfg.rl_config, cfg.stage or "ray_grpo", max_response_length=limit)
+
+
+def resolve(rl: RLConfig, stage: str, *, max_response_length: int | None = None, group_size: int | None = None) -> Objective:
+    """Return the objective of a group rl_config by itself; see `resolve_objective`.
+
+    Args:
+        stage: a key of `catalogue.STAGES`.
+        max_response_length: the most tokens the rollout may sample for a response.
+        group_size: responses of a prompt where another place than n_samples_per_prompt says it.
+
+    Raises:
+        ValueError: a stage without a reinforcement learning objective, an unknown algorithm or an unusable plug-in.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage {stage} has no reinforcement learning objective; {', '.join(STAGES)} have one")
+    rule, folders = STAGES[stage], plugin_folders(rl)
     loss_type = rl.loss_type
     if loss_type is None:
-        by_sequence = cfg.stage == "ray_dapo" and not rl.token_level_loss
-        loss_type = "grpo" if by_sequence else "dapo"
-    aggregations = {"dr_grpo": "constant_length", "grpo": "sequence_mean", "gspo": "sequence_mean", "sapo": "sequence_mean"}
+        loss_type = rule.loss_type if rl.token_level_loss else rule.sequence_loss_type or rule.loss_type
+    loss = find(POLICY_LOSSES, PolicyLoss, loss_type, folders)
+    adv_estimator, advantage = rl.adv_estimator, named_estimator(rl)
+    if advantage.instead is not None and getattr(rl, advantage.instead[0]) == advantage.instead[1]:
+        adv_estimator = advantage.instead[2]
+        advantage = ADVANTAGES[adv_estimator]
+    mode = rl.rollout_importance_sampling_mode
     low, high = (rl.clip_ratio_low, rl.clip_ratio_high) if rl.clip_higher_enable else (rl.clip_ratio, rl.clip_ratio)
-    in_loss = 0.0 if rl.use_kl_in_reward or cfg.stage in ("ray_dapo", "ray_ppo") else rl.init_kl_coef
+    place: Literal["loss", "reward"] | None = "reward" if rl.use_kl_in_reward else "loss" if rule.kl_in_loss else None
     return Objective(
-        ratio=loss_type if loss_type in ("cispo", "cispo_cap", "sapo") else "clip",
-        level=rl.importance_sampling_level or ("sequence" if loss_type == "gspo" else "token"),
-        aggregation=aggregations.get(loss_type, "token_mean"),
-        clip_low=low,
-        clip_high=high,
-        kl_in_loss=in_loss,
-        kl_in_reward=rl.init_kl_coef if rl.use_kl_in_reward else 0.0,
+        loss_type=loss_type,
+        loss=loss,
+        level=rl.importance_sampling_level or loss.level,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=rl.clip_ratio_c,
+        delta=rl.delta,
+        tau_pos=rl.tau_pos,
+        tau_neg=rl.tau_neg,
+        max_response_length=max_response_length,
+        entropy_coeff=rl.entropy_coeff,
+        top_entropy_quantile=rl.top_entropy_quantile,
+        off_policy_sequence_mask_delta=rl.off_policy_sequence_mask_delta,
+        overlong_filter=rl.overlong_filter,
+        adv_estimator=adv_estimator,
+        advantage=advantage,
+        group_size=rl.n_samples_per_prompt if group_size is None else group_size,
+        scale_rewards=rl.scale_rewards,
+        adv_epsilon=rl.adv_epsilon,
+        gamma=rl.gamma,
+        lam=rl.lam,
+        advantage_whiten=rl.advantage_whiten,
+        cliprange_value=rl.cliprange_value,
+        kl_penalty=rl.kl_penalty,
+        kl=find(KL_ESTIMATORS, KlEstimator, rl.kl_penalty, folders),
+        kl_coef=rl.init_kl_coef,
+        kl_place=place if rl.init_kl_coef else None,
+        kl_clamp=rl.kl_clamp,
+        use_bias_correction_kl=rl.use_bias_correction_kl,
+        kl_ctrl_type=rl.kl_ctrl_type,
+        kl_target=rl.kl_target,
+        kl_horizon=rl.kl_horizon,
+        rollout_importance_sampling_mode=mode,
+        correction=None if mode is None else find(CORRECTIONS, Correction, mode, folders),
+        rollout_importance_sampling_threshold=rl.rollout_importance_sampling_threshold,
+        rollout_importance_sampling_threshold_min=rl.rollout_importance_sampling_threshold_min,
+        log_rollout_offpolicy_metrics=rl.log_rollout_offpolicy_metrics,
     )
-
-
-_AGGREGATION = {
-    "token_mean": "mean over all response tokens of the mini-batch",
-    "sequence_mean": "mean over sequences of the mean over each sequence's tokens",
-    "constant_length": "sum over response tokens / (sequences x {length})",
-}
-
-_RATIO = {
-    "token": "r_t = exp(log pi(o_t) - log pi_old(o_t))",
-    "sequence": "r = exp(mean_t(log pi(o_t) - log pi_old(o_t)))",
-    "sequence_token": "r_t = sg[exp(mean_t(log pi - log pi_old))] * pi(o_t) / sg[pi(o_t)]",
-}
-
-_KL = {
-    "kl": "log pi - log pi_ref",
-    "k1": "log pi - log pi_ref",
-    "abs": "|log pi - log pi_ref|",
-    "mse": "(log pi - log pi_ref)^2 / 2",
-    "k2": "(log pi - log pi_ref)^2 / 2",
-    "low_var_kl": "exp(d) - d - 1, d = log pi_ref - log pi",
-    "k3": "exp(d) - d - 1, d = log pi_ref - log pi",
-    "low_var_kl+": "value exp(d) - d - 1, gradient of d^2 / 2, d = log pi_ref - log pi",
-    "k3+": "value exp(d) - d - 1, gradient of d^2 / 2, d = log pi_ref - log pi",
-}
 
 
 def formula(cfg: RunConfig) -> str:
     """Return the loss in use as readable lines with the run's numbers in them."""
     if cfg.is_supervised or cfg.rl_config is None:
         return _supervised_formula(cfg)
-    rl, objective = cfg.rl_config, resolve_objective(cfg)
-    length = cfg.generate_config.sampling_config.max_tokens if cfg.generate_config is not None else "max_tokens"
-    lines = [f"advantage   {_advantage(cfg)}", f"ratio       {_RATIO[objective.level]}"]
-    lines.append(f"policy      L = {_policy(cfg, objective)}")
-    lines.append(f"aggregate   {_AGGREGATION[objective.aggregation].format(length=length)}")
-    terms = ["aggregate(L)"]
-    kl = _KL.get(rl.kl_penalty, rl.kl_penalty)
-    clamp = " (d within +-20, KL within +-10)" if rl.kl_clamp and rl.kl_penalty.startswith(("low_var_kl", "k3")) else ""
-    correction = "ratio x " if rl.use_bias_correction_kl else ""
-    adaptive = f", adaptive towards {rl.kl_target:g} over {rl.kl_horizon}" if rl.kl_ctrl_type == "adaptive" else ""
+    objective = resolve_objective(cfg)
+    numbers = objective.numbers()
+    weight = "w * " if objective.correction is not None else ""
+    length = "max_tokens" if objective.max_response_length is None else objective.max_response_length
+    lines = [
+        f"advantage   A = {_text(objective.advantage, numbers)}",
+        f"ratio       {LEVELS[objective.level]}",
+        f"policy      L = {weight}{_text(objective.loss, numbers)}",
+    ]
+    if objective.correction is not None:
+        mode, form = objective.rollout_importance_sampling_mode, _text(objective.correction, numbers)
+        lines.append(f"weight      w = {mode}(pi_old / pi_rollout) = {form}, w_t that of a token")
+    lines.append(f"aggregate   {NORMALIZERS[objective.normalizer].format(max_response_length=length)}")
+    lines += _kl_lines(objective, numbers)
+    terms = "aggregate(L)"
     if objective.kl_in_loss:
-        terms.append(f"{objective.kl_in_loss:g} * aggregate(KL)")
-        lines.append(f"KL          {correction}{kl}{clamp}{adaptive}")
-    if objective.kl_in_reward:
-        lines.append(f"reward      r_t - {objective.kl_in_reward:g} * KL_t, KL = {kl}{clamp}{adaptive}")
-    if rl.entropy_coeff:
-        terms.append(f"{-rl.entropy_coeff:+g} * aggregate(entropy)".replace("-", "- ", 1).replace("+", "", 1))
-    lines.append("loss        " + " + ".join(terms).replace("+ - ", "- "))
-    lines.extend(_masks(cfg))
-    if rl.adv_estimator == "gae":
-        lines.append(f"critic      mean of max((V-R)^2, (clip(V, V_old +- {rl.cliprange_value:g}) - R)^2) / 2")
+        terms += f" + {objective.kl_in_loss:g} * aggregate(KL)"
+    if coefficient := objective.entropy_coeff:
+        terms += f" {'-' if coefficient > 0 else '+'} {abs(coefficient):g} * aggregate(entropy)"
+    lines.append(f"loss        {terms}")
+    lines += _masks(cfg.rl_config, objective)
+    if objective.has_critic:
+        lines.append(f"critic      mean of max((V-R)^2, (clip(V, V_old +- {objective.cliprange_value:g}) - R)^2) / 2")
     return "\n".join(lines)
 
 
-def _advantage(cfg: RunConfig) -> str:
-    rl = cfg.rl_config
-    n = rl.n_samples_per_prompt
-    spread = {
-        "group": f"(r - mean_{n}(r)) / (std_{n}(r) + {rl.adv_epsilon:g})",
-        "batch": f"(r - mean_{n}(r)) / (std_batch(r) + {rl.adv_epsilon:g})",
-        "none": f"r - mean_{n}(r)",
-        "gdpo": f"sum_k w_k (r_k - mean_{n}(r_k)) / (std_{n}(r_k) + {rl.adv_epsilon:g}), whitened over the batch",
-    }
-    whitened = ", whitened over all tokens of the batch" if rl.advantage_whiten else ""
-    forms = {
-        "group_norm": spread[rl.scale_rewards],
-        "rloo": f"r - mean of the other {n - 1} samples of the prompt",
-        "reinforce_plus_plus": f"return with gamma {rl.gamma:g}{whitened}",
-        "reinforce_plus_plus_baseline": f"r - mean_{n}(r){whitened}",
-        "remax": "r - reward of the greedy response",
-        "gae": f"GAE with gamma {rl.gamma:g}, lambda {rl.lam:g}{whitened}",
-        "gdpo": spread["gdpo"],
-    }
-    return f"A = {forms.get(rl.adv_estimator, rl.adv_estimator)}"
+def _text(record: Algorithm, numbers: dict[str, Any]) -> str:
+    """The record's formula, or what stands for it."""
+    text = record.text(numbers)
+    return f"{record.target} (brings no formula)" if text is None else text
 
 
-def _policy(cfg: RunConfig, objective: Objective) -> str:
-    rl = cfg.rl_config
-    low, high = f"{1 - objective.clip_low:g}", f"{1 + objective.clip_high:g}"
-    weight = f"{rl.rollout_importance_sampling_mode}(pi_old / pi_rollout) * " if rl.rollout_importance_sampling_mode else ""
-    if objective.ratio == "cispo":
-        return f"{weight}-sg[clip(r, {low}, {high})] * A * log pi"
-    if objective.ratio == "cispo_cap":
-        return f"{weight}-sg[min(r, {objective.clip_high:g})] * A * log pi"
-    if objective.ratio == "sapo":
-        return f"{weight}-(4 / tau) sigmoid(tau (r - 1)) * A, tau = {rl.tau_pos:g} if A > 0 else {rl.tau_neg:g}"
-    ratio = "r" if rl.delta is None else f"min(r, {rl.delta:g})"
-    text = f"-min({ratio} * A, clip(r, {low}, {high}) * A)"
-    if rl.clip_ratio_c is not None:
-        text += f", at most -{rl.clip_ratio_c:g} * A where A < 0"
-    return weight + text
+def _kl_lines(objective: Objective, numbers: dict[str, Any]) -> list[str]:
+    if objective.kl_place is None:
+        return []
+    text, limits = _text(objective.kl, numbers), objective.kl.clamp
+    if objective.kl_clamp and limits is not None:
+        text += f" (d within +-{limits[0]:g}, KL within +-{limits[1]:g})"
+    if objective.kl_ctrl_type == "adaptive":
+        text += f", adaptive towards {objective.kl_target:g} over {objective.kl_horizon}"
+    if objective.kl_place == "reward":
+        return [f"reward      r_t - {objective.kl_in_reward:g} * KL_t, KL = {text}"]
+    return [f"KL          {'ratio x ' if objective.use_bias_correction_kl else ''}{text}"]
 
 
-def _masks(cfg: RunConfig) -> list[str]:
-    rl = cfg.rl_config
+def _masks(rl: RLConfig, objective: Objective) -> list[str]:
     lines = []
-    if rl.off_policy_sequence_mask_delta is not None:
+    if objective.off_policy_sequence_mask_delta is not None:
         lines.append(
             "mask        sequences with A < 0 and mean(log pi_old - log pi) > "
-            f"{rl.off_policy_sequence_mask_delta:g} are left out"
+            f"{objective.off_policy_sequence_mask_delta:g} are left out"
         )
-    if rl.top_entropy_quantile < 1:
-        lines.append(
-            f"mask        only the {rl.top_entropy_quantile:.0%} of tokens with the highest entropy enter the policy term"
-        )
-    if rl.overlong_filter:
+    if objective.masks_by_entropy:
+        share = f"{objective.top_entropy_quantile:.0%}"
+        lines.append(f"mask        only the {share} of tokens with the highest entropy enter the policy term")
+    if objective.overlong_filter:
         lines.append("mask        truncated responses are left out")
     if rl.filter_groups_enable:
         lines.append(f"filter      groups whose {rl.filter_groups_metric} does not vary are replaced")

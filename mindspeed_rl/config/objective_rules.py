@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from mindspeed_rl.config.objective import resolve_objective
-from mindspeed_rl.config.rl import GROUP_ESTIMATORS
+from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
+from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
+from mindspeed_rl.config.objective import Objective, resolve_objective
+from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.violation import Violation, broken
+from mindspeed_rl.config.violation import Violation, broken, out_of_range
 
 
 def _rewards(cfg: RunConfig) -> Iterator[Violation]:
@@ -80,92 +83,34 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-def _losses(cfg: RunConfig) -> Iterator[Violation]:
-    rl = cfg.rl_config
-    if rl is None or cfg.is_supervised:
+def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
+    if cfg.rl_config is None or cfg.is_supervised:
         return
-    objective = resolve_objective(cfg)
-    if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high:
-        yield broken(
-            "clip_order",
-            {"rl_config.clip_ratio_low": rl.clip_ratio_low, "rl_config.clip_ratio_high": rl.clip_ratio_high},
-            f"rl_config.clip_ratio_low ({rl.clip_ratio_low:g}) must be at most rl_config.clip_ratio_high "
-            f"({rl.clip_ratio_high:g})",
-            {"rl_config.clip_ratio_low": rl.clip_ratio_high},
-            {"rl_config.clip_ratio_high": rl.clip_ratio_low},
-        )
-    if objective.ratio == "cispo_cap" and (not rl.clip_higher_enable or rl.clip_ratio_high < 1):
-        yield broken(
-            "absolute_cap",
-            {
-                "rl_config.loss_type": "cispo_cap",
-                "rl_config.clip_higher_enable": rl.clip_higher_enable,
-                "rl_config.clip_ratio_high": rl.clip_ratio_high,
-            },
-            f"rl_config.loss_type cispo_cap needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) "
-            "and takes clip_ratio_high "
-            f"({rl.clip_ratio_high:g}) as an absolute cap, which must be at least 1; loss_type cispo takes it relative to 1",
-            {"rl_config.clip_higher_enable": True, "rl_config.clip_ratio_high": max(5.0, rl.clip_ratio_high)},
-            {"rl_config.loss_type": "cispo"},
-        )
-    if rl.clip_ratio_c is not None and rl.delta is not None:
-        yield broken(
-            "one_negative_bound",
-            {"rl_config.clip_ratio_c": rl.clip_ratio_c, "rl_config.delta": rl.delta},
-            f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) and rl_config.delta ({rl.delta:g}) bound the same "
-            "branch; set only one",
-            {"rl_config.clip_ratio_c": None},
-            {"rl_config.delta": None},
-        )
-    if rl.clip_ratio_c is not None and rl.clip_ratio_c <= 1:
-        yield broken(
-            "dual_clip",
-            {"rl_config.clip_ratio_c": rl.clip_ratio_c},
-            f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) must be greater than 1",
-            {"rl_config.clip_ratio_c": 3.0},
-        )
-    upper = 1 + objective.clip_high
-    if rl.delta is not None and objective.ratio == "clip" and rl.delta < upper:
-        yield broken(
-            "two_sided_clip",
-            {"rl_config.delta": rl.delta},
-            f"rl_config.delta ({rl.delta:g}) must be at least 1 + the upper clip ratio ({upper:g})",
-            {"rl_config.delta": round(upper, 6)},
-        )
-    for name in ("clip_ratio_c", "delta"):
-        if getattr(rl, name) is not None and objective.ratio != "clip":
-            yield broken(
-                "bound_without_clip",
-                {f"rl_config.{name}": getattr(rl, name), "rl_config.loss_type": rl.loss_type},
-                f"rl_config.{name} ({getattr(rl, name):g}) has no place in loss_type {rl.loss_type}, which does "
-                "not clip this way",
-                {f"rl_config.{name}": None},
-            )
-    if rl.loss_type == "gspo" and rl.importance_sampling_level == "token":
-        yield broken(
-            "gspo_level",
-            {"rl_config.loss_type": "gspo", "rl_config.importance_sampling_level": "token"},
-            "rl_config.importance_sampling_level token contradicts loss_type gspo, whose ratio is that of the sequence",
-            {"rl_config.importance_sampling_level": "sequence"},
-            {"rl_config.loss_type": "grpo"},
-        )
-    n, counted = rl.n_samples_per_prompt, "n_samples_per_prompt" if rl.num_generations is None else "num_generations"
-    undefined = (
-        rl.adv_estimator in GROUP_ESTIMATORS and rl.adv_estimator != "group_norm" or rl.scale_rewards in ("group", "gdpo")
-    )
-    if rl.num_generations is None and n == 1 and rl.adv_estimator in GROUP_ESTIMATORS and undefined:
+    rl, objective = cfg.rl_config, resolve_objective(cfg)
+    yield from algorithm_violations(rl, objective)
+    n, least = rl.n_samples_per_prompt, objective.min_group_size
+    if rl.num_generations is None and 0 < n < least:
         yield broken(
             "group_of_two",
-            {f"rl_config.{counted}": n, "rl_config.adv_estimator": rl.adv_estimator},
-            f"rl_config.{counted} ({n}) must be at least 2 for adv_estimator {rl.adv_estimator}: it compares the "
-            "responses of a prompt",
-            {f"rl_config.{counted}": 2},
+            {"rl_config.n_samples_per_prompt": n, "rl_config.adv_estimator": rl.adv_estimator},
+            f"rl_config.n_samples_per_prompt ({n}) must be at least {least} for adv_estimator {objective.adv_estimator}: "
+            "it compares the responses of a prompt",
+            {"rl_config.n_samples_per_prompt": least},
         )
-    if rl.use_kl_in_reward and (rl.adv_estimator == "gdpo" or rl.scale_rewards == "gdpo"):
+
+
+def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
+    """Yield the broken rules between the keys of losses, estimators and corrections, whatever the size of a group."""
+    for name, bounds in SETTINGS.items():
+        value = getattr(rl, name)
+        if value is not None and not bounds.hold(value):
+            yield out_of_range(f"rl_config.{name}", value, bounds)
+    yield from _loss_violations(rl, objective)
+    if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
         yield broken(
             "gdpo_kl",
             {"rl_config.use_kl_in_reward": True, "rl_config.adv_estimator": rl.adv_estimator},
-            "rl_config.use_kl_in_reward has no place with gdpo, which normalizes each reward function by itself",
+            f"rl_config.use_kl_in_reward has no place with {objective.adv_estimator}, which does not read the total reward",
             {"rl_config.use_kl_in_reward": False},
         )
     low, high = rl.rollout_importance_sampling_threshold_min, rl.rollout_importance_sampling_threshold
@@ -181,14 +126,98 @@ def _losses(cfg: RunConfig) -> Iterator[Violation]:
             f"({high:g})",
             {"rl_config.rollout_importance_sampling_threshold_min": high},
         )
-    mode = rl.rollout_importance_sampling_mode
-    if low is not None and mode is not None and not mode.endswith("mask"):
+    correction, mode = objective.correction, objective.rollout_importance_sampling_mode
+    if low is not None and correction and not correction.may_read("rollout_importance_sampling_threshold_min"):
         yield broken(
             "correction_lower_bound",
             {"rl_config.rollout_importance_sampling_threshold_min": low, "rl_config.rollout_importance_sampling_mode": mode},
-            f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) bounds the masking modes only, not {mode}",
+            f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) bounds the masking modes only; "
+            f"it has no effect with {mode}",
             {"rl_config.rollout_importance_sampling_threshold_min": None},
         )
+
+
+def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
+    loss, loss_type = objective.loss, objective.loss_type
+    if objective.normalizer == "constant" and objective.max_response_length is None:
+        yield broken(
+            "constant_length",
+            {"rl_config.loss_type": loss_type, "generate_config.sampling_config.max_tokens": None},
+            f"rl_config.loss_type {loss_type} divides by max_response_length (generate_config.sampling_config.max_tokens), "
+            "which is not set",
+        )
+    if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
+        yield broken(
+            "clip_order",
+            {"rl_config.clip_ratio_low": rl.clip_ratio_low, "rl_config.clip_ratio_high": rl.clip_ratio_high},
+            f"rl_config.clip_ratio_low ({rl.clip_ratio_low:g}) must be at most rl_config.clip_ratio_high "
+            f"({rl.clip_ratio_high:g})",
+            {"rl_config.clip_ratio_low": rl.clip_ratio_high},
+            {"rl_config.clip_ratio_high": rl.clip_ratio_low},
+        )
+    for name, bounds in loss.bounds.items():
+        if not bounds.hold(getattr(objective, name)):
+            yield _out_of_loss_bounds(rl, loss_type, name, bounds)
+    if rl.clip_ratio_c is not None and rl.delta is not None:
+        yield broken(
+            "one_negative_bound",
+            {"rl_config.clip_ratio_c": rl.clip_ratio_c, "rl_config.delta": rl.delta},
+            f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) and rl_config.delta ({rl.delta:g}) bound the same "
+            "branch; set only one",
+            {"rl_config.clip_ratio_c": None},
+            {"rl_config.delta": None},
+        )
+    upper = 1 + objective.clip_ratio_high
+    if rl.delta is not None and loss.may_read("delta") and rl.delta < upper:
+        yield broken(
+            "two_sided_clip",
+            {"rl_config.delta": rl.delta},
+            f"rl_config.delta ({rl.delta:g}) must be at least 1 + the upper clip ratio ({upper:g}): "
+            "below it the bound cuts ratios that the clip leaves alone",
+            {"rl_config.delta": round(upper, 6)},
+        )
+    for name in ("clip_ratio_c", "delta"):
+        value = getattr(rl, name)
+        if value is not None and not loss.may_read(name):
+            yield broken(
+                "bound_without_clip",
+                {f"rl_config.{name}": value, "rl_config.loss_type": loss_type},
+                f"rl_config.{name} ({value:g}) has no effect with loss_type {loss_type}, which does not clip this way",
+                {f"rl_config.{name}": None},
+            )
+    if objective.level not in loss.levels:
+        yield broken(
+            "gspo_level",
+            {"rl_config.loss_type": loss_type, "rl_config.importance_sampling_level": objective.level},
+            f"rl_config.importance_sampling_level {objective.level} contradicts loss_type {loss_type}, "
+            f"whose ratio is that of the {loss.level}",
+            {"rl_config.importance_sampling_level": loss.level},
+            *({"rl_config.loss_type": name} for name, other in POLICY_LOSSES.items() if _same_but_for_level(loss, other)),
+        )
+
+
+def _same_but_for_level(loss: PolicyLoss, other: PolicyLoss) -> bool:
+    """True for the loss that takes any level and is otherwise the same."""
+    return loss.levels != other.levels and replace(loss, level=other.level, levels=other.levels) == other
+
+
+def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds) -> Violation:
+    """The violation of a bound that one loss sets; clip_ratio_high says what it means only with clip_higher_enable."""
+    value = getattr(rl, name)
+    keys = {"rl_config.loss_type": loss_type, f"rl_config.{name}": value}
+    mended: dict[str, Any] = {f"rl_config.{name}": value if bounds.hold(value) else bounds.usual}
+    condition = ""
+    if name in ("clip_ratio_low", "clip_ratio_high"):
+        keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
+        mended["rl_config.clip_higher_enable"] = True
+        condition = f"needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) and "
+    return broken(
+        bounds.rule,
+        keys,
+        f"rl_config.loss_type {loss_type} {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
+        *([] if None in mended.values() else [mended]),
+        *([{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}] if bounds.otherwise else []),
+    )
 
 
 def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
@@ -264,4 +293,4 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-OBJECTIVE_RULES = (_rewards, _losses, _second_spellings)
+OBJECTIVE_RULES = (_rewards, _algorithms, _second_spellings)

@@ -94,8 +94,8 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     if cfg.rl_config is None or sizes.counting == "samples":
         phases = [{"phase": "train", "devices": everyone, "holds": f"{cfg.stage} on Megatron {actor}"}]
         return phases
-    rl, generate = cfg.rl_config, cfg.generate_config
-    has_critic = sizes.critic is not None and rl.adv_estimator == "gae"
+    rl, generate, objective = cfg.rl_config, cfg.generate_config, resolve_objective(cfg)
+    has_critic = sizes.critic is not None and objective.has_critic
     kept = []
     if generate is not None:
         kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
@@ -108,19 +108,18 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     workers = rl.num_reward_workers or rl.verifier_parallel
     if scorers:
         phases.append({"phase": "rewards", "devices": "host", "holds": f"{' and '.join(scorers)} in {workers} process(es)"})
-    if rl.adv_estimator == "remax":
+    if "greedy_baseline" in objective.needs:
         phases.append({"phase": "greedy_baselines", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}"})
     if cfg.reward_config is not None or rl.reward_model is not None:
         model, apart = _engine(sizes.reward or sizes.actor), own_reward_devices(cfg)
         devices = everyone if apart is None else f"{apart} of its own"
         phases.append({"phase": "reward_model", "devices": devices, "holds": f"reward model on Megatron {model}"})
-    objective = resolve_objective(cfg)
     if objective.needs_reference:
         what = "the actor with adapters off" if rl.share_backbone else "reference weights"
         phases.append(
             {"phase": "ref_log_probs", "devices": everyone, "holds": f"{what} on Megatron {_engine(sizes.ref or sizes.actor)}"}
         )
-    if sizes.steps_per_rollout * sizes.epochs != 1 or objective.kl_in_reward or rl.top_entropy_quantile < 1:
+    if objective.needs_old_log_probs(on_policy=sizes.steps_per_rollout * sizes.epochs == 1):
         phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
     if has_critic:
         phases.append({"phase": "values", "devices": everyone, "holds": f"critic on Megatron {_engine(sizes.critic)}"})

@@ -5,23 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, needing, readers
+from mindspeed_rl.catalogue.records import Level, Scale
 from mindspeed_rl.config.schema import key
 
-ADVANTAGE_ESTIMATORS = ("group_norm", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae", "gdpo")
-GROUP_ESTIMATORS = ("group_norm", "rloo", "reinforce_plus_plus_baseline", "gdpo")
-KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "low_var_kl+", "k1", "k2", "k3", "k3+")
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "cispo_cap", "sapo", "gspo")
-IMPORTANCE_MODES = (
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_truncate",
-    "geometric_mask",
-    "token_geometric_mask",
-)
-
-_GAE = ("adv_estimator", ("gae",))
+_CRITIC = ("adv_estimator", needing(ADVANTAGES, "values"))
 _RULES = ("rule_reward", (True,))
 _CLIP_HIGHER = ("clip_higher_enable", (True,))
 _OVERLONG = ("overlong_buffer_enable", (True,))
@@ -30,11 +18,21 @@ _DYNAMIC = ("use_dynamic_bsz", (True,))
 _ADAPTIVE = ("kl_ctrl_type", ("adaptive",))
 _TOOLS = ("multi_turn_enable", (True,))
 _QUEUE = ("data_strategy", ("tq", "transfer_queue", "queue"))
-_MISMATCH = ("rollout_importance_sampling_mode", IMPORTANCE_MODES)
+_MISMATCH = ("rollout_importance_sampling_mode", tuple(CORRECTIONS))
 _SYNC_REF = ("sync_ref_model", (True,))
 _WANDB = ("use_wandb", (True,))
 _SWANLAB = ("use_swanlab", (True,))
 _TEXT_ONLY = "text models only"
+
+
+def _reading(setting: str) -> tuple[str, tuple[str, ...]]:
+    """The condition of a key that only some advantage estimators read."""
+    return "adv_estimator", readers(ADVANTAGES, setting)
+
+
+def _in_loss(setting: str) -> tuple[str, tuple[str, ...]]:
+    """The condition of a key that only some policy losses read."""
+    return "loss_type", readers(POLICY_LOSSES, setting)
 
 
 @dataclass(kw_only=True)
@@ -126,18 +124,18 @@ class BatchKeys:
 class AdvantageKeys:
     """From rewards to advantages."""
 
-    adv_estimator: str = key("group_norm", "how advantages are computed", names=ADVANTAGE_ESTIMATORS)
-    scale_rewards: Literal["group", "batch", "none", "gdpo"] = key("group", "what centred rewards are divided by the spread of")
+    adv_estimator: str = key("group_norm", "how advantages are computed", names=tuple(ADVANTAGES))
+    scale_rewards: Scale = key("group", "what centred rewards are divided by the spread of")
     adv_epsilon: float = key(1e-6, "added to the spread before dividing; TRL and ms-swift take 1e-4")
-    gamma: float = key(1.0, "discount of later tokens", needs=("adv_estimator", ("gae", "reinforce_plus_plus", "remax")))
-    lam: float = key(0.95, "GAE: bias against variance", needs=_GAE)
+    gamma: float = key(1.0, "discount of later tokens", needs=_reading("gamma"))
+    lam: float = key(0.95, "GAE: bias against variance", needs=_reading("lam"))
     advantage_whiten: bool = key(
         True,
         "whiten advantages over the batch",
-        needs=("adv_estimator", ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")),
+        needs=_reading("advantage_whiten"),
     )
-    critic_warmup: int = key(0, "iterations in which only the critic learns", needs=_GAE)
-    cliprange_value: float = key(0.5, "how far a value may move from its old one before the loss is clipped", needs=_GAE)
+    critic_warmup: int = key(0, "iterations in which only the critic learns", needs=_CRITIC)
+    cliprange_value: float = key(0.5, "how far a value may move from its old one before the loss is clipped", needs=_CRITIC)
 
 
 @dataclass(kw_only=True)
@@ -148,9 +146,9 @@ class LossKeys:
         None,
         "form and normalizer of the loss; cispo_cap takes clip_ratio_high as an absolute cap; gspo is grpo on sequences; "
         "unset: token mean over the global batch, for ray_dapo with token_level_loss false the mean of sequence means",
-        names=LOSS_TYPES,
+        names=tuple(POLICY_LOSSES),
     )
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] | None = key(
+    importance_sampling_level: Level | None = key(
         None, "what the ratio new / old is computed over; unset: token, for gspo sequence"
     )
     token_level_loss: bool = key(True, "stage ray_dapo without loss_type: token mean instead of the mean of sequence means")
@@ -162,8 +160,8 @@ class LossKeys:
     delta: float | None = key(
         None, "two-sided clip: the unclipped ratio is capped here, at least 1 + the upper clip; off when unset"
     )
-    tau_pos: float = key(1.0, "sapo: temperature for positive advantages", needs=("loss_type", ("sapo",)))
-    tau_neg: float = key(1.05, "sapo: temperature for negative advantages", needs=("loss_type", ("sapo",)))
+    tau_pos: float = key(1.0, "sapo: temperature for positive advantages", needs=_in_loss("tau_pos"))
+    tau_neg: float = key(1.05, "sapo: temperature for negative advantages", needs=_in_loss("tau_neg"))
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     log_entropy: bool = key(
         False,
@@ -175,23 +173,13 @@ class LossKeys:
         None, "leave out sequences with negative advantage whose mean log-ratio old - new exceeds this; off when unset"
     )
     overlong_filter: bool = key(False, "truncated responses do not train")
-    rollout_importance_sampling_mode: (
-        Literal[
-            "token_truncate",
-            "token_mask",
-            "sequence_truncate",
-            "sequence_mask",
-            "geometric_truncate",
-            "geometric_mask",
-            "token_geometric_mask",
-        ]
-        | None
-    ) = key(
+    rollout_importance_sampling_mode: str | None = key(
         None,
         "weights that correct for the difference between rollout engine and trainer: of each token, of the "
         "sequence (product of "
         "its tokens) or its geometric mean, bounded or masked; token_geometric_mask: token weights, sequences "
         "masked by their mean",
+        names=tuple(CORRECTIONS),
     )
     rollout_importance_sampling_threshold: float = key(2.0, "upper bound of that correction", needs=_MISMATCH)
     rollout_importance_sampling_threshold_min: float | None = key(None, "lower bound of the masking forms", needs=_MISMATCH)
@@ -205,7 +193,7 @@ class LossKeys:
 class KlKeys:
     """The tie to the reference model."""
 
-    kl_penalty: str = key("low_var_kl", "estimator of the KL divergence", names=KL_ESTIMATORS)
+    kl_penalty: str = key("low_var_kl", "estimator of the KL divergence", names=tuple(KL_ESTIMATORS))
     kl_ctrl_type: Literal["fixed", "adaptive"] = key("fixed", "constant coefficient, or one steered towards kl_target")
     init_kl_coef: float = key(0.01, "coefficient of the KL divergence; no reference model is needed when 0")
     beta: float | None = key(None, "the same as init_kl_coef in the words of ms-swift; read only together with num_generations")
@@ -228,7 +216,11 @@ class RewardKeys:
     verifier_weight: list[float] = key([1.0], "weight of each", needs=_RULES)
     reward_funcs: list[str] | None = key(None, "the same as verifier_function, in the words of ms-swift")
     reward_weights: list[float] | None = key(None, "the same as verifier_weight; 1.0 each when unset")
-    external_plugins: list[str] = key([], "Python files that register further reward functions")
+    external_plugins: list[str] = key(
+        [],
+        "Python files that register further reward functions; their folders also hold losses and estimators "
+        "given as module:NAME",
+    )
     verifier_parallel: int = key(1, "reward worker processes when num_reward_workers is unset")
     verifier_timeout: int = key(30, "seconds one score may take when reward_timeout_s is unset")
     num_reward_workers: int | None = key(None, "reward worker processes; verifier_parallel when unset")
@@ -300,7 +292,7 @@ class RLConfig(BatchKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys)
     actor_resource: Resource = key(Resource, "devices of the actor, and of all roles that share them")
     reference_resource: Resource | None = key(None, "own devices of the reference model")
     reward_resource: Resource | None = key(None, "own devices of the reward model")
-    critic_resource: Resource | None = key(None, "devices of the critic; the actor's when unset", needs=_GAE)
+    critic_resource: Resource | None = key(None, "devices of the critic; the actor's when unset", needs=_CRITIC)
     vit_resource: Resource | None = key(None, "devices of an image encoder", no_effect=_TEXT_ONLY)
     use_integrated_worker: bool = key(True, "actor, reference and rollout share their devices in time; false is not available")
     integrated_mode_config: IntegratedModeConfig | None = key(None, "extras of that mode")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.megatron import LORA_TARGETS
+from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.violation import Violation, broken
+from mindspeed_rl.config.violation import Violation, broken, out_of_range
 
 
 def _stage(cfg: RunConfig) -> Iterator[Violation]:
@@ -171,18 +173,19 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
             "with its adapters off",
             {"rl_config.share_backbone": False},
         )
-    if rl.share_backbone and cfg.stage == "ray_dapo":
+    objective = resolve_objective(cfg)
+    if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
         yield broken(
             "share_backbone_stage",
-            {"rl_config.share_backbone": True, "megatron_training.stage": "ray_dapo"},
-            "rl_config.share_backbone has no place in stage ray_dapo, which has no reference model",
+            {"rl_config.share_backbone": True, "megatron_training.stage": cfg.stage},
+            f"rl_config.share_backbone has no place in stage {cfg.stage}, which has no reference model",
             {"rl_config.share_backbone": False},
         )
-    if rl.adv_estimator == "gae" and cfg.critic_config is None:
+    if objective.has_critic and cfg.critic_config is None:
         yield broken(
             "critic_group",
-            {"rl_config.adv_estimator": "gae", "critic_config": None},
-            "rl_config.adv_estimator gae needs the group critic_config: it learns the values",
+            {"rl_config.adv_estimator": rl.adv_estimator, "critic_config": None},
+            f"rl_config.adv_estimator {rl.adv_estimator} needs the group critic_config: it learns the values",
         )
 
 
@@ -281,74 +284,54 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-# key: (smallest value, largest value, whether the smallest is excluded); None is open.
-_RANGES: dict[str, tuple[float | None, float | None, bool]] = {
-    "rl_config.epochs": (1, None, False),
-    "rl_config.clip_ratio": (0, None, False),
-    "rl_config.clip_ratio_low": (0, 1, False),
-    "rl_config.clip_ratio_high": (0, None, False),
-    "rl_config.init_kl_coef": (0, None, False),
-    "rl_config.gamma": (0, 1, False),
-    "rl_config.lam": (0, 1, False),
-    "rl_config.adv_epsilon": (0, None, False),
-    "rl_config.top_entropy_quantile": (0, 1, True),
-    "rl_config.tau_pos": (0, None, True),
-    "rl_config.tau_neg": (0, None, True),
-    "rl_config.rollout_importance_sampling_threshold": (0, None, True),
-    "rl_config.reward_failure_limit": (0, 1, False),
-    "rl_config.reward_timeout_s": (0, None, True),
-    "rl_config.reward_memory_gib": (0, None, True),
-    "rl_config.ref_model_sync_steps": (1, None, False),
-    "rl_config.ref_model_mixup_alpha": (0, 1, False),
-    "rl_config.wait_timeout_s": (0, None, True),
-    "rl_config.max_prompt_length": (1, None, False),
-    "rl_config.kl_horizon": (1, None, False),
-    "rl_config.kl_target": (0, None, True),
-    "rl_config.critic_warmup": (0, None, False),
-    "rl_config.cliprange_value": (0, None, False),
-    "rl_config.max_resample_times": (0, None, False),
-    "rl_config.save_rollouts_interval": (0, None, False),
-    "rl_config.log_completions_interval": (1, None, False),
-    "rl_config.actor_forward_micro_batch_size": (1, None, False),
-    "rl_config.ref_forward_micro_batch_size": (1, None, False),
-    "rl_config.num_reward_workers": (1, None, False),
-    "rl_config.transfer_queue_data_shard_num": (1, None, False),
-    "generate_config.gpu_memory_utilization": (0, 1, True),
-    "generate_config.kv_cache_memory_gib": (0, None, True),
-    "generate_config.max_num_seqs": (1, None, False),
-    "generate_config.sampling_config.max_tokens": (1, None, False),
-    "generate_config.sampling_config.temperature": (0, None, False),
-    "generate_config.sampling_config.top_p": (0, 1, True),
-    "generate_config.sampling_config.min_p": (0, 1, False),
-    "actor_config.lr": (0, None, False),
-    "actor_config.min_lr": (0, None, False),
-    "actor_config.clip_grad": (0, None, False),
-    "actor_config.train_iters": (0, None, False),
-    "actor_config.eval_interval": (1, None, False),
-    "actor_config.lr_warmup_fraction": (0, 1, False),
-    "actor_config.loss_chunk_size": (1, None, False),
-    "actor_config.lora_r": (1, None, False),
-    "actor_config.lora_dropout": (0, 1, False),
-    "actor_config.dpo_label_smoothing": (0, 0.5, False),
-    "actor_config.dpo_beta": (0, None, True),
+# Those of the numbers that algorithms read are in the catalogue.
+_RANGES: dict[str, Bounds] = {
+    "rl_config.epochs": Bounds(1),
+    "rl_config.reward_failure_limit": Bounds(0, 1),
+    "rl_config.reward_timeout_s": Bounds(0, excludes_low=True),
+    "rl_config.reward_memory_gib": Bounds(0, excludes_low=True),
+    "rl_config.ref_model_sync_steps": Bounds(1),
+    "rl_config.ref_model_mixup_alpha": Bounds(0, 1),
+    "rl_config.wait_timeout_s": Bounds(0, excludes_low=True),
+    "rl_config.max_prompt_length": Bounds(1),
+    "rl_config.critic_warmup": Bounds(0),
+    "rl_config.max_resample_times": Bounds(0),
+    "rl_config.save_rollouts_interval": Bounds(0),
+    "rl_config.log_completions_interval": Bounds(1),
+    "rl_config.actor_forward_micro_batch_size": Bounds(1),
+    "rl_config.ref_forward_micro_batch_size": Bounds(1),
+    "rl_config.num_reward_workers": Bounds(1),
+    "rl_config.transfer_queue_data_shard_num": Bounds(1),
+    "generate_config.gpu_memory_utilization": Bounds(0, 1, excludes_low=True),
+    "generate_config.kv_cache_memory_gib": Bounds(0, excludes_low=True),
+    "generate_config.max_num_seqs": Bounds(1),
+    "generate_config.sampling_config.max_tokens": Bounds(1),
+    "generate_config.sampling_config.temperature": Bounds(0),
+    "generate_config.sampling_config.top_p": Bounds(0, 1, excludes_low=True),
+    "generate_config.sampling_config.min_p": Bounds(0, 1),
+    "actor_config.lr": Bounds(0),
+    "actor_config.min_lr": Bounds(0),
+    "actor_config.clip_grad": Bounds(0),
+    "actor_config.train_iters": Bounds(0),
+    "actor_config.eval_interval": Bounds(1),
+    "actor_config.lr_warmup_fraction": Bounds(0, 1),
+    "actor_config.loss_chunk_size": Bounds(1),
+    "actor_config.lora_r": Bounds(1),
+    "actor_config.lora_dropout": Bounds(0, 1),
+    "actor_config.dpo_label_smoothing": Bounds(0, 0.5),
+    "actor_config.dpo_beta": Bounds(0, excludes_low=True),
 }
 
 
 def _ranges(cfg: RunConfig) -> Iterator[Violation]:
-    for key, (low, high, open_below) in _RANGES.items():
+    for key, bounds in _RANGES.items():
         holder: Any = cfg
         *groups, name = key.split(".")
         for group in groups:
             holder = None if holder is None else getattr(holder, group)
         value = None if holder is None else getattr(holder, name)
-        if value is None:
-            continue
-        below = low is not None and (value <= low if open_below else value < low)
-        if below or (high is not None and value > high):
-            bounds = [f"{'greater than' if open_below else 'at least'} {low:g}"] if low is not None else []
-            bounds += [f"at most {high:g}"] if high is not None else []
-            mended = () if below and open_below else ({key: low if below else high},)
-            yield broken("range", {key: value}, f"{key} ({value:g}) must be {' and '.join(bounds)}", *mended)
+        if value is not None and not bounds.hold(value):
+            yield out_of_range(key, value, bounds)
 
 
 RUN_RULES = (_stage, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)

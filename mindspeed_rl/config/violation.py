@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_rl.catalogue.records import Bounds
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -36,6 +38,14 @@ class Violation:
 def broken(rule: str, keys: Mapping[str, Any], message: str, *nearest: Mapping[str, Any]) -> Violation:
     """Return the violation of a rule; `nearest` are the alternatives that mend it."""
     return Violation(rule, keys, message, nearest)
+
+
+def out_of_range(key: str, value: float, bounds: Bounds) -> Violation:
+    """Return the violation of a number outside its bounds; the nearest value is the bound, or a usual one beyond it."""
+    below = bounds.low is not None and value <= bounds.low
+    nearest = bounds.high if not below else bounds.usual if bounds.excludes_low else bounds.low
+    mended = () if nearest is None else ({key: nearest},)
+    return broken(bounds.rule, {key: value}, f"{key} ({value:g}) must be {bounds}", *mended)
 
 
 def written(value: Any) -> str:

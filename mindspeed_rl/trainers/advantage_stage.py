@@ -57,12 +57,13 @@ class AdvantageStage:
             RuntimeError: responses come from other weights than the newest.
         """
         rl, rows = self._cfg.rl_config, range(self._plan.num_train_samples)
+        objective = self._schedule.objective
         columns = ["rewards", "reward_results", "response_length", "truncated", "weight_version"]
-        if self._schedule.kl_in_reward:
+        if objective.kl_place == "reward":
             columns += ["old_log_probs", "ref_log_probs"]
-        if rl.adv_estimator == "gae":
+        if objective.has_critic:
             columns.append("values")
-        if rl.top_entropy_quantile < 1.0:
+        if objective.masks_by_entropy:
             columns.append("entropies")
         batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=rl.wait_timeout_s)
         self._check_versions(batch, iteration)
@@ -74,14 +75,16 @@ class AdvantageStage:
         response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
         metrics = self._score_metrics(batch, rewards[scored])
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
-        advantages, returns, estimator_metrics = compute_advantages(rl.adv_estimator, inputs)
+        advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
         metrics.merge(estimator_metrics)
-        loss_mask = overlong_filter(response_mask, batch["truncated"].tensor().bool()) if rl.overlong_filter else response_mask
-        if rl.top_entropy_quantile < 1.0:
+        loss_mask = response_mask
+        if objective.overlong_filter:
+            loss_mask = overlong_filter(response_mask, batch["truncated"].tensor().bool())
+        if objective.masks_by_entropy:
             entropies = batch["entropies"].padded(0.0, width)
             shards = [(entropies, loss_mask)]
             # the overlong filter may have left no token: any threshold will do
-            self.entropy_threshold = entropy_threshold(shards, rl.top_entropy_quantile) if loss_mask.any() else 0.0
+            self.entropy_threshold = entropy_threshold(shards, objective.top_entropy_quantile) if loss_mask.any() else 0.0
         self._plane.put(
             {
                 "advantages": [row[:length] for row, length in zip(advantages, lengths.tolist())],
@@ -101,25 +104,25 @@ class AdvantageStage:
     def _inputs(
         self, batch: Batch, rewards: Tensor, scored: Tensor, response_mask: Tensor, kl_coef: float, metrics: Metrics
     ) -> AdvantageInputs:
-        rl, width = self._cfg.rl_config, response_mask.size(1)
+        rl, objective, width = self._cfg.rl_config, self._schedule.objective, response_mask.size(1)
         tensors: dict[str, Any] = {"scored": scored}
-        if self._schedule.kl_in_reward:
+        if objective.kl_place == "reward":
             old, ref = (batch[name].padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
-            kl = torch.where(response_mask, kl_penalty(old, ref, rl.kl_penalty, clamp=rl.kl_clamp), 0.0)
+            kl = torch.where(response_mask, kl_penalty(old, ref, objective.kl, clamp=objective.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
             metrics.add_mean("reward/kl", kl.sum().item(), response_mask.sum().item())
-        if rl.adv_estimator == "gae":
+        if objective.has_critic:
             tensors["values"] = batch["values"].padded(0.0, width)
-        if "gdpo" in (rl.adv_estimator, rl.scale_rewards):
+        if "reward_parts" in objective.needs:
             results = batch["reward_results"]
             names, weights = reward_functions(rl)
             if any(MODEL_PART in result.parts for result in results):
                 names, weights = [*names, MODEL_PART], [*weights, rl.reward_model_weight]
             tensors["reward_components"] = torch.tensor([[float(r.parts.get(name, 0.0)) for name in names] for r in results])
             tensors["reward_weights"] = tuple(weights)
-        if rl.adv_estimator == "remax":
+        if "greedy_baseline" in objective.needs:
             tensors["greedy_rewards"] = self._baselines.rewards()
-        return AdvantageInputs.from_config(rl, rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)
+        return AdvantageInputs(rewards, response_mask, group_size=self._plan.n_samples_per_prompt, **tensors)
 
     def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:
         metrics = Metrics()

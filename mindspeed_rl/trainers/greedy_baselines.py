@@ -56,4 +56,4 @@ class NoBaselines:
         return []
 
     def rewards(self) -> torch.Tensor:
-        raise ValueError("greedy baselines are computed for adv_estimator remax only")
+        raise ValueError("greedy baselines are computed only for an adv_estimator that needs them")

@@ -102,7 +102,7 @@ class RLTrainer:
                 kl_coef=self.schedule.kl.coef,
                 entropy_threshold=self.advantages.entropy_threshold,
                 use_old_log_probs=self.schedule.needs_old_log_probs,
-                use_ref_log_probs=self.schedule.kl_in_loss,
+                use_ref_log_probs=self.schedule.loss_reads_reference,
             )
             self._collect(self.workers.update_actor(order))
         self.schedule.after_update(iteration, self._metrics)

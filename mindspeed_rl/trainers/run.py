@@ -17,6 +17,7 @@ from mindspeed_rl.config import (
     RunConfig,
     build_batch_plan,
     own_reward_devices,
+    resolve_objective,
     unavailable,
 )
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
@@ -97,7 +98,7 @@ def run_rl(cfg: RunConfig, *, num_nodes: int = 1) -> Path:
 
 def _check_models(cfg: RunConfig, inputs: Inputs) -> None:
     """Says where the critic's head comes from; raises for a reward model that cannot read the actor's tokens."""
-    if cfg.rl_config.adv_estimator == "gae" and cfg.critic_config is not None:
+    if resolve_objective(cfg).has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
         if lacks_score_head(critic):
             print(f"critic: {critic.weights} has no score head; it starts with a fresh one, whose values are 0", flush=True)
@@ -215,7 +216,7 @@ def assemble(
     model_rewards = NoModelRewards() if reward_model_config(cfg) is None else ModelRewards(cfg, scorers, plane)
     evaluator = Evaluator(cfg, inputs.held_out, workers, rewards, model_rewards)
     baselines: GreedyBaselines | NoBaselines = NoBaselines()
-    if cfg.rl_config.adv_estimator == "remax":
+    if "greedy_baseline" in resolve_objective(cfg).needs:
         baselines = GreedyBaselines(plan, plane, evaluator, model_rewards, timeout_s=cfg.rl_config.wait_timeout_s)
     feed = PromptFeed(inputs.prompts, plane, plan, seed=actor.seed, shuffle=not actor.no_shuffle)
     rollout, to_add = make_rollout(cfg, plan, feed, workers, rewards, plane, model_rewards)

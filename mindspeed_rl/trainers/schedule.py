@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rl.algorithms.kl import kl_coefficient, kl_controller
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.algorithms.kl import kl_controller
+from mindspeed_rl.config import BatchPlan, RunConfig, resolve_objective
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.workers.order import mini_batches
 
@@ -19,7 +19,8 @@ class Schedule:
 
     Attributes:
         kl: controller of the KL coefficient.
-        kl_in_loss, kl_in_reward: where the KL to the reference goes; neither with a coefficient of 0.
+        objective: what is optimized.
+        loss_reads_reference: the loss reads the reference's log-probs.
         needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
     """
 
@@ -28,14 +29,12 @@ class Schedule:
         self._cfg, self._plan = cfg, plan
         self.train_iters = plan.train_iters or 0
         self.num_train_samples = plan.num_train_samples
-        self.kl = kl_controller(rl)
-        with_kl = kl_coefficient(rl) != 0.0
-        self.kl_in_loss = with_kl and cfg.stage == "ray_grpo" and not rl.use_kl_in_reward
-        self.kl_in_reward = with_kl and rl.use_kl_in_reward
-        self.needs_reference = self.kl_in_loss or self.kl_in_reward
-        self.masks_by_entropy = rl.top_entropy_quantile < 1.0
-        self.needs_old_log_probs = not plan.on_policy or self.kl_in_reward or self.masks_by_entropy
-        self.has_critic = rl.adv_estimator == "gae"
+        self.objective = resolve_objective(cfg)
+        self.kl = kl_controller(self.objective)
+        self.loss_reads_reference = self.objective.loss_reads_reference
+        self.needs_reference = self.objective.needs_reference
+        self.needs_old_log_probs = self.objective.needs_old_log_probs(on_policy=plan.on_policy)
+        self.has_critic = self.objective.has_critic
         self.reference_mixup_alpha = rl.ref_model_mixup_alpha
 
     def steps(self, iteration: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import BatchPlan, RunConfig, resolve_objective
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
@@ -172,17 +172,14 @@ class Phases:
         """All optimizer steps of the iteration on this replica's share of their rows."""
         from dataclasses import replace
 
-        from mindspeed_rl.algorithms.policy_losses import PolicyLossSettings, policy_loss
+        from mindspeed_rl.algorithms.policy_losses import policy_loss
         from mindspeed_rl.algorithms.records import PolicyBatch
 
-        settings = PolicyLossSettings.from_config(
-            self.rl, self.cfg.stage, max_response_length=self.generate_config.sampling_config.max_tokens
-        )
-        settings = replace(settings, kl_coef=order.kl_coef if order.use_ref_log_probs else 0.0)
+        objective = replace(resolve_objective(self.cfg), kl_coef=order.kl_coef)
         columns = {name: name for name in ("advantages", "rollout_log_probs", "scored_mask", "loss_mask")}
         if order.use_old_log_probs:
             columns["old_log_probs"] = "old_log_probs"
-        if order.entropy_threshold is not None:
+        if order.entropy_threshold is not None or "entropies" in objective.needs:
             columns["old_entropy"] = "entropies"
         if order.use_ref_log_probs:
             columns["ref_log_probs"] = "ref_log_probs"
@@ -202,7 +199,7 @@ class Phases:
                     old_entropy=values.get("old_entropy"),
                     entropy_threshold=order.entropy_threshold,
                 ),
-                settings,
+                objective,
             )
 
         with self.timers("update"):

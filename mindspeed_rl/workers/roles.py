@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.algorithms.kl import kl_coefficient
-from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig, own_reward_devices
+from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig, own_reward_devices, resolve_objective
 from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
 from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
@@ -53,9 +52,10 @@ def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan
     actor = Role("actor", cfg.actor_config, model_plan, source, steps_per_iteration=steps, **shared)
     roles = Roles(actor)
     resumed_at = actor.resumed["iteration"] if actor.resumed else None
-    if needs_reference(cfg) and not cfg.rl_config.share_backbone:
+    objective = resolve_objective(cfg)
+    if objective.needs_reference and not cfg.rl_config.share_backbone:
         roles.reference = _reference(cfg, source, resumed_at, shared)
-    if cfg.rl_config.adv_estimator == "gae":
+    if objective.has_critic:
         roles.critic = _critic(cfg, steps, resumed_at, shared)
     reward = reward_model_config(cfg)
     if reward is not None and own_reward_devices(cfg) is None:
@@ -70,11 +70,6 @@ def shared_settings(cfg: RunConfig, tokenizer: Any) -> dict[str, Any]:
         "pad_id": tokenizer.pad_token_id,
         "temperature": cfg.generate_config.sampling_config.temperature or 1.0,
     }
-
-
-def needs_reference(cfg: RunConfig) -> bool:
-    """True when the KL to a reference model enters loss or reward."""
-    return kl_coefficient(cfg.rl_config) != 0.0 and (cfg.stage == "ray_grpo" or cfg.rl_config.use_kl_in_reward)
 
 
 def _reference(cfg: RunConfig, actor: ModelSource, resumed_at: int | None, shared: Mapping[str, Any]) -> Role:
@@ -104,7 +99,10 @@ def _reference(cfg: RunConfig, actor: ModelSource, resumed_at: int | None, share
 def _critic(cfg: RunConfig, steps: int, resumed_at: int | None, shared: Mapping[str, Any]) -> Role:
     config = cfg.critic_config
     if config is None:
-        raise ValueError("critic_config: adv_estimator gae needs a critic; add the group with its load, lr and parallel sizes.")
+        raise ValueError(
+            f"critic_config: adv_estimator {cfg.rl_config.adv_estimator} needs a critic; add the group with its load, lr and "
+            "parallel sizes."
+        )
     source = find_model(config, "critic_config")
     resumes = source.kind == "training" and not config.finetune
     if resumed_at is None and resumes:

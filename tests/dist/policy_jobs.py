@@ -7,25 +7,41 @@ from typing import Any
 import torch
 from training_jobs import Setting, all_rows, engine_of, full_weights, summary
 
-from mindspeed_rl.algorithms.policy_losses import PolicyLossSettings, policy_loss
+from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.records import LossOutput, PolicyBatch
-from mindspeed_rl.config.rl import LOSS_TYPES
+from mindspeed_rl.catalogue import POLICY_LOSSES
+from mindspeed_rl.config import Objective, RLConfig
+from mindspeed_rl.config.objective import resolve
 from mindspeed_rl.engine.batching import MicroBatch, Rows
 from mindspeed_rl.engine.train_engine import TrainEngine
 
-_COMMON = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "kl_coef": 0.1, "entropy_coeff": 0.01, "max_response_length": 20}
+_COMMON = {
+    "clip_higher_enable": True,
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.28,
+    "init_kl_coef": 0.1,
+    "kl_clamp": False,
+    "entropy_coeff": 0.01,
+}
 _EXTRAS: list[dict[str, Any]] = [
     {"importance_sampling_level": "sequence_token", "clip_ratio_c": 3.0},
-    {"rollout_correction": "sequence_truncate", "use_bias_correction_kl": True},
-    {"rollout_correction": "token_mask", "rollout_threshold_min": 0.8, "off_policy_sequence_mask_delta": 0.1},
+    {"rollout_importance_sampling_mode": "sequence_truncate", "use_bias_correction_kl": True},
+    {
+        "rollout_importance_sampling_mode": "token_mask",
+        "rollout_importance_sampling_threshold_min": 0.8,
+        "off_policy_sequence_mask_delta": 0.1,
+    },
 ]
+
+
+def _objective(**keys: Any) -> Objective:
+    return resolve(RLConfig(**_COMMON | keys), "ray_grpo", max_response_length=20)
+
+
 #: the update made in each step
 UPDATES = [
-    *(
-        PolicyLossSettings(**_COMMON | {"loss_type": name, "clip_ratio_high": 5.0 if name == "cispo_cap" else 0.28})
-        for name in LOSS_TYPES
-    ),
-    *(PolicyLossSettings(loss_type="dapo", **_COMMON | extra) for extra in _EXTRAS),
+    *(_objective(loss_type=name, clip_ratio_high=5.0 if name == "cispo_cap" else 0.28) for name in POLICY_LOSSES),
+    *(_objective(loss_type="dapo", **extra) for extra in _EXTRAS),
 ]
 _ENTROPY_THRESHOLD = 1.0
 
@@ -56,7 +72,7 @@ def update(setting: Setting) -> dict[str, Any]:
     with engine_of(setting) as engine:
         rows = policy_rows(engine, setting)
         results = []
-        for number, settings in enumerate(UPDATES):
+        for number, objective in enumerate(UPDATES):
 
             def loss(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
                 given = micro_batch.columns
@@ -72,7 +88,7 @@ def update(setting: Setting) -> dict[str, Any]:
                     old_entropy=given["old_entropy"],
                     entropy_threshold=_ENTROPY_THRESHOLD if number % 2 else None,  # noqa: B023  (called within the loop)
                 )
-                return policy_loss(batch, settings)  # noqa: B023
+                return policy_loss(batch, objective)  # noqa: B023
 
             results.append(engine.step(rows, setting.batching, loss))
         return summary(results, full_weights(engine))

@@ -5,13 +5,21 @@ import naive_algorithms as naive
 import numpy as np
 import pytest
 import torch
+from sample_objectives import objective
 
-from mindspeed_rl.algorithms import ADVANTAGES
-from mindspeed_rl.algorithms.advantages import compute_advantages, token_rewards, whiten
+from mindspeed_rl.algorithms import advantages
+from mindspeed_rl.algorithms.advantages import token_rewards, whiten
 from mindspeed_rl.algorithms.records import AdvantageInputs
-from mindspeed_rl.config.rl import ADVANTAGE_ESTIMATORS, RLConfig
+from mindspeed_rl.catalogue import ADVANTAGES
+from mindspeed_rl.config import RLConfig
+from mindspeed_rl.config.objective import resolve
 
 SIZE, ROWS, LENGTH = 3, 12, 7
+
+
+def compute_advantages(name, inputs, **numbers):
+    """Advantages by the estimator of that name; numbers as `objective` takes them."""
+    return advantages.compute_advantages(inputs, objective(adv_estimator=name, **numbers))
 
 
 def random_inputs(seed=0, **changes):
@@ -51,11 +59,11 @@ def as_inputs(arrays, dtype=torch.float64):
         greedy_rewards=tensor("greedy"),
         reward_components=tensor("components"),
         reward_weights=arrays["weights"],
-        gamma=arrays["gamma"],
-        lam=arrays["lam"],
-        scale=arrays["scale"],
-        eps=arrays["eps"],
     )
+
+
+def numbers_of(arrays):
+    return {name: arrays[name] for name in ("gamma", "lam", "scale", "eps")}
 
 
 def simple(rewards, group_size=1, length=2, **options):
@@ -67,14 +75,14 @@ def simple(rewards, group_size=1, length=2, **options):
 @pytest.mark.parametrize("seed", range(3))
 def test_every_estimator_equals_the_naive_loops(name, seed):
     arrays = random_inputs(seed, kl_coef=0.0 if name == "gdpo" else 0.3)
-    got, _, _ = compute_advantages(name, as_inputs(arrays))
+    got, _, _ = compute_advantages(name, as_inputs(arrays), **numbers_of(arrays))
     np.testing.assert_allclose(got.numpy(), naive.advantages(name, **arrays), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_group_norm_scales_as_named(scale):
     arrays = random_inputs(scale=scale, eps=1e-4)
-    got, _, _ = compute_advantages("group_norm", as_inputs(arrays))
+    got, _, _ = compute_advantages("group_norm", as_inputs(arrays), **numbers_of(arrays))
     np.testing.assert_allclose(got.numpy(), naive.advantages("group_norm", **arrays), rtol=1e-9, atol=1e-9)
 
 
@@ -86,7 +94,7 @@ def test_group_norm_of_two_right_and_two_wrong_is_half_over_the_unbiased_std():
 
 
 def test_group_norm_without_scaling_is_the_distance_from_the_mean():
-    got, _, _ = compute_advantages("group_norm", simple([3.0, 0.0, 0.0], 3, scale="none"))
+    got, _, _ = compute_advantages("group_norm", simple([3.0, 0.0, 0.0], 3), scale="none")
     assert got[:, 0].tolist() == [2.0, -1.0, -1.0]
 
 
@@ -102,15 +110,15 @@ def test_rloo_compares_with_the_mean_of_the_others():
 
 
 def test_gae_with_lambda_one_is_the_return_less_the_value():
-    inputs = simple([1.0], values=torch.tensor([[0.5, 0.25]]), lam=1.0, whiten=False)
-    advantages, returns, _ = compute_advantages("gae", inputs)
+    inputs = simple([1.0], values=torch.tensor([[0.5, 0.25]]))
+    advantages, returns, _ = compute_advantages("gae", inputs, lam=1.0, whiten=False)
     assert advantages.tolist() == [[0.5, 0.75]]
     assert returns.tolist() == [[1.0, 1.0]]
 
 
 def test_gae_by_hand_with_discount_and_lambda():
-    inputs = simple([2.0], values=torch.tensor([[1.0, 3.0]]), gamma=0.5, lam=0.5, whiten=False)
-    advantages, _, _ = compute_advantages("gae", inputs)
+    inputs = simple([2.0], values=torch.tensor([[1.0, 3.0]]))
+    advantages, _, _ = compute_advantages("gae", inputs, gamma=0.5, lam=0.5, whiten=False)
     # delta_2 = 2 - 3 = -1; delta_1 = 0.5 * 3 - 1 = 0.5; A_1 = 0.5 + 0.25 * -1
     assert advantages.tolist() == [[0.25, -1.0]]
 
@@ -118,13 +126,13 @@ def test_gae_by_hand_with_discount_and_lambda():
 def test_gae_steps_over_tokens_the_actor_did_not_sample():
     mask = torch.tensor([[True, False, True]])
     values = torch.tensor([[1.0, 99.0, 3.0]])
-    inputs = AdvantageInputs(torch.tensor([2.0]), mask, values=values, gamma=0.5, lam=0.5, whiten=False)
-    assert compute_advantages("gae", inputs)[0].tolist() == [[0.25, 0.0, -1.0]]
+    inputs = AdvantageInputs(torch.tensor([2.0]), mask, values=values)
+    assert compute_advantages("gae", inputs, gamma=0.5, lam=0.5, whiten=False)[0].tolist() == [[0.25, 0.0, -1.0]]
 
 
 def test_gae_returns_are_taken_before_whitening():
-    inputs = simple([1.0], values=torch.tensor([[0.5, 0.25]]), lam=1.0)
-    advantages, returns, _ = compute_advantages("gae", inputs)
+    inputs = simple([1.0], values=torch.tensor([[0.5, 0.25]]))
+    advantages, returns, _ = compute_advantages("gae", inputs, lam=1.0)
     assert returns.tolist() == [[1.0, 1.0]]
     np.testing.assert_allclose(advantages, [[-math.sqrt(0.5), math.sqrt(0.5)]], rtol=1e-5)
 
@@ -151,7 +159,7 @@ def test_gdpo_gives_each_reward_function_the_same_say():
 def test_group_norm_with_scale_gdpo_is_gdpo():
     components = torch.rand(6, 2)
     both = [
-        compute_advantages(name, simple([0.0] * 6, 3, reward_components=components, scale=scale))[0]
+        compute_advantages(name, simple([0.0] * 6, 3, reward_components=components), scale=scale)[0]
         for name, scale in (("gdpo", "group"), ("group_norm", "gdpo"))
     ]
     assert torch.equal(*both)
@@ -199,12 +207,13 @@ def test_tiny_and_empty_responses_never_give_nan(name):
 )
 def test_a_missing_input_or_unknown_name_is_an_error(name, options, message):
     with pytest.raises(ValueError, match=message):
-        compute_advantages(name, simple([1.0, 0.0], 2, **options))
+        numbers = {"scale": options.pop("scale")} if "scale" in options else {}
+        compute_advantages(name, simple([1.0, 0.0], 2, **options), **numbers)
 
 
 def test_scaling_by_the_batch_needs_two_responses():
     with pytest.raises(ValueError, match="at least 2 scored responses"):
-        compute_advantages("group_norm", simple([1.0], 1, scale="batch"))
+        compute_advantages("group_norm", simple([1.0], 1), scale="batch")
 
 
 def test_rows_that_do_not_fill_groups_are_refused():
@@ -230,7 +239,7 @@ def test_a_response_without_a_score_is_as_if_it_had_not_been_drawn(name):
     expected = naive.advantages(name, **(arrays | fewer))
     inputs = as_inputs(arrays)
     inputs.rewards[~torch.tensor(keep)] = float("nan")
-    got = compute_advantages(name, replace(inputs, scored=torch.tensor(keep)))[0].numpy()
+    got = compute_advantages(name, replace(inputs, scored=torch.tensor(keep)), **numbers_of(arrays))[0].numpy()
     np.testing.assert_allclose(got[keep], expected, rtol=1e-9, atol=1e-9)
     assert (got[~keep] == 0).all()
 
@@ -257,28 +266,24 @@ def test_a_user_estimator_is_found_by_module_and_function():
 
 def test_the_metrics_cover_response_tokens_only():
     mask = torch.tensor([[True, False], [True, True]])
-    inputs = AdvantageInputs(torch.tensor([2.0, 0.0]), mask, 2, scale="none")
-    metrics = compute_advantages("group_norm", inputs)[2]
+    inputs = AdvantageInputs(torch.tensor([2.0, 0.0]), mask, 2)
+    metrics = compute_advantages("group_norm", inputs, scale="none")[2]
     assert metrics["critic/advantages/mean"].result() == pytest.approx(-1.0 / 3.0)
     assert metrics["critic/advantages/max"].result() == 1.0
     assert metrics["critic/advantages/min"].result() == -1.0
 
 
-def test_the_run_file_and_the_registry_know_the_same_estimators():
-    assert set(ADVANTAGE_ESTIMATORS) == set(ADVANTAGES)
-
-
-def test_inputs_take_their_numbers_from_the_run_file():
+def test_the_objective_takes_its_numbers_from_the_run_file():
     config = RLConfig(scale_rewards="none", adv_epsilon=0.1, gamma=0.5, lam=0.25, adv_estimator="gae", advantage_whiten=False)
-    inputs = AdvantageInputs.from_config(config, torch.ones(2), torch.ones(2, 1, dtype=torch.bool), group_size=2)
-    assert (inputs.scale, inputs.eps, inputs.gamma, inputs.lam, inputs.whiten) == ("none", 0.1, 0.5, 0.25, False)
+    made = resolve(config, "ray_ppo")
+    got = (made.scale_rewards, made.adv_epsilon, made.gamma, made.lam, made.advantage_whiten)
+    assert got == ("none", 0.1, 0.5, 0.25, False)
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_advantages_are_left_as_they_are_without_whitening(name):
-    config = RLConfig(adv_estimator=name, advantage_whiten=False)
     mask = torch.ones(2, 2, dtype=torch.bool)
     values = {"values": torch.zeros(2, 2)} if name == "gae" else {}
-    inputs = AdvantageInputs.from_config(config, torch.tensor([3.0, 1.0]), mask, group_size=2, **values)
-    got, returns, _ = compute_advantages(name, inputs)
+    inputs = AdvantageInputs(torch.tensor([3.0, 1.0]), mask, group_size=2, **values)
+    got, returns, _ = compute_advantages(name, inputs, whiten=False)
     assert torch.equal(got, returns) and got.sum() != 0 or name == "reinforce_plus_plus_baseline" and got[0, 0] == 1.0

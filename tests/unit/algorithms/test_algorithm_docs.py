@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.algorithms import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-from mindspeed_rl.algorithms.corrections import CORRECTIONS
+from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 
 DOCS = Path(__file__).parents[3] / "docs"
 

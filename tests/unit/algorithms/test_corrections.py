@@ -4,20 +4,25 @@ import naive_algorithms as naive
 import numpy as np
 import pytest
 import torch
+from sample_objectives import objective
 
-from mindspeed_rl.algorithms.corrections import CORRECTIONS, mismatch_metrics, rollout_weights
+from mindspeed_rl.algorithms.corrections import mismatch_metrics, rollout_weights
 from mindspeed_rl.algorithms.records import read_metrics
-from mindspeed_rl.config.rl import IMPORTANCE_MODES
+from mindspeed_rl.catalogue import CORRECTIONS
 from mindspeed_rl.observability.metrics import merge
 
 TWO = math.log(2.0)
+
+
+def correction(mode, high, low=None):
+    return objective(rollout_correction=mode, rollout_threshold=high, rollout_threshold_min=low)
 
 
 def weights(differences, mode, high=1.5, low=None):
     difference = torch.tensor([differences], dtype=torch.float64)
     mask = torch.ones_like(difference, dtype=torch.bool)
     zeros = torch.zeros_like(difference)
-    return rollout_weights(difference, zeros, mask, mode, threshold=high, threshold_min=low)[0].tolist()
+    return rollout_weights(difference, zeros, mask, correction(mode, high, low))[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -54,9 +59,7 @@ def test_every_mode_equals_the_naive_loops_on_ragged_rows(mode):
     got = rollout_weights(
         *(torch.tensor(np.where(mask, values, np.nan)) for values in (old, rollout)),
         torch.tensor(mask),
-        mode,
-        threshold=1.4,
-        threshold_min=low,
+        correction(mode, 1.4, low),
     ).numpy()
     assert (got[~mask] == 1.0).all()
     for i in (0, 1, 2, 4):
@@ -66,11 +69,7 @@ def test_every_mode_equals_the_naive_loops_on_ragged_rows(mode):
 
 def test_weights_carry_no_gradient():
     old = torch.zeros(1, 2, requires_grad=True)
-    assert not rollout_weights(old, old, torch.ones(1, 2, dtype=torch.bool), "token_mask", threshold=2.0).requires_grad
-
-
-def test_the_run_file_and_the_corrections_know_the_same_modes():
-    assert set(IMPORTANCE_MODES) == set(CORRECTIONS)
+    assert not rollout_weights(old, old, torch.ones(1, 2, dtype=torch.bool), correction("token_mask", 2.0)).requires_grad
 
 
 def test_mismatch_by_hand():

@@ -4,13 +4,18 @@ import naive_algorithms as naive
 import numpy as np
 import pytest
 import torch
+from sample_objectives import objective
 
-from mindspeed_rl.algorithms import KL_ESTIMATORS
-from mindspeed_rl.algorithms.kl import AdaptiveKL, FixedKL, kl_controller, kl_penalty
-from mindspeed_rl.config import rl
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.algorithms import kl
+from mindspeed_rl.algorithms.kl import AdaptiveKL, FixedKL, kl_controller
+from mindspeed_rl.catalogue import KL_ESTIMATORS
+from mindspeed_rl.catalogue.records import KlEstimator, find
 
 POINTS = [-3.0, -0.5, -1e-3, 0.2, 1.0, 4.0]
+
+
+def kl_penalty(log_probs, ref_log_probs, kind, *, clamp=False):
+    return kl.kl_penalty(log_probs, ref_log_probs, find(KL_ESTIMATORS, KlEstimator, kind), clamp=clamp)
 
 
 def at(points, kind, clamp=False):
@@ -41,7 +46,6 @@ def test_estimators_by_hand_at_x_log_two():
 def test_upstream_and_short_names_are_the_same_estimators():
     for upstream, short in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")):
         assert KL_ESTIMATORS[upstream] == KL_ESTIMATORS[short]
-    assert set(rl.KL_ESTIMATORS) == set(KL_ESTIMATORS)
 
 
 def test_low_var_kl_is_clamped_to_ten_only_on_request():
@@ -121,8 +125,8 @@ def test_the_fixed_controller_does_not_move():
 
 
 def test_the_run_file_chooses_the_controller():
-    assert isinstance(kl_controller(RLConfig(init_kl_coef=0.2)), FixedKL)
-    adaptive = kl_controller(RLConfig(kl_ctrl_type="adaptive", init_kl_coef=0.2, kl_target=3.0, kl_horizon=7))
+    assert isinstance(kl_controller(objective(kl_coef=0.2)), FixedKL)
+    adaptive = kl_controller(objective(kl_ctrl_type="adaptive", kl_coef=0.2, kl_target=3.0, kl_horizon=7))
     assert (adaptive.coef, adaptive.target, adaptive.horizon) == (0.2, 3.0, 7)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, ProfilerConfig, RLConfig, SamplingConfig
-from mindspeed_rl.config.rl import ADVANTAGE_ESTIMATORS, IMPORTANCE_MODES, KL_ESTIMATORS, LOSS_TYPES
 from mindspeed_rl.config.schema import default_of, field_types
 
 GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
@@ -260,16 +259,3 @@ def test_every_condition_of_a_key_speaks_of_a_key_of_its_group(group: type) -> N
     names = set(field_types(group))
     conditions = [(field.name, field.metadata["needs"][0]) for field in dataclasses.fields(group) if field.metadata["needs"]]
     assert [pair for pair in conditions if pair[1] not in names] == []
-
-
-def test_names_in_the_schema_are_those_of_the_algorithms() -> None:
-    from mindspeed_rl import algorithms
-
-    assert set(ADVANTAGE_ESTIMATORS) == set(algorithms.ADVANTAGES)
-    assert set(KL_ESTIMATORS) == set(algorithms.KL_ESTIMATORS)
-    assert set(LOSS_TYPES) == set(algorithms.POLICY_LOSSES)
-
-
-def test_names_of_the_rollout_corrections_are_those_of_the_algorithms() -> None:
-    corrections = pytest.importorskip("mindspeed_rl.algorithms.corrections")
-    assert set(IMPORTANCE_MODES) == set(corrections.CORRECTIONS)

@@ -1,0 +1,251 @@
+"""Every policy loss, advantage estimator, KL estimator and rollout correction: the only place that knows one by name.
+
+No torch here: a record says where the function is, what it needs, which keys of rl_config it reads within which bounds, and
+its formula. `config.resolve_objective` picks the records of a run; the rest of the package reads what it picked. A new
+algorithm is a function and an entry below; docs/adding_an_algorithm.md shows it, and how a plug-in does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.catalogue.records import (
+    AdvantageEstimator,
+    Algorithm,
+    Bounds,
+    Choice,
+    Correction,
+    KlEstimator,
+    PolicyLoss,
+)
+
+_POSITIVE, _NOT_NEGATIVE, _SHARE = Bounds(0, excludes_low=True), Bounds(0), Bounds(0, 1)
+
+#: bounds of the numbers of rl_config that algorithms read, whichever algorithm a run takes
+SETTINGS: dict[str, Bounds] = {
+    "clip_ratio": _NOT_NEGATIVE,
+    "clip_ratio_low": _SHARE,
+    "clip_ratio_high": _NOT_NEGATIVE,
+    "clip_ratio_c": Bounds(1, excludes_low=True, usual=3.0, rule="dual_clip"),
+    "tau_pos": _POSITIVE,
+    "tau_neg": _POSITIVE,
+    "gamma": _SHARE,
+    "lam": _SHARE,
+    "adv_epsilon": _NOT_NEGATIVE,
+    "cliprange_value": _NOT_NEGATIVE,
+    "init_kl_coef": _NOT_NEGATIVE,
+    "kl_target": _POSITIVE,
+    "kl_horizon": Bounds(1),
+    "top_entropy_quantile": Bounds(0, 1, excludes_low=True),
+    "rollout_importance_sampling_threshold": _POSITIVE,
+    "rollout_importance_sampling_threshold_min": _NOT_NEGATIVE,
+}
+
+# --- policy losses ----------------------------------------------------------------------------------------------------
+
+#: what the ratio r of new to old policy is taken over
+LEVELS: dict[str, str] = {
+    "token": "r_t = exp(log pi(o_t) - log pi_old(o_t))",
+    "sequence": "r = exp(mean_t(log pi(o_t) - log pi_old(o_t)))",
+    "sequence_token": "r_t = sg[exp(mean_t(log pi - log pi_old))] * pi(o_t) / sg[pi(o_t)]",
+}
+
+#: what the sum over tokens is divided by
+NORMALIZERS: dict[str, str] = {
+    "sequence": "mean over sequences of the mean over each sequence's tokens",
+    "token": "mean over all response tokens of the mini-batch",
+    "constant": "sum over response tokens / (sequences x {max_response_length})",
+}
+
+_LOSSES = "mindspeed_rl.algorithms.policy_losses"
+_BOUNDED_RATIO = frozenset(("clip_ratio_low", "clip_ratio_high"))
+_CLIP = PolicyLoss(
+    target=f"{_LOSSES}:clip",
+    reads=_BOUNDED_RATIO | {"clip_ratio_c", "delta"},
+    formula="-min({unclipped} * A, clip(r, {lower:g}, {upper:g}) * A){dual}",
+    choices={
+        "unclipped": Choice("delta", {None: "r"}, "min(r, {delta:g})"),
+        "dual": Choice("clip_ratio_c", {None: ""}, ", at most -{clip_ratio_c:g} * A where A < 0"),
+    },
+)
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "grpo": replace(_CLIP, normalizer="sequence"),
+    "bnpo": replace(_CLIP, normalizer="token"),
+    "dr_grpo": replace(_CLIP, normalizer="constant"),
+    "dapo": replace(_CLIP, normalizer="token"),
+    "cispo": PolicyLoss(
+        target=f"{_LOSSES}:cispo",
+        normalizer="token",
+        reads=_BOUNDED_RATIO,
+        formula="-sg[clip(r, {lower:g}, {upper:g})] * A * log pi",
+    ),
+    "cispo_cap": PolicyLoss(
+        target=f"{_LOSSES}:cispo_cap",
+        normalizer="token",
+        reads=frozenset(("clip_ratio_high",)),
+        bounds={
+            "clip_ratio_high": Bounds(
+                1, meaning="the ratio's absolute cap", usual=5.0, otherwise={"loss_type": "cispo"}, rule="absolute_cap"
+            )
+        },
+        formula="-sg[min(r, {clip_ratio_high:g})] * A * log pi",
+    ),
+    "sapo": PolicyLoss(
+        target=f"{_LOSSES}:sapo",
+        normalizer="sequence",
+        reads=frozenset(("tau_pos", "tau_neg")),
+        formula="-(4 / tau) * sigmoid(tau * (r - 1)) * A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
+    ),
+    "gspo": replace(_CLIP, normalizer="sequence", level="sequence", levels=("sequence", "sequence_token")),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage decides where the run file does not.
+
+    Attributes:
+        loss_type: without loss_type.
+        sequence_loss_type: the same with token_level_loss false; None where that key does nothing.
+        kl_in_loss: the KL to the reference is in the loss unless use_kl_in_reward puts it into the reward; else it is nowhere.
+    """
+
+    loss_type: str
+    sequence_loss_type: str | None = None
+    kl_in_loss: bool = False
+
+
+STAGES: dict[str, Stage] = {
+    "ray_grpo": Stage("dapo", kl_in_loss=True),
+    "ray_dapo": Stage("dapo", sequence_loss_type="grpo"),
+    "ray_ppo": Stage("dapo"),
+}
+
+# --- advantage estimators ---------------------------------------------------------------------------------------------
+
+_ADVANTAGES = "mindspeed_rl.algorithms.advantages"
+_WHITENED = {"whitened": Choice("advantage_whiten", {True: ", whitened over all tokens of the batch"})}
+
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "group_norm": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:group_norm",
+        reads=frozenset(("scale_rewards", "adv_epsilon")),
+        idle={"adv_epsilon": ("scale_rewards", "none")},
+        min_group_size=2,
+        groups_while=("scale_rewards", ("group",)),
+        instead=("scale_rewards", "gdpo", "gdpo"),
+        formula="{scaled}",
+        choices={
+            "scaled": Choice(
+                "scale_rewards",
+                {
+                    "group": "(r - mean_{group_size}(r)) / (std_{group_size}(r) + {adv_epsilon:g})",
+                    "batch": "(r - mean_{group_size}(r)) / (std_batch(r) + {adv_epsilon:g})",
+                    "none": "r - mean_{group_size}(r)",
+                },
+            )
+        },
+    ),
+    "rloo": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:rloo",
+        min_group_size=2,
+        formula="r - mean of the other {others} samples of the prompt",
+    ),
+    "reinforce_plus_plus": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:reinforce_plus_plus",
+        reads=frozenset(("gamma", "advantage_whiten")),
+        formula="return with gamma {gamma:g}{whitened}",
+        choices=_WHITENED,
+    ),
+    "reinforce_plus_plus_baseline": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
+        reads=frozenset(("advantage_whiten",)),
+        min_group_size=2,
+        formula="r - mean_{group_size}(r){whitened}",
+        choices=_WHITENED,
+    ),
+    "remax": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:remax",
+        reads=frozenset(("gamma",)),
+        needs=frozenset(("greedy_baseline",)),
+        formula="return with gamma {gamma:g} - reward of the greedy response",
+    ),
+    "gae": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:gae",
+        reads=frozenset(("gamma", "lam", "advantage_whiten")),
+        needs=frozenset(("values",)),
+        formula="GAE with gamma {gamma:g}, lambda {lam:g}{whitened}",
+        choices=_WHITENED,
+    ),
+    "gdpo": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:gdpo",
+        reads=frozenset(("adv_epsilon",)),
+        needs=frozenset(("reward_parts",)),
+        min_group_size=2,
+        kl_in_reward=False,
+        formula="sum_k w_k (r_k - mean_{group_size}(r_k)) / (std_{group_size}(r_k) + {adv_epsilon:g}), whitened over the batch",
+    ),
+}
+
+# --- KL to the reference ----------------------------------------------------------------------------------------------
+
+_KL = "mindspeed_rl.algorithms.kl"
+_LIMITS = (20.0, 10.0)
+_K1 = KlEstimator(target=f"{_KL}:k1", formula="log pi - log pi_ref")
+_K2 = KlEstimator(target=f"{_KL}:k2", formula="(log pi - log pi_ref)^2 / 2")
+_K3 = KlEstimator(target=f"{_KL}:k3", clamp=_LIMITS, formula="exp(d) - d - 1, d = log pi_ref - log pi")
+_K3_PLUS = KlEstimator(
+    target=f"{_KL}:k3_with_k2_gradient",
+    clamp=_LIMITS,
+    formula="value exp(d) - d - 1, gradient of d^2 / 2, d = log pi_ref - log pi",
+)
+
+#: the long names are MindSpeed-RL's, the short ones the field's
+KL_ESTIMATORS: dict[str, KlEstimator] = {
+    "kl": _K1,
+    "abs": KlEstimator(target=f"{_KL}:absolute", formula="|log pi - log pi_ref|"),
+    "mse": _K2,
+    "low_var_kl": _K3,
+    "low_var_kl+": _K3_PLUS,
+    "k1": _K1,
+    "k2": _K2,
+    "k3": _K3,
+    "k3+": _K3_PLUS,
+}
+
+# --- rollout corrections ----------------------------------------------------------------------------------------------
+
+_CORRECTIONS = "mindspeed_rl.algorithms.corrections"
+_HIGH, _LOW = "rollout_importance_sampling_threshold", "rollout_importance_sampling_threshold_min"
+_NUMBERS = {"high": Choice(_HIGH, {}, f"{{{_HIGH}:g}}"), "low": Choice(_LOW, {None: "0"}, f"{{{_LOW}:g}}")}
+_TRUNCATE = Correction(target=f"{_CORRECTIONS}:truncate", reads=frozenset((_HIGH,)), choices=_NUMBERS)
+_MASK = Correction(target=f"{_CORRECTIONS}:mask_outside", reads=frozenset((_HIGH, _LOW)), choices=_NUMBERS)
+
+#: w_t = pi_old / pi_rollout of a token; prod and geo: product and geometric mean over the tokens of the sequence
+CORRECTIONS: dict[str, Correction] = {
+    "token_truncate": replace(_TRUNCATE, formula="min(w_t, {high})"),
+    "token_mask": replace(_MASK, formula="w_t if {low} <= w_t <= {high}, else 0"),
+    "sequence_truncate": replace(_TRUNCATE, weight="sequence", formula="min(prod w, {high})"),
+    "sequence_mask": replace(
+        _MASK, weight="sequence", bounded="sequence", formula="prod w if {low} <= prod w <= {high}, else 0"
+    ),
+    "geometric_truncate": replace(_TRUNCATE, weight="geometric", formula="min(geo w, {high})"),
+    "geometric_mask": replace(
+        _MASK, weight="geometric", bounded="geometric", formula="geo w if {low} <= geo w <= {high}, else 0"
+    ),
+    "token_geometric_mask": replace(_MASK, bounded="geometric", formula="w_t if {low} <= geo w <= {high}, else 0"),
+}
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+def readers(table: Mapping[str, Algorithm], setting: str) -> tuple[str, ...]:
+    """Return the names of those that read a key of rl_config."""
+    return tuple(name for name, record in table.items() if record.may_read(setting))
+
+
+def needing(table: Mapping[str, Algorithm], need: str) -> tuple[str, ...]:
+    """Return the names of those that need something."""
+    return tuple(name for name, record in table.items() if need in record.needs)

@@ -1,0 +1,166 @@
+"""Every record of the catalogue: its function, its needs, its formula; and that nothing else knows the names."""
+
+from __future__ import annotations
+
+import ast
+import math
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mindspeed_rl
+from mindspeed_rl import catalogue
+from mindspeed_rl.algorithms.records import AdvantageInputs, LossInputs
+from mindspeed_rl.catalogue.records import NEEDS, Algorithm, check_parameters
+from mindspeed_rl.config import Objective, RLConfig
+from mindspeed_rl.config.objective import resolve
+
+PACKAGE = Path(mindspeed_rl.__file__).parent
+FAMILIES = (catalogue.POLICY_LOSSES, catalogue.ADVANTAGES, catalogue.KL_ESTIMATORS, catalogue.CORRECTIONS)
+RECORDS = {f"{record.key}-{name}": record for table in FAMILIES for name, record in table.items()}
+
+
+def objective_of(stage: str = "ray_grpo", **keys: Any) -> Objective:
+    return resolve(RLConfig(**{"n_samples_per_prompt": 4, **keys}), stage, max_response_length=8)
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_a_record_is_importable_callable_and_complete(record: Algorithm) -> None:
+    check_parameters(record)
+    assert record.needs <= record.may_need <= set(NEEDS)
+    assert record.formula is not None and record.reads is not None
+    keys = {*record.reads, *record.bounds, *(choice.setting for choice in record.choices.values())}
+    assert keys <= set(objective_of().numbers())
+    assert pickle.loads(pickle.dumps(record)) == record
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_a_formula_fills_for_every_choice(record: Algorithm) -> None:
+    numbers = objective_of().numbers() | {"clip_ratio_c": 3.0, "delta": 4.0}
+    values = {choice.setting: [*choice.texts, numbers[choice.setting]] for choice in record.choices.values()}
+    fillings = [numbers | {setting: value} for setting, those in values.items() for value in those] or [numbers]
+    for filling in fillings:
+        if any(filling[choice.setting] is None and None not in choice.texts for choice in record.choices.values()):
+            continue
+        text = record.text(filling)
+        assert text and "{" not in text and "None" not in text
+
+
+def test_the_levels_and_normalizers_of_the_losses_have_formulas() -> None:
+    for record in catalogue.POLICY_LOSSES.values():
+        assert record.normalizer in catalogue.NORMALIZERS
+        assert set(record.levels) <= set(catalogue.LEVELS) and record.level in record.levels
+
+
+def test_defaults_of_stages_and_stand_ins_are_names_of_the_catalogue() -> None:
+    for stage in catalogue.STAGES.values():
+        assert {stage.loss_type, stage.sequence_loss_type or stage.loss_type} <= set(catalogue.POLICY_LOSSES)
+    for record in catalogue.ADVANTAGES.values():
+        assert record.instead is None or record.instead[2] in catalogue.ADVANTAGES
+
+
+def test_only_the_catalogue_spells_the_names() -> None:
+    names = set().union(*FAMILIES) - {"abs", "kl", "grpo", "dapo"}  # words with other meanings too: a metric's prefix, ...
+    known = {"config/rl.py": {"group_norm", "low_var_kl"}}  # the defaults of the keys
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name == "catalogue":
+            continue
+        where = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in names - known.get(where, set()):
+                found.add(f"{where}:{node.lineno} {node.value}")
+    assert found == set()
+
+
+def test_the_catalogue_loads_neither_torch_nor_the_configuration() -> None:
+    code = "import sys, mindspeed_rl.catalogue; print([n for n in sys.modules if n == 'torch' or n.startswith('mindspeed_rl')])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert sorted(ast.literal_eval(out)) == ["mindspeed_rl", "mindspeed_rl.catalogue", "mindspeed_rl.catalogue.records"]
+
+
+# --- formula against function ------------------------------------------------------------------------------------------------
+
+
+def value_of(text: str, **names: Any) -> float:
+    """The number that a formula's text stands for."""
+    where = re.split(r", (\w+) = ", text)
+    if len(where) == 3:
+        text, name, inner = where
+        names[name] = value_of(inner, **names)
+    python = text.replace("[", "(").replace("]", ")").replace("^", "**").replace(", else", " else")
+    python = re.sub(r"\|(.*)\|", r"abs(\1)", python)
+    for phrase, name in (("log pi_ref", "log_ref"), ("log pi", "log_pi"), ("prod w", "prod"), ("geo w", "geo")):
+        python = python.replace(phrase, name)
+    known = {
+        "exp": math.exp,
+        "sg": float,
+        "clip": lambda x, low, high: min(max(x, low), high),
+        "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    }
+    return eval(python, {"__builtins__": {"min": min, "abs": abs}}, known | names)
+
+
+@pytest.mark.parametrize("loss_type", catalogue.POLICY_LOSSES)
+@pytest.mark.parametrize("changes", [{}, {"delta": 2.5}], ids=["plain", "delta"])
+def test_the_formula_of_a_policy_loss_is_what_its_function_computes(loss_type: str, changes: dict[str, float]) -> None:
+    high = 1.5 if loss_type == "cispo_cap" else 0.28
+    made = objective_of(
+        loss_type=loss_type, clip_higher_enable=True, clip_ratio_low=0.2, clip_ratio_high=high, tau_pos=1.3, **changes
+    )
+    text = made.loss.text(made.numbers())
+    for ratio in (0.5, 0.9, 1.0, 1.1, 1.6, 3.0):
+        for advantage in (-1.5, 2.0):
+            tensors = {
+                name: torch.tensor([[value]], dtype=torch.float64)
+                for name, value in (("ratio", ratio), ("log_probs", -0.7), ("advantages", advantage))
+            }
+            mask = torch.ones(1, 1, dtype=torch.bool)
+            losses, _ = made.loss.load()(LossInputs(**tensors, mask=mask, old_log_probs=tensors["log_probs"]), made)
+            assert losses.item() == pytest.approx(value_of(text, r=ratio, A=advantage, log_pi=-0.7))
+
+
+@pytest.mark.parametrize("name", catalogue.KL_ESTIMATORS)
+def test_the_formula_of_a_kl_estimator_is_what_its_function_computes(name: str) -> None:
+    record = catalogue.KL_ESTIMATORS[name]
+    value, slope = record.formula, None
+    if value.startswith("value "):
+        value, slope, where = value.removeprefix("value ").split(", ")
+        value, slope = f"{value}, {where}", f"{slope.removeprefix('gradient of ')}, {where}"
+    for log_pi, log_ref in ((-1.0, -1.7), (-2.0, -0.5)):
+        x = torch.tensor(log_pi - log_ref, dtype=torch.float64, requires_grad=True)
+        got = record.load()(x)
+        got.backward()
+        assert got.item() == pytest.approx(value_of(value, log_pi=log_pi, log_ref=log_ref))
+        ends = [value_of(slope or value, log_pi=log_pi + step, log_ref=log_ref) for step in (1e-6, -1e-6)]
+        assert x.grad.item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", catalogue.CORRECTIONS)
+def test_the_formula_of_a_correction_is_what_its_function_computes(mode: str) -> None:
+    low = {"rollout_importance_sampling_threshold_min": 0.7} if "mask" in mode else {}
+    made = objective_of(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.4, **low)
+    text = made.correction.text(made.numbers())
+    for weights in ((0.5, 1.2, 1.6), (1.1, 1.2, 0.9), (3.0, 0.9, 0.8)):
+        difference = torch.tensor([weights], dtype=torch.float64).log()
+        got = made.correction.load()(difference, torch.ones(1, 3, dtype=torch.bool), made)[0]
+        product = math.prod(weights)
+        expected = [value_of(text, w_t=w, prod=product, geo=product ** (1 / 3)) for w in weights]
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_formula_of_group_norm_is_what_its_function_computes(scale: str) -> None:
+    made = objective_of(scale_rewards=scale, adv_epsilon=0.5)
+    rewards = torch.tensor([1.0, 4.0, 0.0, 2.0], dtype=torch.float64)
+    got, _ = made.advantage.load()(AdvantageInputs(rewards, torch.ones(4, 1, dtype=torch.bool), group_size=4), made)
+    spread = {"std_4": lambda r: r.std(ddof=1), "std_batch": lambda r: r.std(ddof=1), "mean_4": lambda r: r.mean()}
+    expected = value_of(made.advantage.text(made.numbers()), r=rewards.numpy(), **spread)
+    np.testing.assert_allclose(got[:, 0], expected, rtol=1e-12)
