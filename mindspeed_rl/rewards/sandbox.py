@@ -71,7 +71,7 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxLimits | None = 
 
 @lru_cache(maxsize=1)
 def available_isolation() -> frozenset[str]:
-    """Return what this machine gives, found by trying: the most first, and only what then still runs Python."""
+    """Returns what this machine gives, found by trying: the most first, and only what then still runs Python."""
     if sys.platform != "linux":
         return frozenset()
     program = "open('written', 'w').close(); print('works')"

@@ -7,7 +7,7 @@ not workers are killed. When the pool's process ends, in whatever way, the pidfd
 too.
 
 Started by the pool as `python -m mindspeed_rl.rewards.spawner FD PID`. Messages, pool -> spawner: {"op": "start", ...} once,
-{"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id", "pid"} with the worker's socket attached,
+{"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id"} with the worker's socket attached,
 {"op": "died", "id", "reason", "state"}.
 """
 
@@ -36,7 +36,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the pids of a process's children, none if it is gone."""
+    """Returns the pids of a process's children, none if it is gone."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listing:
             return [int(child) for child in listing.read().split()]
@@ -45,7 +45,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process and all its descendants, 0 if it is gone."""
+    """Returns the resident memory of a process and all its descendants, 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
             pages = int(statm.read().split()[1])
@@ -113,14 +113,14 @@ class Spawner:
             if not alive:
                 return False
             for message in messages:
-                self._obey(message)
+                self._handle(message)
         if "child" in events:
             woken.recv(4096)
         self._reap()
         self._watch()
         return True
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if message["op"] == "start":
             self._setup = message
             self._memory_bytes = message["memory_bytes"]
@@ -146,7 +146,7 @@ class Spawner:
         theirs.close()
         self._workers[pid] = worker
         self._idle_bytes[pid] = _resident_bytes(pid)
-        socket.send_fds(self._control, [pack({"op": "forked", "id": worker, "pid": pid})], [ours.fileno()])
+        socket.send_fds(self._control, [pack({"op": "forked", "id": worker})], [ours.fileno()])
         ours.close()
 
     def _become_worker(self, theirs: socket.socket, spawner_pid: int) -> None:
