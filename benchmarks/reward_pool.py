@@ -362,7 +362,7 @@ def run_scenario(candidate: str, scenario: str, workers: int) -> None:
     report["lost"] = sum(score is None for score, _ in outcomes) - right.count(None)
     time.sleep(1.0)
     found = {kind: [p.name for p in Path(os.environ[_FOLDER]).glob(f"{kind}_*")] for kind in ("child", "setup", "trapped")}
-    report["children"] = sum(psutil.pid_exists(int(name.split("_")[1])) for name in found["child"])
+    report["children"] = sum(_is_alive(int(name.split("_")[1])) for name in found["child"])
     report["setups"], report["trapped"] = len(found["setup"]), f"trapped_{os.getpid()}" in found["trapped"]
     again = pool.run(harmless)
     report["goes_on"] = all(score is not None for score, _ in again)
@@ -370,6 +370,13 @@ def run_scenario(candidate: str, scenario: str, workers: int) -> None:
     atexit.unregister(pool.close)
     print(json.dumps(report), flush=True)
     os._exit(0)  # what the candidate leaves to the end of the interpreter is left over
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _marked(mark: str) -> list[psutil.Process]:

@@ -52,16 +52,16 @@ class Channel:
         return bool(self._unsent)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send the whole message, waiting for the other side to take it."""
+        """Sends the whole message, waiting for the other side to take it."""
         self._socket.sendall(pack(message))
 
     def send_soon(self, frame: bytes) -> None:
-        """Send what fits now and keep the rest for `flush` (for sockets in non-blocking mode)."""
+        """Sends what fits now and keeps the rest for `flush` (for sockets in non-blocking mode)."""
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send what fits of the rest. A dead peer is not an error here: whoever watches the process reports it."""
+        """Sends what fits of the rest. A dead peer is not an error here: whoever watches the process reports it."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)

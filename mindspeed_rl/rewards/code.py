@@ -99,7 +99,7 @@ def _read_tests(tests: Any) -> Mapping[str, Any] | list[str]:
 
 
 def _run(program: str, stdin: str, deadline: float) -> SandboxResult | None:
-    """Run within the test's and the sample's time; None if there is none left."""
+    """Runs within the test's and the sample's time; None if there is none left."""
     left_s = min(_TEST_LIMIT_S, deadline - time.monotonic())
     if left_s <= 0:
         return None

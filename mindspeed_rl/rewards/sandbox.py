@@ -65,7 +65,7 @@ class SandboxResult:
 
 
 def run_python(program: str, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a Python program in the sandbox and wait for it. It finds the standard library, nothing else."""
+    """Runs a Python program in the sandbox and waits for it. It finds the standard library, nothing else."""
     return _run(program, stdin, limits or SandboxLimits(), available_isolation())
 
 
@@ -138,7 +138,7 @@ def _wait(process: subprocess.Popen[bytes], wall_s: float) -> bool:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, which ends its namespace if it has one, and what is left of its group; then wait for it."""
+    """Kills the process, which ends its namespace if it has one, and what is left of its group; then waits for it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except PermissionError:
@@ -179,7 +179,7 @@ class _Child:
             self.interpreter = os.path.join(self._mounted_prefix, os.path.relpath(self.interpreter, sys.base_prefix))
 
     def prepare(self) -> None:
-        """Give up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
+        """Gives up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
         self._die_with_parent()
         if os.getppid() != self._parent:
             os._exit(1)

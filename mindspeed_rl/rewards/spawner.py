@@ -55,7 +55,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a process, its process group and every descendant, also those that left the group."""
+    """Kills a process, its process group and every descendant, also those that left the group."""
     below = _children(pid)
     for kill in (os.killpg, os.kill):
         try:
@@ -80,7 +80,7 @@ class Spawner:
         self._setup: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Serve the pool until it is gone; then kill every descendant."""
+        """Serves the pool until it is gone; then kills every descendant."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = socket.socketpair()
         woken.setblocking(False)
@@ -105,7 +105,7 @@ class Spawner:
                 os.waitpid(child, 0)
 
     def _serve(self, events: set[str], woken: socket.socket) -> bool:
-        """Handle what happened; False once the pool is gone."""
+        """Handles what happened; False once the pool is gone."""
         if "pool" in events:
             return False
         if "control" in events:
@@ -200,7 +200,7 @@ class Spawner:
         self._control.sendall(pack({"op": "died", "id": worker, "reason": reason, "state": state}))
 
     def _watch(self) -> None:
-        """Kill workers above their memory, and processes that scorers left behind."""
+        """Kills workers above their memory, and processes that scorers left behind."""
         for child in _children(os.getpid()):
             if child not in self._workers:
                 _kill_tree(child)

@@ -28,7 +28,7 @@ def overlong_penalty(num_tokens: int, settings: RewardSettings) -> float:
 
 
 def add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0) -> list[RewardResult]:
-    """Add a reward model's scores to the rules' results, as the last part; rows the rules skipped take the model's score alone.
+    """Returns the rules' results with a reward model's scores as the last part; rows the rules skipped have the model's alone.
 
     A failed sample stays failed.
 
