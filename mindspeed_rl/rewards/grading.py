@@ -132,7 +132,7 @@ def _sample_values(parsed_a: list[Any], parsed_b: list[Any]) -> tuple[complex, c
 
 
 def warm_up() -> None:
-    """Parse a few answers of every form, so that the parser's tables are there before the workers are forked."""
+    """Parses a few answers of every form, so that the parser's tables are there before the workers are forked."""
     for answer in (
         r"\frac{\sqrt{2}}{3}+x^2-1",
         r"(-\infty,2)\cup[3,5)",

@@ -21,7 +21,7 @@ AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def split_steps(response: str, separator: str = "\n\n") -> list[str]:
-    """Returns the response cut behind each separator; blank steps join the step before, and the steps together are the response."""
+    """Returns the response cut behind each separator; blank steps join the one before, and together they are the response."""
     steps: list[str] = []
     pieces = response.split(separator)
     for number, piece in enumerate(pieces):

@@ -104,7 +104,7 @@ class RewardSettings:
 
     @classmethod
     def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardSettings:
-        """Copy the keys of `rl_config`; `max_tokens` is `generate_config.sampling_config.max_tokens`.
+        """Copies the keys of `rl_config`; `max_tokens` is `generate_config.sampling_config.max_tokens`.
 
         Raises:
             ValueError: a key has no sensible value.

@@ -224,7 +224,7 @@ class _Child:
             self._mount()
 
     def _fork_first_process(self) -> None:
-        """Go on as the first process of the new process namespace; the one outside waits and ends the same way."""
+        """Goes on as the first process of the new process namespace; the one outside waits and ends the same way."""
         first = os.fork()
         if first == 0:
             return
@@ -237,7 +237,7 @@ class _Child:
         os._exit(code if code >= 0 else 128 - code)
 
     def _mount(self) -> None:
-        """Make everything read-only but the folder, and show no other processes."""
+        """Makes everything read-only but the folder, and shows no other processes."""
         mount, folder = self._libc.mount, self._folder.encode()
         _check(mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "make mounts private")
         _check(mount(folder, folder, None, _MS_BIND, None), "mount the folder")

@@ -108,7 +108,7 @@ class Worker:
         self.kinds = [Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s) for s in self.scorers]
 
     def serve(self, job: dict[str, Any]) -> bool:
-        """Scores one job; False if this process should end rather than go on (it is out of memory, or has too many children)."""
+        """Scores one job; False if this process should end rather than go on: out of memory, or with too many children."""
         samples = [RewardSample(**sample) for sample in job["samples"]]
         scorers = [(index, self.scorers[index]) for index in job["functions"]]
         healthy = True
