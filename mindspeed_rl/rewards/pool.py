@@ -1,7 +1,7 @@
 """A pool of worker processes that score responses; any of them may hang, crash or eat memory without stopping the run.
 
-Own, as benchmarks/reward_pool.py shows: pebble 5.2.3 leaves processes behind (a scorer's child, all if killed), breaks if an idle
-worker dies; loky 3.7.0 loses the batch to a segfault, Ray 2.60 starts 10 times slower; none bounds a child's memory.
+Own, as benchmarks/reward_pool.py shows: pebble 5.2.3 leaves processes behind (a scorer's child, all if killed) and breaks if an
+idle worker dies; loky 3.7.0 loses the batch to a segfault, Ray 2.60 starts 10 times slower; none bounds a child's memory.
 """
 
 from __future__ import annotations
