@@ -60,7 +60,7 @@ def register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def find(name: str) -> str | Callable[..., Any]:
-    """Return the registry's entry for a name; a `module:function` stands for itself.
+    """Returns the registry's entry for a name; a `module:function` stands for itself.
 
     Raises:
         ValueError: unknown name; lists the known ones and the nearest.

@@ -10,7 +10,7 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` (`\fbox{...}`, `\boxed x`) with nested braces, None if there is none.
+    r"""Returns the content of the last `\boxed{...}` (`\fbox{...}`, `\boxed x`) with nested braces, None if there is none.
 
     A box that the end of the response cut off counts with what it holds.
     """
@@ -25,7 +25,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def closed_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}`; None if there is none or its braces never close."""
+    r"""Returns the content of the last `\boxed{...}`; None if there is none or its braces never close."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -44,7 +44,7 @@ def _closing_brace(text: str) -> int | None:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the final answer: the last box, else what follows "the answer is", else the last number; "" if none."""
+    r"""Returns the final answer: the last box, else what follows "the answer is", else the last number; "" if none."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
@@ -55,13 +55,13 @@ def final_answer(text: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number in the text, thousands commas removed."""
+    """Returns the last number in the text, thousands commas removed."""
     numbers = _LAST_NUMBER.findall(text.replace(",", ""))
     return numbers[-1] if numbers else None
 
 
 def tagged_answer(text: str) -> str | None:
-    """Return the content of the first <answer>..</answer>, None if there is none."""
+    """Returns the content of the first <answer>..</answer>, None if there is none."""
     match = _ANSWER_TAG.search(text)
     return match[1].strip() if match else None
 
@@ -93,7 +93,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def tidy(answer: str) -> str:
-    """Return the answer without maths delimiters, spacing commands, units after a number and a closing full stop."""
+    """Returns the answer without maths delimiters, spacing commands, units after a number and a closing full stop."""
     answer = answer.strip().rstrip(".。").strip().lstrip(":：").strip()
     answer = _UNITS_AFTER_NUMBER.sub("", answer)
     for pattern, replacement in _REWRITES:

@@ -21,7 +21,7 @@ def _plain(value: Any) -> Any:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Return the frame that carries the message.
+    """Returns the frame that carries the message.
 
     Raises:
         ValueError: the message does not fit (an integer above 64 bits, a nesting without end).
@@ -52,16 +52,16 @@ class Channel:
         return bool(self._unsent)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send the whole message, waiting for the other side to take it."""
+        """Sends the whole message, waiting for the other side to take it."""
         self._socket.sendall(pack(message))
 
     def send_soon(self, frame: bytes) -> None:
-        """Send what fits now and keep the rest for `flush` (for sockets in non-blocking mode)."""
+        """Sends what fits now and keeps the rest for `flush` (for sockets in non-blocking mode)."""
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send what fits of the rest. A dead peer is not an error here: whoever watches the process reports it."""
+        """Sends what fits of the rest. A dead peer is not an error here: whoever watches the process reports it."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
@@ -73,7 +73,7 @@ class Channel:
             del self._unsent[:sent]
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message, waiting for it; None once the other side is gone."""
+        """Returns the next message, waiting for it; None once the other side is gone."""
         while True:
             message = self._next()
             if message is not None:
@@ -84,7 +84,7 @@ class Channel:
             self._received += data
 
     def receive_ready(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that are here without waiting, and whether the other side still lives."""
+        """Returns the messages that are here without waiting, and whether the other side still lives."""
         alive = True
         while True:
             try:
@@ -100,7 +100,7 @@ class Channel:
         return self.take(b""), alive
 
     def take(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that these received bytes complete."""
+        """Returns the messages that these received bytes complete."""
         self._received += data
         messages = []
         while (message := self._next()) is not None:

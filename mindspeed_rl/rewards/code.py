@@ -50,7 +50,7 @@ _sys.stdout.write({mark} + _json.dumps(_returned, default=list) + "\\n")
 def code(
     response: str, settings: RewardSettings, label: Any = None, tests: Any = None, entry_point: str | None = None
 ) -> dict[str, float | str]:
-    """Return the share of tests passed as "score", "all_passed" 1.0 or 0.0, and what isolation was missing, if any.
+    """Returns the share of tests passed as "score", "all_passed" 1.0 or 0.0, and what isolation was missing, if any.
 
     Raises:
         ValueError: the tests have none of the forms above.
@@ -69,7 +69,7 @@ def code(
 
 
 def extract_program(response: str) -> str | None:
-    """Return the last fenced Python block; a response without fences is a program if it parses as one."""
+    """Returns the last fenced Python block; a response without fences is a program if it parses as one."""
     blocks = _FENCE.findall(response)
     if blocks:
         return blocks[-1]
@@ -99,7 +99,7 @@ def _read_tests(tests: Any) -> Mapping[str, Any] | list[str]:
 
 
 def _run(program: str, stdin: str, deadline: float) -> SandboxResult | None:
-    """Run within the test's and the sample's time; None if there is none left."""
+    """Runs within the test's and the sample's time; None if there is none left."""
     left_s = min(_TEST_LIMIT_S, deadline - time.monotonic())
     if left_s <= 0:
         return None
@@ -139,7 +139,7 @@ def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple
 
 
 def _after_mark(result: SandboxResult | None, mark: str) -> Any:
-    """Return the JSON value that the harness wrote after its mark; NaN, which equals nothing, if it did not get there."""
+    """Returns the JSON value that the harness wrote after its mark; NaN, which equals nothing, if it did not get there."""
     if result is None or result.timed_out:
         return float("nan")
     _, found, rest = result.output.decode("utf-8", "replace").rpartition(mark)

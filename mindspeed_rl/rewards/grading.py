@@ -29,7 +29,7 @@ _FRACTION = re.compile(r"([+-]?)\\?frac(?:\{([+-]?\d+)\}|(\d))(?:\{([+-]?\d+)\}|
 
 
 def decimal_value(answer: str) -> tuple[Fraction, bool] | None:
-    """Return (value without percent sign, whether it had one) of a decimal with optional thousands commas, else None."""
+    """Returns (value without percent sign, whether it had one) of a decimal with optional thousands commas, else None."""
     match = _DECIMAL.fullmatch(answer)
     if match is None or not any(char.isdigit() for char in match[1]):
         return None
@@ -37,7 +37,7 @@ def decimal_value(answer: str) -> tuple[Fraction, bool] | None:
 
 
 def fraction_value(answer: str) -> Fraction | None:
-    r"""Return the value of `a/b`, `\frac{a}{b}` or `\frac12` with integers, else None."""
+    r"""Returns the value of `a/b`, `\frac{a}{b}` or `\frac12` with integers, else None."""
     match = _FRACTION.fullmatch(answer.replace(" ", ""))
     if match is None:
         return None
@@ -86,7 +86,7 @@ _BOX = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
 def parse_answer(answer: str) -> list[Any]:
-    """Return math-verify's reading of a bare answer: a sympy expression if it is one, then the text itself."""
+    """Returns math-verify's reading of a bare answer: a sympy expression if it is one, then the text itself."""
     return parse(f"\\boxed{{{answer}}}", _BOX, parsing_timeout=None)
 
 
@@ -110,7 +110,7 @@ def symbolically_equal(given: str, wanted: str) -> bool:
 
 
 def _sample_values(parsed_a: list[Any], parsed_b: list[Any]) -> tuple[complex, complex] | None:
-    """Return the values of two expressions at one point; None where that says nothing.
+    """Returns the values of two expressions at one point; None where that says nothing.
 
     Expressions that differ there are different, which is found a hundred times faster than by simplifying their difference.
     """
@@ -132,7 +132,7 @@ def _sample_values(parsed_a: list[Any], parsed_b: list[Any]) -> tuple[complex, c
 
 
 def warm_up() -> None:
-    """Parse a few answers of every form, so that the parser's tables are there before the workers are forked."""
+    """Parses a few answers of every form, so that the parser's tables are there before the workers are forked."""
     for answer in (
         r"\frac{\sqrt{2}}{3}+x^2-1",
         r"(-\infty,2)\cup[3,5)",
@@ -241,7 +241,7 @@ _HENDRYCKS = _compiled(
 
 
 def hendrycks_normal_form(answer: str) -> str:
-    """Return the answer as the MATH data set's own grader spells it (arXiv:2103.03874)."""
+    """Returns the answer as the MATH data set's own grader spells it (arXiv:2103.03874)."""
     answer = answer.strip()
     for pattern, replacement in _HENDRYCKS:
         answer = pattern.sub(replacement, answer)
@@ -286,7 +286,7 @@ def _without_units(answer: str) -> str:
 
 
 def plain_normal_form(answer: str) -> str:
-    """Return the answer in lower case without units, LaTeX commands and thousands commas; whole numbers as integers."""
+    """Returns the answer in lower case without units, LaTeX commands and thousands commas; whole numbers as integers."""
     answer = _without_units(answer)
     for pattern, replacement in _LATEX_OFF:
         answer = pattern.sub(replacement, answer)
@@ -317,7 +317,7 @@ _MINERVA_REWRITES = _compiled(
 
 
 def minerva_normal_form(answer: str) -> str:
-    """Return the answer as the Minerva grader spells it (arXiv:2206.14858, appendix D.1), right of the last "="."""
+    """Returns the answer as the Minerva grader spells it (arXiv:2206.14858, appendix D.1), right of the last "="."""
     answer = answer.split("=")[-1]
     for before, after in _MINERVA_REPLACED:
         answer = answer.replace(before, after)

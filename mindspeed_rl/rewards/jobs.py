@@ -1,9 +1,8 @@
-"""The bookkeeping of the pool: tickets (what callers wait for) and jobs (what workers do)."""
+"""The bookkeeping of the pool: batches (what callers wait for) and jobs (what workers do)."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,45 +15,37 @@ _ASYNC_CALLS_PER_JOB = 64
 _MAX_ROWS_PER_JOB = 32
 
 Call = tuple[int, int]
-"""Row of the ticket, index of the function."""
+"""Row of the batch, index of the function."""
 Failure = tuple[str, str]
 """State and words."""
 
 
 @dataclass(eq=False)
-class RewardTicket:
-    """A batch on its way; `RewardPool.collect` waits for it.
+class Batch:
+    """Samples on their way through the pool.
 
     Attributes:
         samples: what is scored.
         num_open: calls that have neither a value nor a failure yet.
         values: what the functions returned.
         failures: why they did not.
-        finished: set once nothing is open, or the pool is gone.
     """
 
     samples: list[RewardSample]
     num_open: int = 0
     values: dict[Call, Value | None] = field(default_factory=dict)
     failures: dict[Call, Failure] = field(default_factory=dict)
-    finished: threading.Event = field(default_factory=threading.Event)
-
-    def done(self) -> bool:
-        """True once collecting will not wait."""
-        return self.finished.is_set()
 
     def settle(self, call: Call, value: Value | None, failure: Failure | None = None) -> None:
-        """Enter the outcome of a call."""
+        """Enters the outcome of a call."""
         if failure is None:
             self.values[call] = value
         else:
             self.failures[call] = failure
         self.num_open -= 1
-        if self.num_open == 0:
-            self.finished.set()
 
     def result(self, row: int, functions: Sequence[str], weights: Sequence[float], settings: RewardSettings) -> RewardResult:
-        """Return what became of a sample."""
+        """Returns what became of a sample."""
         parts: dict[str, float] = {}
         notes: dict[str, str] = {}
         failure = None
@@ -85,7 +76,7 @@ class Job:
         failed: the calls that failed.
     """
 
-    ticket: RewardTicket
+    batch: Batch
     functions: list[int]
     rows: list[int]
     attempt: int = 0
@@ -96,16 +87,15 @@ class Job:
         self.open = {(row, function): None for row in self.rows for function in self.functions}
 
 
-def cut(ticket: RewardTicket, kinds: Sequence[Kind], num_workers: int) -> list[Job]:
-    """Cut a ticket into jobs and count its calls.
+def cut(batch: Batch, kinds: Sequence[Kind], num_workers: int) -> list[Job]:
+    """Cuts a batch into jobs and counts its calls.
 
     Plain functions go together, a few samples at a time, so that the workers end at about the same time; an async function
     gets many samples, which it waits for together; a function that scores batches gets all.
     """
-    rows = [row for row, sample in enumerate(ticket.samples) if wants_rules(sample)]
-    ticket.num_open = len(rows) * len(kinds)
-    if ticket.num_open == 0:
-        ticket.finished.set()
+    rows = [row for row, sample in enumerate(batch.samples) if wants_rules(sample)]
+    batch.num_open = len(rows) * len(kinds)
+    if batch.num_open == 0:
         return []
     plain = [index for index, kind in enumerate(kinds) if not kind.batched and not kind.is_async]
     shares = [(plain, min(_MAX_ROWS_PER_JOB, math.ceil(len(rows) / (4 * num_workers))))] if plain else []
@@ -114,17 +104,17 @@ def cut(ticket: RewardTicket, kinds: Sequence[Kind], num_workers: int) -> list[J
             shares.append(([index], len(rows)))
         elif kind.is_async:
             shares.append(([index], min(_ASYNC_CALLS_PER_JOB, math.ceil(len(rows) / num_workers))))
-    return [Job(ticket, functions, rows[i : i + size]) for functions, size in shares for i in range(0, len(rows), size)]
+    return [Job(batch, functions, rows[i : i + size]) for functions, size in shares for i in range(0, len(rows), size)]
 
 
 def leftovers(job: Job, *, alone: bool) -> list[Job]:
-    """Return jobs for the calls that a job left open; with `alone` one a sample, so that the next death has one suspect."""
+    """Returns jobs for the calls that a job left open; with `alone` one a sample, so that the next death has one suspect."""
     functions_of_row: dict[int, list[int]] = {}
     for row, function in job.open:
         functions_of_row.setdefault(row, []).append(function)
     whole = [] if alone else [row for row, functions in functions_of_row.items() if functions == job.functions]
-    jobs = [Job(job.ticket, functions, [row], job.attempt) for row, functions in functions_of_row.items() if row not in whole]
-    return jobs + ([Job(job.ticket, job.functions, whole, job.attempt)] if whole else [])
+    jobs = [Job(job.batch, functions, [row], job.attempt) for row, functions in functions_of_row.items() if row not in whole]
+    return jobs + ([Job(job.batch, job.functions, whole, job.attempt)] if whole else [])
 
 
 def wants_rules(sample: RewardSample) -> bool:

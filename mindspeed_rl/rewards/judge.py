@@ -45,7 +45,7 @@ class JudgeError(Exception):
 
 
 def parse_score(reply: str) -> float:
-    """Return the last "Score: N" of a reply, N out of 10, as a number from 0 to 1.
+    """Returns the last "Score: N" of a reply, N out of 10, as a number from 0 to 1.
 
     Raises:
         JudgeError: there is none, or it is above 10.
@@ -85,7 +85,7 @@ class Judge:
         self.timeout_s = settings.judge_timeout_s
 
     async def __call__(self, sample: RewardSample) -> Any:
-        """Return what the parser makes of the judge's reply.
+        """Returns what the parser makes of the judge's reply.
 
         Raises:
             JudgeError: the server refuses, or does not answer after four attempts.
@@ -107,7 +107,7 @@ class Judge:
         )
 
     def prompt(self, sample: RewardSample) -> str:
-        """Return the template with the sample's texts in place; other braces stay as they are."""
+        """Returns the template with the sample's texts in place; other braces stay as they are."""
         known = {
             **sample.columns,
             "prompt": sample.prompt,
@@ -138,7 +138,7 @@ class Judge:
 
 
 async def _read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Return status and body of an HTTP/1.1 reply, whichever way its length is given."""
+    """Returns status and body of an HTTP/1.1 reply, whichever way its length is given."""
     status_line = await reader.readline()
     fields = status_line.split()
     if len(fields) < 2 or not fields[1].isdigit():

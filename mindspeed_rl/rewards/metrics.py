@@ -9,7 +9,7 @@ from mindspeed_rl.rewards.records import FAILURES, RewardResult
 
 
 def reward_metrics(results: Sequence[RewardResult], *, group_size: int = 1) -> dict[str, float]:
-    """Return mean and spread of every part, and how many samples have no score for which reason.
+    """Returns mean and spread of every part, and how many samples have no score for which reason.
 
     `<name>_rewards/mean` and `/std` are over the samples that have the part, raw and without weight; `rewards/total_mean` over
     samples with a total. `rewards/groups_without_spread` is the share of groups whose scored samples all have the same total

@@ -65,13 +65,13 @@ class SandboxResult:
 
 
 def run_python(program: str, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a Python program in the sandbox and wait for it. It finds the standard library, nothing else."""
+    """Runs a Python program in the sandbox and waits for it. It finds the standard library, nothing else."""
     return _run(program, stdin, limits or SandboxLimits(), available_isolation())
 
 
 @lru_cache(maxsize=1)
 def available_isolation() -> frozenset[str]:
-    """Return what this machine gives, found by trying: the most first, and only what then still runs Python."""
+    """Returns what this machine gives, found by trying: the most first, and only what then still runs Python."""
     if sys.platform != "linux":
         return frozenset()
     program = "open('written', 'w').close(); print('works')"
@@ -138,7 +138,7 @@ def _wait(process: subprocess.Popen[bytes], wall_s: float) -> bool:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, which ends its namespace if it has one, and what is left of its group; then wait for it."""
+    """Kills the process, which ends its namespace if it has one, and what is left of its group; then waits for it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except PermissionError:
@@ -179,7 +179,7 @@ class _Child:
             self.interpreter = os.path.join(self._mounted_prefix, os.path.relpath(self.interpreter, sys.base_prefix))
 
     def prepare(self) -> None:
-        """Give up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
+        """Gives up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
         self._die_with_parent()
         if os.getppid() != self._parent:
             os._exit(1)
@@ -224,7 +224,7 @@ class _Child:
             self._mount()
 
     def _fork_first_process(self) -> None:
-        """Go on as the first process of the new process namespace; the one outside waits and ends the same way."""
+        """Goes on as the first process of the new process namespace; the one outside waits and ends the same way."""
         first = os.fork()
         if first == 0:
             return
@@ -237,7 +237,7 @@ class _Child:
         os._exit(code if code >= 0 else 128 - code)
 
     def _mount(self) -> None:
-        """Make everything read-only but the folder, and show no other processes."""
+        """Makes everything read-only but the folder, and shows no other processes."""
         mount, folder = self._libc.mount, self._folder.encode()
         _check(mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "make mounts private")
         _check(mount(folder, folder, None, _MS_BIND, None), "mount the folder")

@@ -66,7 +66,7 @@ class Scorer:
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], settings: RewardSettings) -> Scorer:
-        """Wrap a function or a class."""
+        """Wraps a function or a class."""
         if inspect.isclass(function):
             constructor = inspect.signature(function).parameters
             function = function(**{key: settings for key in ("settings", "args") if key in constructor})
@@ -87,7 +87,7 @@ class Scorer:
         )
 
     def call(self, samples: Sequence[RewardSample], settings: RewardSettings) -> Any:
-        """Call the function for these samples (exactly one, unless it is batched); its return value, or an awaitable of it.
+        """Calls the function for these samples (exactly one, unless it is batched); returns its value, or an awaitable of it.
 
         Raises:
             ScorerError: a parameter of the function is neither a field nor a column of the sample.
@@ -101,7 +101,7 @@ class Scorer:
         return self.function(**{name: available[name] for name in names})
 
     def values(self, returned: Any, num_samples: int) -> list[Value | None]:
-        """Turn a return value into one value a sample; None where the function had no opinion.
+        """Turns a return value into one value a sample; None where the function had no opinion.
 
         Raises:
             ScorerError: not finite numbers, or not as many as there are samples.
@@ -171,7 +171,7 @@ def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) 
 
 
 def import_scorer(name: str) -> Callable[..., Any]:
-    """Import what a name stands for.
+    """Returns what a name stands for, imported.
 
     Raises:
         ValueError: unknown name, module or attribute.
@@ -181,7 +181,7 @@ def import_scorer(name: str) -> Callable[..., Any]:
 
 
 def import_target(target: str, owner: str) -> Callable[..., Any]:
-    """Import `module:attribute`; `owner` begins the sentence if it cannot be.
+    """Returns what `module:attribute` names; `owner` begins the sentence if it cannot be.
 
     Raises:
         ValueError: not of that form, no such module or no such attribute.

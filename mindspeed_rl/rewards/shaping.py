@@ -18,7 +18,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
 def cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float:
-    """Interpolate by the length: right answers are worth less the longer they are, wrong ones more.
+    """Interpolates by the length: right answers are worth less the longer they are, wrong ones more.
 
     v_max + (v_min - v_max) / 2 * (1 + cos(pi * min(n, N) / N)), arXiv:2502.03373; N is `cosine_max_len`, the generation limit
     where it is not given. Longer responses count as N (the formula alone would turn back up).

@@ -7,7 +7,7 @@ not workers are killed. When the pool's process ends, in whatever way, the pidfd
 too.
 
 Started by the pool as `python -m mindspeed_rl.rewards.spawner FD PID`. Messages, pool -> spawner: {"op": "start", ...} once,
-{"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id", "pid"} with the worker's socket attached,
+{"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id"} with the worker's socket attached,
 {"op": "died", "id", "reason", "state"}.
 """
 
@@ -36,7 +36,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the pids of a process's children, none if it is gone."""
+    """Returns the pids of a process's children, none if it is gone."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listing:
             return [int(child) for child in listing.read().split()]
@@ -45,7 +45,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process and all its descendants, 0 if it is gone."""
+    """Returns the resident memory of a process and all its descendants, 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
             pages = int(statm.read().split()[1])
@@ -55,7 +55,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a process, its process group and every descendant, also those that left the group."""
+    """Kills a process, its process group and every descendant, also those that left the group."""
     below = _children(pid)
     for kill in (os.killpg, os.kill):
         try:
@@ -80,7 +80,7 @@ class Spawner:
         self._setup: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Serve the pool until it is gone; then kill every descendant."""
+        """Serves the pool until it is gone; then kills every descendant."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = socket.socketpair()
         woken.setblocking(False)
@@ -105,7 +105,7 @@ class Spawner:
                 os.waitpid(child, 0)
 
     def _serve(self, events: set[str], woken: socket.socket) -> bool:
-        """Handle what happened; False once the pool is gone."""
+        """Handles what happened; False once the pool is gone."""
         if "pool" in events:
             return False
         if "control" in events:
@@ -113,14 +113,14 @@ class Spawner:
             if not alive:
                 return False
             for message in messages:
-                self._obey(message)
+                self._handle(message)
         if "child" in events:
             woken.recv(4096)
         self._reap()
         self._watch()
         return True
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if message["op"] == "start":
             self._setup = message
             self._memory_bytes = message["memory_bytes"]
@@ -146,7 +146,7 @@ class Spawner:
         theirs.close()
         self._workers[pid] = worker
         self._idle_bytes[pid] = _resident_bytes(pid)
-        socket.send_fds(self._control, [pack({"op": "forked", "id": worker, "pid": pid})], [ours.fileno()])
+        socket.send_fds(self._control, [pack({"op": "forked", "id": worker})], [ours.fileno()])
         ours.close()
 
     def _become_worker(self, theirs: socket.socket, spawner_pid: int) -> None:
@@ -200,7 +200,7 @@ class Spawner:
         self._control.sendall(pack({"op": "died", "id": worker, "reason": reason, "state": state}))
 
     def _watch(self) -> None:
-        """Kill workers above their memory, and processes that scorers left behind."""
+        """Kills workers above their memory, and processes that scorers left behind."""
         for child in _children(os.getpid()):
             if child not in self._workers:
                 _kill_tree(child)

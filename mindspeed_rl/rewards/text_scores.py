@@ -32,7 +32,7 @@ def multiple_choice(response: str, label: Any) -> float:
 
 
 def chosen_letters(response: str) -> frozenset[str]:
-    """Return the letters that a response to a multiple-choice question settles on, none if it does not."""
+    """Returns the letters that a response to a multiple-choice question settles on, none if it does not."""
     for stated in (closed_boxed(response), tagged_answer(response)):
         if stated is not None:
             letters = _only_letters(stated)

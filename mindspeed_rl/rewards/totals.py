@@ -11,12 +11,12 @@ MODEL_PART = "reward_model"
 
 
 def weighted_total(parts: Mapping[str, float], functions: Sequence[str], weights: Sequence[float]) -> float:
-    """Return the sum of weight times score over the functions that had an opinion."""
+    """Returns the sum of weight times score over the functions that had an opinion."""
     return sum(weight * parts[name] for name, weight in zip(functions, weights) if name in parts)
 
 
 def overlong_penalty(num_tokens: int, settings: RewardSettings) -> float:
-    """Return MindSpeed-RL's length penalty: 0 up to the buffer, then linear down to minus the factor.
+    """Returns MindSpeed-RL's length penalty: 0 up to the buffer, then linear down to minus the factor.
 
     exceed = min(length - (rollout_max_tokens - overlong_buffer), overlong_buffer); min(-exceed / overlong_buffer * factor, 0).
     """
@@ -27,10 +27,8 @@ def overlong_penalty(num_tokens: int, settings: RewardSettings) -> float:
     return min(-exceed / buffer * settings.overlong_buffer_penalty_factor, 0.0)
 
 
-def add_model_scores(
-    results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0, name: str = MODEL_PART
-) -> list[RewardResult]:
-    """Add a reward model's scores to the rules' results, as the last part; rows the rules skipped take the model's score alone.
+def add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], *, weight: float = 1.0) -> list[RewardResult]:
+    """Returns the rules' results with a reward model's scores as the last part; rows the rules skipped have the model's alone.
 
     A failed sample stays failed.
 
@@ -41,7 +39,7 @@ def add_model_scores(
         raise ValueError(f"there are {len(results)} samples but {len(scores)} reward model scores")
     added = []
     for result, score in zip(results, scores):
-        parts = {**result.parts, name: float(score)}
+        parts = {**result.parts, MODEL_PART: float(score)}
         if result.failed:
             added.append(RewardResult(result.total, parts, result.state, result.error, result.penalty))
             continue

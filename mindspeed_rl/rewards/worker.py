@@ -39,7 +39,7 @@ class Kind:
 
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
-    """Load the scorers and serve jobs until the pool closes the socket."""
+    """Loads the scorers and serves jobs until the pool closes the socket."""
     _limit_memory(setup["memory_bytes"])
     try:
         worker = Worker(channel, setup)
@@ -53,7 +53,7 @@ def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
 
 
 def _limit_memory(memory_bytes: int | None) -> None:
-    """Bound private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
+    """Bounds private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None and sys.platform == "linux":
         with open("/proc/self/statm") as statm:
@@ -62,7 +62,7 @@ def _limit_memory(memory_bytes: int | None) -> None:
 
 
 def load_plugin(path: str) -> None:
-    """Run a plug-in file, once a process, so that it registers its names.
+    """Runs a plug-in file, once a process, so that it registers its names.
 
     Raises:
         ValueError: no such file, or it raises while it loads.
@@ -108,7 +108,7 @@ class Worker:
         self.kinds = [Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s) for s in self.scorers]
 
     def serve(self, job: dict[str, Any]) -> bool:
-        """Score one job; False if this process should end rather than go on (it is out of memory, or has too many children)."""
+        """Scores one job; False if this process should end rather than go on: out of memory, or with too many children."""
         samples = [RewardSample(**sample) for sample in job["samples"]]
         scorers = [(index, self.scorers[index]) for index in job["functions"]]
         healthy = True

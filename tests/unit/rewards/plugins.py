@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import mmap
 import os
+import signal
 import time
 from collections.abc import Sequence
 
@@ -42,6 +43,9 @@ def hostile(response: str) -> float:
         time.sleep(1000)
     elif response == "fork":
         os.fork()  # both come back
+    elif response == "kill the spawner":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
     elif response == "leave a child":
         if os.fork() == 0:
             os.setsid()

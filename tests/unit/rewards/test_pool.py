@@ -40,12 +40,23 @@ def test_scores_are_weighted_and_come_back_in_order() -> None:
     assert again == results
 
 
-def test_scoring_goes_on_while_the_caller_does_something_else() -> None:
-    with RewardPool(["exact_match"], settings=settings()) as pool:
-        tickets = [pool.submit(samples(str(i), "1")) for i in range(5)]
-        totals = [[result.total for result in pool.collect(ticket)] for ticket in reversed(tickets)]
-    assert totals == [[0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
-    assert all(ticket.done() for ticket in tickets)
+def test_a_batch_that_is_given_up_leaves_nothing_running_and_the_pool_scores_on() -> None:
+    with RewardPool(["hostile"], settings=settings()) as pool:
+        with pytest.raises(TimeoutError, match=r"[1-9]\d* reward calls for 9 samples are open after 0.3 s"):
+            pool.score(samples("sleep", *["a"] * 8), timeout_s=0.3)
+        assert [result.total for result in pool.score(samples("a", "b"))] == [1.0, 1.0]
+
+
+def test_a_worker_that_dies_between_two_batches_costs_nothing() -> None:
+    others = psutil.Process().children()
+    with RewardPool(["hostile"], settings=settings()) as pool:
+        pool.score(samples("a", "b"))
+        (spawner,) = [process for process in psutil.Process().children() if process not in others]
+        workers = spawner.children()
+        for worker in workers:
+            worker.kill()
+        psutil.wait_procs(workers, timeout=10)
+        assert [result.total for result in pool.score(samples("a", "b"))] == [1.0, 1.0]
 
 
 def test_an_empty_batch_and_rows_for_the_reward_model_are_skipped() -> None:
@@ -121,19 +132,17 @@ def test_everything_dies_with_the_process_of_the_pool_even_when_that_is_killed(t
         from mindspeed_rl.rewards.records import RewardSample, RewardSettings
         pool = RewardPool(["hostile"], settings=RewardSettings(external_plugins={PLUGINS!r}, num_reward_workers=2))
         pool.score([RewardSample(response="leave a child")])
-        pool.submit([RewardSample(response="sleep")])
         print("ready", flush=True)
-        input()
+        pool.score([RewardSample(response="sleep")])
         """)
     )
-    driver = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert driver.stdout is not None and driver.stdin is not None
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    assert driver.stdout is not None
     assert driver.stdout.readline() == b"ready\n"
     family = _descendants(driver.pid)
     assert len(family) >= 4
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    driver.stdin.close()
     driver.stdout.close()
     _assert_gone(family)
 
@@ -311,12 +320,10 @@ def test_a_pool_whose_spawner_is_gone_raises_instead_of_waiting() -> None:
     with RewardPool(["hostile"], settings=settings(num_reward_workers=1)) as pool:
         (spawner,) = [process for process in psutil.Process().children() if process not in others]
         family = _descendants(spawner.pid)
-        ticket = pool.submit(samples("sleep"))
-        spawner.kill()
         with pytest.raises(RuntimeError, match="spawner process ended"):
-            pool.collect(ticket)
+            pool.score(samples("kill the spawner"))
         with pytest.raises(RuntimeError, match="spawner process ended"):
-            pool.submit(samples("a"))
+            pool.score(samples("a"))
     _assert_gone(family)
 
 
@@ -325,4 +332,4 @@ def test_a_closed_pool_says_so() -> None:
     pool.close()
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(samples("1"))
+        pool.score(samples("1"))

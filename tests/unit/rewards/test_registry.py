@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.rewards import REWARDS, find, register
+from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.records import RewardSample, RewardSettings, reward_functions
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
 
@@ -86,6 +88,30 @@ def test_a_number_or_nothing_is_a_score(returned: object) -> None:
 def test_anything_else_is_an_error(returned: object) -> None:
     with pytest.raises(ScorerError, match="not a finite number"):
         Scorer.of("x", lambda response: returned, SETTINGS).values(returned, 1)
+
+
+ONE_FILE = """
+def brief(response_ids, settings):
+    return 1.0 - len(response_ids) / settings.max_tokens
+"""
+
+
+@pytest.mark.parametrize("form", ["external_plugins", "module:function", "registry"])
+def test_a_reward_is_added_by_one_file_and_one_line(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registers = "from mindspeed_rl.rewards import register\n@register('brief')" if form == "external_plugins" else ""
+    (tmp_path / "brief_reward.py").write_text(registers + ONE_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    if form == "registry":
+        monkeypatch.setitem(REWARDS, "brief", "brief_reward:brief")  # the line of a built-in scorer
+    lines = {
+        "external_plugins": {"verifier_function": ["brief"], "external_plugins": [str(tmp_path / "brief_reward.py")]},
+        "module:function": {"verifier_function": ["brief_reward:brief"]},
+        "registry": {"verifier_function": ["brief"]},
+    }[form]
+    with RewardPool.from_config(RLConfig(verifier_weight=[2.0], num_reward_workers=1, **lines), max_tokens=8) as pool:
+        (result,) = pool.score([RewardSample(response="ok", response_ids=[1, 2])])
+    assert result.total == 2.0 * 0.75 and result.parts == {lines["verifier_function"][0]: 0.75}
+    assert "brief_reward" not in sys.modules  # the pool's own process has no need of the file
 
 
 def test_both_spellings_of_the_configuration_name_the_same_functions() -> None:

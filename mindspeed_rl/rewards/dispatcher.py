@@ -1,0 +1,325 @@
+"""The event loop of the pool: hands jobs to worker processes, kills the late ones, replaces the dead.
+
+Workers are forked by the spawner process (`spawner.py`) and do the work (`worker.py`). A call that outlasts its limit costs its
+worker its life: the value is lost and counted, the rest of the worker's job goes to others, a fresh worker is forked. The loop
+runs in the caller's thread while it waits for a batch; in between the spawner alone keeps watch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mindspeed_rl.rewards.channel import Channel, pack
+from mindspeed_rl.rewards.jobs import Batch, Failure, Job, cut, leftovers
+from mindspeed_rl.rewards.records import RewardSettings
+from mindspeed_rl.rewards.worker import Kind
+
+_LOAD_LIMIT_S = 300.0  # a plug-in may import a large library
+_LOAD_ATTEMPTS = 3
+_ASYNC_GRACE_S = 2.0  # async calls have a soft limit in the worker; the hard one comes later
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+@dataclass(eq=False)
+class _Worker:
+    id: int
+    deadline: float
+    channel: Channel | None = None
+    ready: bool = False
+    job: Job | None = None
+    kill_reason: Failure | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ready and self.job is None and self.channel is not None and self.kill_reason is None
+
+
+class Dispatcher:
+    """Runs batches on `num_reward_workers` processes, which end with `close` or with the process that made them.
+
+    Args:
+        functions: names of the scorers.
+        targets: name -> `module:function`, for those that no plug-in defines.
+        settings: of the pool and of the scorers.
+        counters: gets `retries` and `workers_replaced`.
+
+    Raises:
+        ValueError: a scorer or a plug-in does not load.
+        RuntimeError: workers die or are late while they load.
+    """
+
+    def __init__(
+        self, functions: Sequence[str], targets: Mapping[str, str], settings: RewardSettings, counters: Counter[str]
+    ) -> None:
+        self._names = ", ".join(functions)
+        self._settings = settings
+        self._counters = counters
+        self._kinds: list[Kind] = []
+        self._is_loaded = False
+        self._load_failures = 0
+        self._jobs: deque[Job] = deque()
+        self._workers: dict[int, _Worker] = {}
+        self._num_workers_made = 0
+        self._descriptors: deque[int] = deque()  # sockets of new workers that arrived before the words that name them
+        self._error: Exception | None = None
+        self._closed = False
+        self._control, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mindspeed_rl.rewards.spawner", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        theirs.close()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._control, _READ)
+        self._spawner = Channel(self._control)
+        memory_gib = settings.reward_memory_gib
+        setup = {
+            "op": "start",
+            "functions": list(functions),
+            "targets": dict(targets),
+            "settings": asdict(settings),
+            "memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
+            "sys_path": [os.path.abspath(entry) for entry in sys.path],
+            "preload": sorted({t.partition(":")[0] for t in targets.values() if t.startswith("mindspeed_rl.rewards.")}),
+        }
+        try:
+            self._spawner.send(setup)
+            for _ in range(settings.num_reward_workers):
+                self._add_worker()
+            while not self._is_loaded:
+                self._turn(math.inf)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, batch: Batch, timeout_s: float | None) -> None:
+        """Every call of the batch has a value or a failure.
+
+        Raises:
+            TimeoutError: `timeout_s` seconds were not enough; the batch is given up, the pool goes on.
+            RuntimeError: the spawner process is gone, or the pool is closed.
+        """
+        if self._closed:
+            raise self._error or RuntimeError("the reward pool is closed")
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._jobs.extend(cut(batch, self._kinds, self._settings.num_reward_workers))
+        try:
+            if batch.num_open:
+                self._turn(-math.inf)  # hears first of workers that died since the last batch
+            while batch.num_open and time.monotonic() < deadline:
+                self._turn(deadline)
+            if batch.num_open:
+                self._give_up(batch)
+        except BaseException as error:  # half a turn is no state to go on from
+            self._error = error if isinstance(error, Exception) else None
+            self.close()
+            raise
+        if batch.num_open:
+            raise TimeoutError(f"{batch.num_open} reward calls for {len(batch.samples)} samples are open after {timeout_s:g} s")
+
+    def close(self) -> None:
+        """Ends every process."""
+        if self._closed:
+            return
+        self._closed = True
+        self._control.close()  # the spawner takes this as the order to kill everything and end
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for worker in self._workers.values():
+            if worker.channel is not None:
+                worker.channel.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._selector.close()
+
+    def _turn(self, until: float) -> None:
+        """Waits until something happens, but not past a time (-inf: not at all); handles it and hands out jobs."""
+        wake = min([until, *(worker.deadline for worker in self._workers.values())])
+        for key, events in self._selector.select(None if wake == math.inf else max(0.0, wake - time.monotonic())):
+            if key.data is None:
+                self._read_spawner()
+            elif key.data.channel is not None:
+                self._read_worker(key.data, events)
+        self._kill_late_workers()
+        self._hand_out_jobs()
+
+    def _give_up(self, batch: Batch) -> None:
+        self._jobs = deque(job for job in self._jobs if job.batch is not batch)
+        for worker in self._workers.values():
+            if worker.job is not None and worker.job.batch is batch:
+                worker.job = None
+                self._kill(worker, ("timeout", "its batch was given up"))
+
+    # Workers
+
+    def _add_worker(self) -> None:
+        worker = _Worker(self._num_workers_made, time.monotonic() + _LOAD_LIMIT_S)
+        self._num_workers_made += 1
+        self._workers[worker.id] = worker
+        self._spawner.send({"op": "fork", "id": worker.id})
+
+    def _read_spawner(self) -> None:
+        data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
+        self._descriptors.extend(descriptors)
+        if not data:
+            raise RuntimeError(
+                f"the reward pool's spawner process ended with status {self._process.wait()}; its output says why"
+            )
+        for message in self._spawner.take(data):
+            if message["op"] == "forked":
+                worker = self._workers[message["id"]]
+                worker.channel = Channel(socket.socket(fileno=self._descriptors.popleft()))
+                self._selector.register(worker.channel, _READ, worker)
+            else:
+                self._replace(self._workers.pop(message["id"]), message["state"], message["reason"])
+
+    def _read_worker(self, worker: _Worker, events: int = _READ) -> None:
+        assert worker.channel is not None
+        if events & _WRITE:
+            worker.channel.flush()
+        messages, alive = worker.channel.receive_ready()
+        for message in messages:
+            self._take(worker, message)
+        if alive:
+            self._selector.modify(worker.channel, _READ | (_WRITE if worker.channel.has_unsent else 0), worker)
+        else:
+            self._close_channel(worker)  # its death is reported by the spawner
+
+    def _close_channel(self, worker: _Worker) -> None:
+        if worker.channel is not None:
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
+            worker.channel = None
+
+    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+        job = worker.job
+        if message["op"] == "ready":
+            worker.ready, worker.deadline = True, math.inf
+            self._kinds = self._kinds or [Kind(**kind) for kind in message["functions"]]
+            self._load_failures = 0
+            self._is_loaded = True
+        elif message["op"] == "broken":
+            raise ValueError(message["error"])
+        elif message["op"] == "value" and job is not None:
+            call = (job.rows[message["sample"]], message["function"])
+            if call not in job.open:
+                return
+            del job.open[call]
+            if message["state"] == "ok":
+                job.batch.settle(call, message["value"])
+            else:
+                job.failed[call] = (message["state"], message["error"])
+            if not self._runs_at_once(job):
+                worker.deadline = self._deadline(job)
+        elif message["op"] == "done" and job is not None:
+            worker.job, worker.deadline, worker.ready = None, math.inf, message["healthy"]
+            self._finish(job)
+
+    def _replace(self, worker: _Worker, state: str, reason: str) -> None:
+        """A worker has died: the call it was making has failed, its other calls go to others, another worker is forked."""
+        if worker.channel is not None:
+            self._read_worker(worker)  # what it said before it died
+        self._close_channel(worker)
+        self._counters["workers_replaced"] += 1
+        if worker.job is not None:
+            self._fail_calls(worker.job, worker.kill_reason or (state, reason))
+        elif not worker.ready and not self._is_loaded:
+            self._load_failures += 1
+        if self._load_failures >= _LOAD_ATTEMPTS:
+            raise RuntimeError(f"workers die while they load the reward functions ({self._names}): {reason}")
+        self._add_worker()
+
+    def _fail_calls(self, job: Job, failure: Failure) -> None:
+        at_once, batched = self._runs_at_once(job), self._kinds[job.functions[0]].batched
+        if batched or not at_once or len(job.open) == 1:
+            for call in list(job.open) if batched else list(job.open)[:1]:
+                del job.open[call]
+                job.failed[call] = failure
+        self._finish(job, alone=at_once)
+
+    # Jobs
+
+    def _runs_at_once(self, job: Job) -> bool:
+        """True for jobs whose calls have one common end, so that no single one can be blamed for being late."""
+        kind = self._kinds[job.functions[0]]
+        return kind.batched or kind.is_async
+
+    def _deadline(self, job: Job) -> float:
+        """The time at which the next open call of the job is late."""
+        if not job.open:
+            return math.inf
+        _, function = next(iter(job.open))
+        kind = self._kinds[function]
+        return time.monotonic() + kind.timeout_s + (min(_ASYNC_GRACE_S, kind.timeout_s) if kind.is_async else 0.0)
+
+    def _hand_out_jobs(self) -> None:
+        idle = [worker for worker in self._workers.values() if worker.is_idle]
+        while idle and self._jobs:
+            job = self._jobs.popleft()
+            samples = [vars(job.batch.samples[row]) for row in job.rows]
+            try:
+                frame = pack({"op": "score", "functions": job.functions, "samples": samples})
+            except ValueError as error:
+                self._refuse(job, str(error))
+                continue
+            worker = idle.pop()
+            assert worker.channel is not None
+            worker.job, worker.deadline = job, self._deadline(job)
+            worker.channel.send_soon(frame)
+            if worker.channel.has_unsent:
+                self._selector.modify(worker.channel, _READ | _WRITE, worker)
+
+    def _refuse(self, job: Job, reason: str) -> None:
+        """A sample cannot be sent: it is found among the job's rows, and fails alone."""
+        if len(job.rows) > 1 and not self._kinds[job.functions[0]].batched:
+            self._jobs.extendleft(leftovers(job, alone=True))
+            return
+        job.failed, job.open, job.attempt = dict.fromkeys(job.open, ("failed", reason)), {}, 1
+        self._finish(job)
+
+    def _finish(self, job: Job, alone: bool = False) -> None:
+        """A worker is through with a job: what it left open is queued, and under the policy "retry" what failed."""
+        self._jobs.extendleft(leftovers(job, alone=alone))
+        if self._settings.reward_failure_policy != "retry" or job.attempt > 0:
+            for call, failure in job.failed.items():
+                job.batch.settle(call, None, failure)
+            return
+        self._counters["retries"] += len(job.failed)
+        if self._kinds[job.functions[0]].batched and job.failed:
+            self._jobs.append(Job(job.batch, job.functions, job.rows, attempt=1))
+        else:
+            self._jobs.extend(Job(job.batch, [function], [row], attempt=1) for row, function in job.failed)
+
+    # Time
+
+    def _kill_late_workers(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers.values()):
+            if worker.deadline <= now and worker.channel is not None:
+                self._read_worker(worker)  # its answer may be waiting to be read
+            if worker.deadline > now:
+                continue
+            if worker.job is None:
+                raise RuntimeError(f"loading the reward functions ({self._names}) took over {_LOAD_LIMIT_S:g} s")
+            limit_s = self._kinds[next(iter(worker.job.open))[1]].timeout_s
+            self._kill(worker, ("timeout", f"took longer than {limit_s:g} s"))
+
+    def _kill(self, worker: _Worker, reason: Failure) -> None:
+        worker.deadline, worker.kill_reason = math.inf, reason
+        self._spawner.send({"op": "kill", "id": worker.id})
