@@ -1,12 +1,13 @@
-r"""Finding the final answer in a response, and taking off its wrapping."""
+r"""Finding the final answer in a response, and the answers that a label accepts."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 _LAST_NUMBER = re.compile(r"-?\d*\.?\d+")
 _ANSWER_PHRASES = ("he answer is", "final answer is", "答案是", "答案为", "答案：", "答案:")
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
@@ -62,40 +63,20 @@ def last_number(text: str) -> str | None:
 
 def tagged_answer(text: str) -> str | None:
     """Returns the content of the first <answer>..</answer>, None if there is none."""
-    match = _ANSWER_TAG.search(text)
-    return match[1].strip() if match else None
+    start = text.find("<answer>") + len("<answer>")
+    end = text.find("</answer>", start)
+    return text[start:end].strip() if start >= len("<answer>") and end >= 0 else None
 
 
-_UNIT_NAMES = (
-    "degrees?|cm|mm|km|kg|mph|meters?|metres?|miles?|feet|foot|inch(?:es)?|yards?|seconds?|minutes?|hours?|days?|weeks?|months?"
-    "|years?|dollars?|cents?|units?|points?|square|cubic|grams?|pounds?|liters?|litres?"
-    "|元|米|厘米|千米|公里|平方米|平方厘米|立方米|度|个|只|本|天|小时|分钟|秒|岁|人|名|千克|克|升"
-)
-_UNIT = rf"(?:\\(?:text|mathrm|textrm|mbox)\{{[^{{}}]*\}}|{_UNIT_NAMES})"
-_UNITS_AFTER_NUMBER = re.compile(rf"(?<=[\d}})])\s*{_UNIT}(?:\s*{_UNIT})*(?:\^\{{?\d\}}?)?$")
-_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\n\s*", ""),
-        (r"^(?:\\\(|\\\[|\$+)|(?:\\\)|\\\]|\$+)$", ""),
-        (r"\\[!;,:]|~", ""),
-        (r"\\(?:left|right|displaystyle|mathbf)(?![a-zA-Z])", ""),
-        (r"[dt]frac", "frac"),
-        (r"\\\$|\$", ""),
-        (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°", ""),
-        (r"\\(?:text|mathrm|textbf|textrm|mbox)\{([^{}]*)\}", r"\1"),
-        (r"，", ","),
-        (r"（", "("),
-        (r"）", ")"),
-        (r"％", "%"),
-    )
-)
+def accepted_answers(label: Any) -> list[str]:
+    """Returns the answers that a label accepts: the items of a list, or of a JSON list of strings; else the label alone.
 
-
-def tidy(answer: str) -> str:
-    """Returns the answer without maths delimiters, spacing commands, units after a number and a closing full stop."""
-    answer = answer.strip().rstrip(".。").strip().lstrip(":：").strip()
-    answer = _UNITS_AFTER_NUMBER.sub("", answer)
-    for pattern, replacement in _REWRITES:
-        answer = pattern.sub(replacement, answer)
-    return _UNITS_AFTER_NUMBER.sub("", answer.strip()).strip()
+    [1, 2] without quotes is an interval, and one answer.
+    """
+    if isinstance(label, str) and label.lstrip().startswith('["'):
+        try:
+            items = json.loads(label)
+        except (ValueError, RecursionError):
+            return [label]
+        return items if isinstance(items, list) and items and all(isinstance(item, str) for item in items) else [label]
+    return [str(item) for item in label] if isinstance(label, (list, tuple)) else [str(label)]

@@ -9,7 +9,8 @@ from typing import Any
 
 from mindspeed_rl.rewards.answers import tagged_answer
 
-_THINK_ANSWER = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL | re.MULTILINE)
+_ANSWER_OPENS = re.compile(r"</think>\s*<answer>")
+_ANSWER_CLOSES = re.compile(r"</answer>$", re.MULTILINE)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _BOX = re.compile(r"\\boxed\{.*?\}")
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
@@ -21,7 +22,9 @@ def think_answer(response: str) -> float:
 
     The name is `format` in MindSpeed-RL and ms-swift (DeepSeek-R1, arXiv:2501.12948).
     """
-    return 1.0 if _THINK_ANSWER.match(response) else 0.0
+    # in two steps: one expression over both would try every pair of repeated tags
+    opening = _ANSWER_OPENS.search(response, len("<think>")) if response.startswith("<think>") else None
+    return 1.0 if opening is not None and _ANSWER_CLOSES.search(response, opening.end()) else 0.0
 
 
 def strict_format(response: str) -> float:

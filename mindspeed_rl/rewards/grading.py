@@ -1,36 +1,26 @@
-r"""Deciding whether two answers are the same, in the three ways that verifiers use.
+r"""Deciding whether two answers are the same by the rules of the upstreams that verifiers are named after.
 
-`math_equal` (the verifier `acc`): spelling, then numbers, then math-verify's symbolic comparison. `grade` (the `mathruler`
-family): spelling after normalisation, then an exact symbolic difference; fractions must be reduced and integers written as
-such. `minerva_normal_form` (DAPO): spelling only. Plain numbers and fractions, most of what there is, never reach sympy.
-
-math-verify's own time limits are switched off: they use SIGALRM and count whole seconds. The pool keeps the clock.
+`grade` (the `mathruler` family): spelling after normalisation, then an exact symbolic difference; fractions must be reduced and
+integers written as such. `minerva_normal_form` (DAPO): spelling only. `equality` holds the project's own rules.
 """
 
 from __future__ import annotations
 
-import cmath
-import logging
 import re
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any
 
 import sympy
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from mindspeed_rl.rewards.answers import tidy
+from mindspeed_rl.rewards.equality import LONGEST_ANSWER, TooCostly, cpu_limit, parse_formula, parse_label
+from mindspeed_rl.rewards.quantities import LONGEST_LITERAL
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every switched-off limit
-
-_RELATIVE_TOLERANCE = 1e-4
 _DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)\s*(\\?%)?")
 _FRACTION = re.compile(r"([+-]?)\\?frac(?:\{([+-]?\d+)\}|(\d))(?:\{([+-]?\d+)\}|(\d))|([+-]?\d+)/([+-]?\d+)")
 
 
 def decimal_value(answer: str) -> tuple[Fraction, bool] | None:
     """Returns (value without percent sign, whether it had one) of a decimal with optional thousands commas, else None."""
-    match = _DECIMAL.fullmatch(answer)
+    match = _DECIMAL.fullmatch(answer) if len(answer) <= LONGEST_LITERAL else None
     if match is None or not any(char.isdigit() for char in match[1]):
         return None
     return Fraction(match[1].replace(",", "").rstrip(".")), match[2] is not None
@@ -38,7 +28,7 @@ def decimal_value(answer: str) -> tuple[Fraction, bool] | None:
 
 def fraction_value(answer: str) -> Fraction | None:
     r"""Returns the value of `a/b`, `\frac{a}{b}` or `\frac12` with integers, else None."""
-    match = _FRACTION.fullmatch(answer.replace(" ", ""))
+    match = _FRACTION.fullmatch(answer.replace(" ", "")) if len(answer) <= LONGEST_LITERAL else None
     if match is None:
         return None
     sign, *pieces = match.groups()
@@ -48,109 +38,10 @@ def fraction_value(answer: str) -> Fraction | None:
     return -Fraction(top, bottom) if sign == "-" else Fraction(top, bottom)
 
 
-def math_equal(prediction: str, label: str) -> bool:
-    """True if two answers are spelled alike, equal as numbers or symbolically equal.
-
-    Numbers are equal within 1e-4 (relative); between decimals x, x / 100 and 100 x are one percentage.
-    """
-    given, wanted = tidy(prediction), tidy(label)
-    if not given or not wanted:
-        return False
-    if given.casefold().replace(" ", "") == wanted.casefold().replace(" ", ""):
-        return True
-    if wanted in ("A", "B", "C", "D", "E"):
-        letters = re.findall(r"\b([A-E])\b", given.upper())
-        return bool(letters) and letters[-1] == wanted
-    given_number, wanted_number = decimal_value(given), decimal_value(wanted)
-    if given_number and wanted_number:
-        return any(_close(given_number[0], wanted_number[0] * scale) for scale in (Fraction(1, 100), 1, 100))
-    given_fraction, wanted_fraction = _rational(given, given_number), _rational(wanted, wanted_number)
-    if given_fraction is not None and wanted_fraction is not None:
-        return _close(given_fraction, wanted_fraction)
-    return symbolically_equal(given, wanted)
-
-
 def _rational(answer: str, number: tuple[Fraction, bool] | None) -> Fraction | None:
     if number is None:
         return fraction_value(answer)
     return number[0] / 100 if number[1] else number[0]
-
-
-def _close(a: Fraction | complex, b: Fraction | complex) -> bool:
-    return abs(a - b) <= _RELATIVE_TOLERANCE * max(abs(a), abs(b))
-
-
-# Towers of powers, long exponents and factorials of long numbers: sympy would compute them digit by digit.
-_ENDLESS = re.compile(r"\^\s*\{?\s*[\d.]+\s*\^|\^\s*\{?\s*\d{5,}|\d{5,}\s*\}?\s*!|!\s*!")
-_BOX = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-
-
-def parse_answer(answer: str) -> list[Any]:
-    """Returns math-verify's reading of a bare answer: a sympy expression if it is one, then the text itself."""
-    return parse(f"\\boxed{{{answer}}}", _BOX, parsing_timeout=None)
-
-
-parse_label = lru_cache(maxsize=4096)(parse_answer)  # all responses of a group share their label
-
-
-def symbolically_equal(given: str, wanted: str) -> bool:
-    """True if math-verify takes the answers for the same, or both are real numbers within 1e-4 (relative).
-
-    False for numbers too large to be worked out.
-    """
-    if _ENDLESS.search(given) or _ENDLESS.search(wanted):
-        return False
-    parsed_wanted, parsed_given = parse_label(wanted), parse_answer(given)
-    values = _sample_values(parsed_given, parsed_wanted)
-    if values is not None and not _close(*values):
-        return False
-    if verify(parsed_wanted, parsed_given, timeout_seconds=None):
-        return True
-    return values is not None and parsed_given[0].is_number and parsed_wanted[0].is_number
-
-
-def _sample_values(parsed_a: list[Any], parsed_b: list[Any]) -> tuple[complex, complex] | None:
-    """Returns the values of two expressions at one point; None where that says nothing.
-
-    Expressions that differ there are different, which is found a hundred times faster than by simplifying their difference.
-    """
-    a, b = (parsed[0] if parsed else None for parsed in (parsed_a, parsed_b))
-    if (
-        not isinstance(a, sympy.Expr)
-        or not isinstance(b, sympy.Expr)
-        or isinstance(a, sympy.Symbol)
-        or isinstance(b, sympy.Symbol)
-    ):
-        return None
-    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    point = {symbol: sympy.Float(1.6180339887 + 0.7320508 * number) for number, symbol in enumerate(symbols)}
-    try:
-        values = complex(a.evalf(15, subs=point)), complex(b.evalf(15, subs=point))
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError):
-        return None  # functions and objects without a value
-    return values if all(map(cmath.isfinite, values)) else None
-
-
-def warm_up() -> None:
-    """Parses a few answers of every form, so that the parser's tables are there before the workers are forked."""
-    for answer in (
-        r"\frac{\sqrt{2}}{3}+x^2-1",
-        r"(-\infty,2)\cup[3,5)",
-        r"\left\{1,\frac{1}{2}\right\}",
-        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
-        r"\frac{4\pi}{3}",
-        r"\text{a}",
-        r"x\le 4",
-        r"\ln 3",
-        r"\binom{6}{2}",
-        "(x-3)(x+5)",
-        "(1,-2)",
-        "6+9i",
-        "2^{10}",
-        "x=2",
-        "1,2",
-    ):
-        parse_answer(answer)
 
 
 # The mathruler family
@@ -163,6 +54,16 @@ def grade(given: str, wanted: str) -> bool:
     tuples of the same brackets whose elements are; an element may also differ symbolically by exactly zero. But a fraction of
     integers must be the same fraction in the same terms, and an integer is only equal to an integer.
     """
+    if len(given) > LONGEST_ANSWER:
+        return given.strip() == wanted.strip()
+    try:
+        with cpu_limit():
+            return _grade(given, wanted)
+    except (TooCostly, RecursionError):
+        return False
+
+
+def _grade(given: str, wanted: str) -> bool:
     if hendrycks_normal_form(given) == hendrycks_normal_form(wanted):
         return True
     if not given.strip() or not wanted.strip():
@@ -194,10 +95,15 @@ def _same_element(given: str, wanted: str) -> bool:
         return rationals[0] == rationals[1]
     if not (_worth_evaluating(plain_given) and _worth_evaluating(plain_wanted)):
         return False
-    parsed_given, parsed_wanted = parse_answer(given), parse_label(wanted)
+    parsed_given, parsed_wanted = parse_formula(given), parse_label(wanted)
     if not all(parsed and isinstance(parsed[0], sympy.Expr) for parsed in (parsed_given, parsed_wanted)):
         return False
-    return sympy.simplify(parsed_given[0] - parsed_wanted[0]) == 0
+    try:
+        return sympy.simplify(parsed_given[0] - parsed_wanted[0]) == 0
+    except TooCostly:
+        raise
+    except Exception:  # sympy may fail in arbitrary ways on arbitrary expressions; what it cannot decide is not the same
+        return False
 
 
 def _worth_evaluating(plain: str) -> bool:
@@ -265,7 +171,7 @@ _UNITS_OFF = _compiled(
     (r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;!]", ""),
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),
     (r"- +", "-"),
-    (r"(\d) +(?=\d|\\[dt]?frac)", r"\1+"),
+    (r"(\d) *(?=\\[dt]?frac)|(\d) +(?=\d)", r"\1\2+"),  # mixed numbers are sums
 )
 _LATEX_OFF = _compiled(
     (r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1"),

@@ -9,12 +9,13 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from mindspeed_rl.rewards.answers import closed_boxed, final_answer, last_number, tagged_answer
-from mindspeed_rl.rewards.grading import decimal_value, grade, math_equal, minerva_normal_form, warm_up  # noqa: F401 (the spawner calls warm_up)
+from mindspeed_rl.rewards.answers import accepted_answers, closed_boxed, final_answer, last_boxed, last_number, tagged_answer
+from mindspeed_rl.rewards.equality import TooCostly, cpu_limit, same_answer, warm_up  # noqa: F401 (the spawner calls warm_up)
+from mindspeed_rl.rewards.grading import grade, minerva_normal_form
+from mindspeed_rl.rewards.quantities import read_quantity
 
 _BEFORE_ASSISTANT = re.compile(r"^.*?<\|im_start\|>assistant", re.DOTALL)
 _STOP_WORDS = re.compile(r"</s>|<\|im_end\|>|<\|endoftext\|>")
-_THINK_ANSWER_BOXED = re.compile(r"<think>.*</think>.*<answer>.*\\boxed\{.*\}.*</answer>", re.DOTALL)
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _DAPO_TAIL, _STRICT_TAIL = 300, 100  # characters
 
@@ -25,7 +26,7 @@ def acc(response: str, label: Any) -> float:
     answer = final_answer(text)
     if "boxed" not in text or not answer:
         return -1.0
-    return 1.0 if math_equal(answer, str(label)) else -0.5
+    return 1.0 if any(same_answer(answer, wanted) for wanted in accepted_answers(label)) else -0.5
 
 
 def boxed_grade(response: str, label: Any) -> float:
@@ -36,7 +37,18 @@ def boxed_grade(response: str, label: Any) -> float:
 
 def base_acc(response: str, label: Any) -> float:
     """1.0 if the whole response is <think>..</think>..<answer>..boxed..</answer> and the box is right (mathruler), else 0.0."""
-    return boxed_grade(response, label) if _THINK_ANSWER_BOXED.fullmatch(response) else 0.0
+    return boxed_grade(response, label) if _is_framed(response) else 0.0
+
+
+def _is_framed(response: str) -> bool:
+    """True for <think>..</think>..<answer>..\\boxed{..}..</answer> from the first to the last character."""
+    position = 0
+    for part in ("<think>", "</think>", "<answer>", "\\boxed{", "}", "</answer>"):
+        # a regular expression would try every combination of repeated tags
+        position = response.find(part, position) + len(part)
+        if position < len(part):
+            return False
+    return response.startswith("<think>") and response.endswith("</answer>")
 
 
 def acc_for_dapo(response: str, label: Any) -> float:
@@ -48,19 +60,33 @@ def acc_for_dapo(response: str, label: Any) -> float:
 _PREDICTION = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
+def _parsed(text: str, *arguments: Any, **options: Any) -> list[Any]:
+    """math-verify's reading of a text; [] for none, and for what it cannot read."""
+    try:
+        return parse(text, *arguments, parsing_timeout=None, **options)
+    except TooCostly:
+        raise
+    except Exception:  # a parser of arbitrary text may fail in arbitrary ways; what it cannot read is no answer
+        return []
+
+
 @lru_cache(maxsize=4096)
 def _parsed_label(label: str) -> list[Any]:
-    return parse(f"\\boxed{{{label}}}", (LatexExtractionConfig(),), parsing_timeout=None)
+    return _parsed(f"\\boxed{{{label}}}", (LatexExtractionConfig(),))
 
 
 def math_verify_reward(response: str, label: Any) -> float:
     """1.0 if the response has the format that `base_acc` asks for and math-verify finds the label in it, else 0.0."""
-    if not _THINK_ANSWER_BOXED.fullmatch(response):
+    if not _is_framed(response):
         return 0.0
-    gold = _parsed_label(str(label))
-    if not gold:
+    try:
+        with cpu_limit():
+            gold = _parsed_label(str(label))
+            return float(bool(gold) and verify(gold, _parsed(response, _PREDICTION), timeout_seconds=None))
+    except TooCostly:
         return 0.0
-    return float(verify(gold, parse(response, _PREDICTION, parsing_timeout=None), timeout_seconds=None))
+    except Exception:  # as in _parsed: what cannot be decided is not right
+        return 0.0
 
 
 def retool_reward(response: str, label: Any, tool_call_num: int = 0) -> float:
@@ -84,64 +110,91 @@ _ANCHORED_LATEX = (
 )
 
 
-_MARKED_FORMULA = re.compile(r"\$|\\boxed|\\fbox|\\\(|\\\[")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_LETTERS = re.compile(r"[^\W\d_]{2}")
-
-
-@lru_cache(maxsize=4096)
-def _parsed_solution(solution: str) -> list[Any]:
-    """A solution's value; a label that is a formula alone, without dollars, is read as LaTeX.
-
-    Of those math-verify would find no more than a number: nothing in \\sqrt{3}, and 2 in \\{1, 2\\}.
-    """
-    words = _COMMAND.sub(" ", solution)
-    if not _MARKED_FORMULA.search(solution) and not _LETTERS.search(words) and decimal_value(solution) is None:
-        found = parse(f"${solution}$", extraction_mode="first_match", parsing_timeout=None)
-        if found:
-            return found
-    return parse(solution, extraction_mode="first_match", parsing_timeout=None)
+#: characters at the end of a response in which its answer is looked for
+_TAIL = 20_000
+_FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SENTENCE = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
 
 
 def accuracy(response: str, solution: Any) -> float:
-    """1.0 if math-verify finds the column `solution` (the label without it) in the response, else 0.0: ms-swift's `accuracy`.
+    """1.0 if the answer that the response states is the column `solution` (the label without it), else 0.0.
 
-    Only the content of <answer>..</answer> is looked at where there is one, on both sides.
+    Where to look is as in ms-swift's `accuracy`: the content of <answer>..</answer> where there is one, else LaTeX in the last
+    box or anchored by "the final answer is". What counts as the same is not math-verify's verdict alone: see
+    `equality.same_answer`. A list of solutions accepts each of them.
     """
-    solution = str(solution)
-    gold = _parsed_solution(tagged_answer(solution) or solution)
-    if not gold:
+    try:
+        with cpu_limit():
+            given = _stated_answers(response)
+            wanted = [_stated_in_solution(solution) for solution in accepted_answers(solution)]
+            return float(any(same_answer(answer, one) for one in wanted for answer in given))
+    except TooCostly:
         return 0.0
+
+
+@lru_cache(maxsize=4096)
+def _stated_in_solution(solution: str) -> str:
+    """The answer of a solution: in its tag, its last box, its last formula, or the whole text where it is the bare answer."""
+    text = (tagged_answer(solution) or solution).strip()
+    boxed = closed_boxed(text)
+    if boxed is not None:
+        return boxed
+    formulas = _formulas(text)
+    if formulas:
+        return formulas[-1]
+    return _read_by_math_verify(text) or text if _SENTENCE.search(text) and re.search(r"\d", text) else text
+
+
+def _stated_answers(response: str) -> list[str]:
+    """What the response may mean by its answer, one reading or two."""
     tagged = tagged_answer(response)
-    if tagged is not None:
-        answer = parse(tagged, extraction_mode="first_match", parsing_timeout=None)
-    else:
-        answer = parse(response, _ANCHORED_LATEX, extraction_mode="first_match", parsing_timeout=None)
-    return float(verify(gold, answer, timeout_seconds=None))
+    if tagged is None:
+        boxed = last_boxed(response)
+        if boxed is not None:
+            return [boxed]
+        found = _read_by_math_verify(response[-_TAIL:], _ANCHORED_LATEX)
+        return [found] if found else []
+    boxed = closed_boxed(tagged)
+    if boxed is not None:
+        return [boxed]
+    readings = [tagged]
+    if _SENTENCE.search(tagged):
+        readings += _formulas(tagged)[-1:] or [_read_by_math_verify(tagged[-_TAIL:])]
+    return readings
 
 
-_HASHES = re.compile(r"####\s*([^\n]*)")
-_MONEY = re.compile(r"[$￥¥€£]|\\\$")
+def _formulas(text: str) -> list[str]:
+    return [next(group for group in match.groups() if group) for match in _FORMULA.finditer(text)]
+
+
+def _read_by_math_verify(text: str, *config: Any) -> str:
+    """The text of the answer that math-verify finds, "" for none."""
+    found = _parsed(text, *config, extraction_mode="first_match")
+    return found[-1] if found and isinstance(found[-1], str) else ""
+
+
+_STATED_NUMBER = re.compile(r"####\s*((?:\\?[$￥¥€£]\s*)?-?\s*(?:\\?[$￥¥€£]\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+_MONEY = re.compile(r"[$￥¥€£\s]|\\\$")
 
 
 def gsm8k(response: str, label: Any) -> float:
-    """1.0 if the number after the response's last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168."""
-    stated = _HASHES.findall(response)
+    """1.0 if the number after the response's last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168; as in verl."""
+    stated = _STATED_NUMBER.findall(response)
     return float(bool(stated) and _same_number(stated[-1], _gsm8k_label(label)))
 
 
 def gsm8k_flexible(response: str, label: Any) -> float:
     """1.0 if the number after "####", in the last box, or else the last one in the response is the label's, else 0.0."""
-    stated = _HASHES.findall(response)
+    stated = _STATED_NUMBER.findall(response)
     answer = stated[-1] if stated else closed_boxed(response) or last_number(response)
     return float(answer is not None and _same_number(answer, _gsm8k_label(label)))
 
 
 def _gsm8k_label(label: Any) -> str:
-    stated = _HASHES.findall(str(label))
+    stated = _STATED_NUMBER.findall(str(label))
     return stated[-1] if stated else str(label)
 
 
 def _same_number(answer: str, label: str) -> bool:
-    values = [decimal_value(_MONEY.sub("", text).strip().rstrip(".%").strip()) for text in (answer, label)]
-    return values[0] is not None and values[0] == values[1]
+    values = [read_quantity(_MONEY.sub("", text).rstrip(".%").strip()) for text in (answer, label)]
+    return values[0] is not None and values[1] is not None and values[0].value == values[1].value
