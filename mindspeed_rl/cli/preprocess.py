@@ -10,12 +10,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from mindspeed_rl import registry
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.parts import merge
 from mindspeed_rl.data.preprocess import PreprocessConfig, run, show
@@ -159,8 +159,7 @@ def build_config(values: dict[str, Any]) -> PreprocessConfig:
                 raise ValueError(f"{key}={value!r} is not supported; {fine}")
             continue
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
+            hint = registry.did_you_mean(key, known) or f" (known: {', '.join(known)})"
             raise ValueError(f"{key!r} is no key of a dataset config{hint}")
         if key == "enable_thinking" and isinstance(value, bool):
             value = "true" if value else "false"

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.indexed import IGNORE_INDEX
@@ -100,8 +100,7 @@ class Handler(ABC):
         if settings.map_keys:
             unknown = [key for key in settings.map_keys if key not in known]
             if unknown:
-                near = get_close_matches(unknown[0], known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = registry.did_you_mean(unknown[0], known)
                 raise ValueError(
                     f"map_keys has {unknown[0]!r}, which {type(self).__name__} does not read"
                     f" (it reads {', '.join(known) or 'none'}){hint}"
