@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mindspeed_rl.checkpoint import lora
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, MegatronFolder
 from mindspeed_rl.checkpoint.megatron_args import parse_layers
-from mindspeed_rl.checkpoint.options import ConvertOptions
+from mindspeed_rl.checkpoint.options import ConvertOptions, ParamsDtype, SourceForm
 from mindspeed_rl.checkpoint.plan import Destination, Plan, make_plan
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.network import Network
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES: dict[ParamsDtype, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -53,7 +53,7 @@ def open_source(options: ConvertOptions) -> Source:
     return source
 
 
-def form_of(folder: Path) -> Literal["hf", "mg"]:
+def form_of(folder: Path) -> SourceForm:
     """What a folder looks like; "hf" in doubt."""
     if (folder / "config.json").is_file():
         return "hf"

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+SourceForm = Literal["hf", "mg"]
+ResultForm = Literal["mg", "hf", "megatron", "legacy"]
+CheckpointFormat = Literal["torch", "torch_dist"]
+ParamsDtype = Literal["fp16", "bf16", "fp32"]
+TransformerImpl = Literal["local", "transformer_engine"]
+MlaLayout = Literal["megatron", "mindspeed"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
@@ -19,20 +26,20 @@ class ConvertOptions:
     """
 
     # from and to
-    load_model_type: Literal["hf", "mg"] | None
-    save_model_type: Literal["mg", "hf", "megatron", "legacy"]
+    load_model_type: SourceForm | None
+    save_model_type: ResultForm
     load_dir: Path
     save_dir: Path
     hf_cfg_dir: Path | None
     load_iteration: int | None
     load_from_legacy: bool
     save_to_legacy: bool
-    ckpt_format: Literal["torch", "torch_dist"]
+    ckpt_format: CheckpointFormat
     # model
     model_type_hf: str | None
     add_qkv_bias: bool
     post_norm: bool
-    params_dtype: Literal["fp16", "bf16", "fp32"] | None
+    params_dtype: ParamsDtype | None
     orm: bool
     mtp_num_layers: int | None
     num_layers: int | None
@@ -50,8 +57,8 @@ class ConvertOptions:
     schedules_method: Literal["dualpipev"] | None
     moe_grouped_gemm: bool
     moe_tp_extend_ep: bool
-    transformer_impl: Literal["local", "transformer_engine"]
-    mla_layout: Literal["megatron", "mindspeed"]
+    transformer_impl: TransformerImpl
+    mla_layout: MlaLayout
     # LoRA
     lora_load: Path | None
     lora_r: int | None

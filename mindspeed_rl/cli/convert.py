@@ -9,9 +9,17 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from mindspeed_rl.checkpoint.options import ConvertOptions
+from mindspeed_rl.checkpoint.options import (
+    CheckpointFormat,
+    ConvertOptions,
+    MlaLayout,
+    ParamsDtype,
+    ResultForm,
+    SourceForm,
+    TransformerImpl,
+)
 from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_without_effect, say, value_of
 
 if TYPE_CHECKING:
@@ -59,8 +67,8 @@ def make_parser() -> Parser:
 
 def _add_ends(parser: Parser) -> None:
     add = parser.add_argument_group("from and to").add_argument
-    add("--load-model-type", choices=("hf", "mg", "optim"), help="form of --load-dir; default: what lies there")
-    add("--save-model-type", choices=("mg", "hf", "megatron", "legacy"), default="mg", help="form of the result")
+    add("--load-model-type", choices=(*get_args(SourceForm), "optim"), help="form of --load-dir; default: what lies there")
+    add("--save-model-type", choices=get_args(ResultForm), default="mg", help="form of the result")
     add("--load-dir", type=Path, required=True, help="HF folder or Megatron checkpoint folder")
     add("--save-dir", type=Path, required=True, help="destination; for mg to hf also the original HF folder")
     add("--hf-cfg-dir", type=Path, help="mg source: HF folder with config.json and tokenizer")
@@ -68,7 +76,7 @@ def _add_ends(parser: Parser) -> None:
     add("--load-from-legacy", action="store_true", help="the mg source has the legacy layout (checked)")
     add("--save-to-legacy", action="store_true", help="write Megatron's legacy layout")
     add("--use-mcore-models", action="store_true", help="write the mcore layout (the default)")
-    add("--ckpt-format", choices=("torch", "torch_dist"), default="torch", help="mcore: one file a rank, or torch_dist")
+    add("--ckpt-format", choices=get_args(CheckpointFormat), default="torch", help="mcore: one file a rank, or torch_dist")
     add("--tokenizer-model", help="checked to exist; tokenizer files are copied from the HF folder")
 
 
@@ -78,7 +86,7 @@ def _add_model(parser: Parser) -> None:
     add("--model-type-hf", help="checked against config.json, from which the model type is read")
     add("--add-qkv-bias", action="store_true", help="checked against config.json")
     add("--post-norm", action="store_true", help="checked against config.json")
-    add("--params-dtype", choices=("fp16", "bf16", "fp32"), help="cast the weights; default: keep their dtype")
+    add("--params-dtype", choices=get_args(ParamsDtype), help="cast the weights; default: keep their dtype")
     add("--orm", action="store_true", help="reward model: one score in place of the vocabulary head")
     add("--mtp-num-layers", type=int, help="multi-token-prediction layers to keep (HF source: default none)")
     add("--num-layers", type=int, help="convert the first layers only (debugging)")
@@ -100,8 +108,8 @@ def _add_split(parser: Parser) -> None:
     add("--schedules-method", choices=("dualpipev",))
     add("--moe-grouped-gemm", action="store_true", help="stack the experts of a rank")
     add("--moe-tp-extend-ep", action="store_true", help="divide experts over EP x TP, not inside")
-    add("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="parameter names")
-    add("--mla-layout", choices=("megatron", "mindspeed"), default="megatron", help="packing of latent attention")
+    add("--transformer-impl", choices=get_args(TransformerImpl), default="local", help="parameter names")
+    add("--mla-layout", choices=get_args(MlaLayout), default="megatron", help="packing of latent attention")
 
 
 def _add_lora(parser: Parser) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_without_effect, say
+from mindspeed_rl.config.loader import PLATFORMS
+from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.rollout.records import Sampling
 
@@ -60,7 +62,7 @@ def add_model_options(parser: Parser) -> None:
 
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--platform", choices=("auto", "npu", "cpu", "cuda"), default="auto")
+    add("--platform", choices=PLATFORMS, default="auto")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="auto: the checkpoint's")
     add("--fp16", action="store_const", const="float16", dest="dtype", help=argparse.SUPPRESS)
     add("--tensor-parallel-size", "--tensor-model-parallel-size", type=int, default=1, help="devices an engine is split over")
@@ -82,7 +84,7 @@ def add_prompt_options(parser: Parser) -> None:
     add("--prompt-type", help="chat template of ours, such as qwen, llama3, deepseek3")
     add("--prompt-type-path", help="file with templates of your own")
     add("--hf-chat-template", action="store_true", help="the tokenizer's own chat template")
-    add("--enable-thinking", choices=("true", "false", "none"), default="none", help="none: the template's default")
+    add("--enable-thinking", choices=get_args(Thinking), default="none", help="none: the template's default")
     add("--add-eos-token", nargs="+", default=[], help="more tokens that end an answer")
 
 

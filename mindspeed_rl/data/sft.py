@@ -87,19 +87,3 @@ def _ends_after_eos(input_ids: np.ndarray, labels: np.ndarray, eos_id: int | Non
     if not len(ends) or ends[-1] != len(input_ids):
         ends = np.append(ends, len(input_ids))
     return ends
-
-
-def pad_batch(rows: list[np.ndarray], value: int, *, multiple_of: int = 1, length: int | None = None) -> np.ndarray:
-    """[rows, length] int64, padded on the right with `value` to the longest row (rounded up to `multiple_of`), or to `length`.
-
-    Raises:
-        ValueError: a row is longer than `length`.
-    """
-    longest = max(len(row) for row in rows)
-    width = length if length is not None else -(-longest // multiple_of) * multiple_of
-    if longest > width:
-        raise ValueError(f"a row has {longest} tokens, more than the length {width}")
-    batch = np.full((len(rows), width), value, dtype=np.int64)
-    for number, row in enumerate(rows):
-        batch[number, : len(row)] = row
-    return batch

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import platform
 from mindspeed_rl.data.templates import Thinking
@@ -46,8 +46,8 @@ class SessionOptions:
     lora_alpha: float | None
     lora_target_modules: Sequence[str]
     # engine
-    platform: Literal["auto", "npu", "cpu", "cuda"]
-    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    platform: str
+    dtype: str
     tensor_parallel_size: int
     data_parallel_size: int
     max_length: int | None

@@ -20,7 +20,7 @@ from mindspeed_rl.data.handlers.instruction import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
 )
-from mindspeed_rl.data.sources import BATCH_ROWS, Chunk, Source, TaggedRow, open_source, read_rows
+from mindspeed_rl.data.sources import USUAL_CHUNKS, Chunk, Source, TaggedRow, open_source, read_rows
 
 INFO_FILE = "dataset_info.json"
 MIX_STRATEGIES = ("concat", "interleave_under", "interleave_over")
@@ -140,7 +140,7 @@ class MixedSource:
         first = 1
         for row in self._interleaved():
             rows.append(row)
-            if len(rows) == BATCH_ROWS:
+            if len(rows) == USUAL_CHUNKS.num_rows:
                 yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
                 first, rows = first + len(rows), []
         yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)

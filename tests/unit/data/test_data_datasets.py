@@ -18,7 +18,7 @@ from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datas
 from mindspeed_rl.data.process_reward import ProcessRewardDataset
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.samplers import BatchSampler, epoch_order
-from mindspeed_rl.data.sft import InstructionDataset, pad_batch
+from mindspeed_rl.data.sft import InstructionDataset
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
 BYTES = build_tokenizer()
@@ -301,15 +301,6 @@ def test_wrong_samplers_are_errors():
         BatchSampler(3, tail="cut")
     with pytest.raises(ValueError, match="must not be negative"):
         next(BatchSampler(3).batches(-1, 2))
-
-
-def test_padding_a_batch():
-    rows = [np.array([1, 2, 3]), np.array([4])]
-    assert pad_batch(rows, 0).tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert pad_batch(rows, -100, multiple_of=4).tolist() == [[1, 2, 3, -100], [4, -100, -100, -100]]
-    assert pad_batch(rows, 0, length=5).shape == (2, 5)
-    with pytest.raises(ValueError, match="a row has 3 tokens, more than the length 2"):
-        pad_batch(rows, 0, length=2)
 
 
 def test_blends_read_prefixes_and_weights(tmp_path):
