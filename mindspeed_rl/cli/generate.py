@@ -120,7 +120,7 @@ def choose_methods(args: argparse.Namespace) -> list[Method]:
     for name in args.task:
         if name not in METHODS:
             raise ValueError(f"--task {name} is unknown; there are {', '.join(METHODS)}, and chat on its own")
-    methods = list(dict.fromkeys(METHODS[name] for name in args.task))
+    methods: list[Method] = list(dict.fromkeys(METHODS[name] for name in args.task))
     if given and not {"do_sample", "beam_search_with_sampling"} & set(methods):
         say(f"note: {', '.join('--' + name.replace('_', '-') for name in given)} have no effect on {' '.join(methods)}")
     return methods
