@@ -147,12 +147,18 @@ class VllmAscendHooks(EngineHooks):
 
     sleeps = True
 
-    def __init__(self) -> None:
+    def __init__(self, release: tuple[int, int] | None = None) -> None:
+        """Hooks for one engine.
+
+        Args:
+            release: of vllm-ascend; None is the installed one.
+        """
+        self._release = release
         self._in_checkpoint_layout = False
         self._asleep: set[str] = set()
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
-        additional = dict(row_for(ADDITIONAL_CONFIG, installed_release()))
+        additional = dict(row_for(ADDITIONAL_CONFIG, self._release or installed_release()))
         if config.expert_map_path is not None:
             check_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}

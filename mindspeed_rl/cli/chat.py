@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from mindspeed_rl.cli.inference_options import (
-    Parser,
+    MOST_LIKELY,
+    SAMPLED,
     add_model_options,
     add_prompt_options,
     add_sampling_options,
@@ -13,8 +14,10 @@ from mindspeed_rl.cli.inference_options import (
     open_session,
     run_command,
     running_engine,
-    say,
+    sampling_of,
 )
+from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.inference.chat import History, run_chat
 
 _DESCRIPTION = "Talk with a model. q, quit or exit ends; clear or new forgets what was said; Ctrl-C ends an answer."
 #: prompt + answer unless --max-length says another number
@@ -47,9 +50,6 @@ def _chat(argv: list[str]) -> int:
     if args.greedy and any(value is not None for value in (args.temperature, args.top_k, args.top_p, args.min_p)):
         raise ValueError("--greedy draws nothing: drop --temperature, --top-k, --top-p and --min-p")
     session = open_session(args)
-    from mindspeed_rl.inference.chat import History, run_chat
-    from mindspeed_rl.rollout.records import Sampling
-
     if not session.prompt_format.is_chat:
         own = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
         raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){own}")
@@ -58,14 +58,7 @@ def _chat(argv: list[str]) -> int:
         raise ValueError(f"--max-length {length} is above the model's max_position_embeddings, {session.max_position}")
     if args.max_new_tokens >= length:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")
-    sampling = Sampling(
-        temperature=0.0 if args.greedy else 0.7 if args.temperature is None else args.temperature,
-        max_tokens=args.max_new_tokens,
-        stop_token_ids=session.prompt_format.stop_token_ids,
-        top_p=1.0 if args.greedy else 0.95 if args.top_p is None else args.top_p,
-        top_k=-1 if args.greedy else 50 if args.top_k is None else args.top_k,
-        min_p=args.min_p or 0.0,
-    )
+    sampling = sampling_of(args, MOST_LIKELY if args.greedy else SAMPLED, session.prompt_format.stop_token_ids)
     history = History(session.prompt_format, args.system_prompt, args.history_turns, length - args.max_new_tokens)
     with running_engine(session, max_model_len=length) as engine:
         say(_DESCRIPTION)

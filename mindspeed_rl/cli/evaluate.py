@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.cli.inference_options import (
-    Parser,
-    Session,
+    MOST_LIKELY,
     add_model_options,
     add_prompt_options,
     add_sampling_options,
     check_common,
-    needed_length,
     open_session,
     run_command,
     running_engine,
-    say,
+    sampling_of,
 )
+from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.inference.evaluation import (
+    EvaluationSettings,
+    PreparedTask,
+    TaskScore,
+    group_table,
+    prepare,
+    run_task,
+    summary_table,
+)
+from mindspeed_rl.inference.generation import write_jsonl
+from mindspeed_rl.inference.tasks import TASKS, task_class
+from mindspeed_rl.inference.tasks.base import Task, TaskOptions
 
 if TYPE_CHECKING:
-    from mindspeed_rl.inference.evaluation import EvaluationSettings, PreparedTask, TaskScore
-    from mindspeed_rl.inference.tasks.base import Task
+    from mindspeed_rl.inference.session import Session
 
 _DESCRIPTION = "Score a model on benchmarks. Data is read from local paths only; a task that fails makes the exit status 1."
 
 
 def make_parser() -> Parser:
     """The command line."""
-    from mindspeed_rl.inference.tasks import TASKS
-
     parser = Parser(prog="mindspeed-rl evaluate", description=_DESCRIPTION, allow_abbrev=False)
     group = parser.add_argument_group("tasks")
     add = group.add_argument
-    add("--task", nargs="+", required=True, metavar="TASK", help=", ".join(TASKS))
+    add("--task", nargs="+", required=True, metavar="TASK", help=f"{', '.join(TASKS)}, or module:Class of your own")
     add("--task-data-path", nargs="+", type=Path, required=True, help="file or folder of each task, in the order of --task")
     add("--max-eval-samples", type=int, help="most questions of a task, spread over its subjects")
     add("--num-shots", type=int, help="worked examples before each question; default: the task's usual number")
@@ -77,9 +86,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _open_tasks(args: argparse.Namespace) -> list[Task]:
-    from mindspeed_rl.inference.tasks import task_class
-    from mindspeed_rl.inference.tasks.base import TaskOptions
-
     classes = [task_class(name) for name in args.task]
     options = TaskOptions(
         num_shots=args.num_shots,
@@ -93,20 +99,8 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
 
 
 def _settings(args: argparse.Namespace, session: Session) -> EvaluationSettings:
-    from mindspeed_rl.inference.evaluation import EvaluationSettings
-    from mindspeed_rl.rollout.records import Sampling
-
-    sampling = Sampling(
-        temperature=args.temperature or 0.0,
-        max_tokens=args.max_new_tokens or 1,
-        stop_token_ids=session.prompt_format.stop_token_ids,
-        top_p=1.0 if args.top_p is None else args.top_p,
-        top_k=-1 if args.top_k is None else args.top_k,
-        min_p=args.min_p or 0.0,
-    )
-    return EvaluationSettings(
-        sampling, args.max_length or session.max_position, args.num_return, args.max_eval_samples, args.seed
-    )
+    sampling = sampling_of(args, MOST_LIKELY, session.prompt_format.stop_token_ids)
+    return EvaluationSettings(sampling, session.settings.max_model_len, args.num_return, args.max_eval_samples, args.seed)
 
 
 def _evaluate(argv: list[str]) -> int:
@@ -114,11 +108,6 @@ def _evaluate(argv: list[str]) -> int:
     _check(args)
     tasks = _open_tasks(args)
     session = open_session(args)
-    from dataclasses import replace
-
-    from mindspeed_rl.inference.evaluation import prepare, run_task, summary_table
-    from mindspeed_rl.inference.generation import write_jsonl
-
     settings = _settings(args, session)
     failures: dict[str, str] = {}
     prepared: list[PreparedTask] = []
@@ -130,7 +119,7 @@ def _evaluate(argv: list[str]) -> int:
     scores: list[TaskScore] = []
     answers: list[dict[str, Any]] = []
     if prepared:
-        length = max(needed_length(session, each.longest_prompt, each.max_new_tokens) for each in prepared)
+        length = max(session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared)
         with running_engine(session, max_model_len=length) as engine:
             for each in prepared:
                 try:
@@ -143,7 +132,7 @@ def _evaluate(argv: list[str]) -> int:
                 _show_details(score)
     print(summary_table(scores, failures), flush=True)
     if args.output is not None:
-        _write_json(args.output, session, scores, failures)
+        _write_json(args, session, scores, failures)
     if args.answers is not None:
         write_jsonl(args.answers, answers)
         say(f"wrote {len(answers)} answers to {args.answers}")
@@ -156,8 +145,6 @@ def _note_failure(failures: dict[str, str], name: str, error: Exception) -> None
 
 
 def _show_details(score: TaskScore) -> None:
-    from mindspeed_rl.inference.evaluation import group_table
-
     if len(score.groups) > 1:
         print(f"{score.task} by subject\n{group_table(score)}\n", flush=True)
     if score.total > score.num_questions:
@@ -171,18 +158,19 @@ def _show_details(score: TaskScore) -> None:
         say(f"note: {score.task}: {text}")
 
 
-def _write_json(path: Path, session: Session, scores: list[TaskScore], failures: dict[str, str]) -> None:
+def _write_json(args: argparse.Namespace, session: Session, scores: list[TaskScore], failures: dict[str, str]) -> None:
     content = {
         "model": session.model.describe(),
         "prompt_type": session.prompt_format.name,
         "dtype": session.settings.dtype
         if session.settings.dtype != "auto"
         else str(session.model.dtype).removeprefix("torch."),
-        "seed": session.args.seed,
-        "temperature": session.args.temperature or 0.0,
+        "seed": args.seed,
+        "temperature": args.temperature or 0.0,
         "tasks": {score.task: score.record() for score in scores},
         "failed": failures,
     }
+    path: Path = args.output
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     say(f"wrote {path}")

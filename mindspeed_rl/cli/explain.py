@@ -8,6 +8,9 @@ import os
 import sys
 
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.explain import explain, failed, render
+from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.run_files import compose, locate
 
 
 def main(argv: list[str]) -> int:
@@ -28,10 +31,6 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.nodes < 1:
         parser.error(f"--nodes is {arguments.nodes}, but must be at least 1")
-
-    from mindspeed_rl.config.explain import explain, failed, render
-    from mindspeed_rl.config.loader import build_run_config
-    from mindspeed_rl.config.run_files import compose, locate
 
     try:
         directory, name = locate(arguments.config_name, arguments.config_dir)

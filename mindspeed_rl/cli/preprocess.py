@@ -10,15 +10,17 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from mindspeed_rl import registry
 from mindspeed_rl.data import HANDLERS
+from mindspeed_rl.data.handlers.llamafactory import MIX_STRATEGIES
 from mindspeed_rl.data.parts import merge
-from mindspeed_rl.data.preprocess import PreprocessConfig, run, show
+from mindspeed_rl.data.preprocess import ON_BAD_ROW, THINKING, TOKENIZER_TYPES, PreprocessConfig, run, show
+from mindspeed_rl.data.sources import USUAL_CHUNKS, ChunkSize
 
 CONFIG_DIR = Path("configs/datasets")
 _MERGE_KEY = "merge_group_keys"
@@ -67,63 +69,67 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-name", help="the same, as a flag")
     parser.add_argument("--config-dir", default=None, help=f"folder of the YAML files (default: {CONFIG_DIR})")
     parser.add_argument("--show", type=int, metavar="N", help="print N samples with trained tokens marked, write nothing")
+    for add_group in (_add_data, _add_text, _add_work, _add_settled):
+        add_group(parser)
+    return parser
 
-    data = parser.add_argument_group("data")
-    data.add_argument("--input", help="file or folder (parquet, json, jsonl, csv, txt, arrow), saved dataset, or dataset name")
-    data.add_argument("--output-prefix", help="path and first part of the written files' names")
-    data.add_argument("--handler-name", help="; ".join(HANDLERS))
-    data.add_argument(
-        "--map-keys", type=_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off'
-    )
-    data.add_argument("--json-keys", nargs="+", help="text columns for pretraining")
-    data.add_argument("--dataset-additional-keys", nargs="*", help="columns kept beside the prompt (RL)")
-    data.add_argument("--max-samples", type=int, help="stop after this many rows")
-    data.add_argument("--on-bad-row", choices=["error", "skip"], help="what a malformed row does")
-    data.add_argument("--cache-dir", help="cache for dataset names")
-    data.add_argument(
-        "--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading it whole"
-    )
-    data.add_argument(
-        "--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)"
-    )
-    data.add_argument("--dataset-dir", help="folder of dataset_info.json (LlamaFactoryInstructionHandler)")
-    data.add_argument("--interleave-probs", type=float, nargs="+", help="share of each dataset")
-    data.add_argument("--mix-strategy", choices=["concat", "interleave_under", "interleave_over"])
-    data.add_argument("--seed", type=int, help="for interleaving")
 
-    text = parser.add_argument_group("tokens")
-    text.add_argument("--tokenizer-type", help="PretrainedFromHF")
-    text.add_argument("--tokenizer-name-or-path")
-    text.add_argument("--tokenizer-not-use-fast", action="store_true", default=None)
-    text.add_argument("--trust-remote-code", action="store_true", default=None, help="run code that comes with the tokenizer")
-    text.add_argument("--prompt-type", help="chat template; hf is the tokenizer's own")
-    text.add_argument("--prompt-type-path", help="template file of your own")
-    text.add_argument("--enable-thinking", choices=["true", "false", "none"])
-    text.add_argument("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
-    text.add_argument("--drop-thinking", type=_true_or_false, help="leave thoughts out of all answers but the last")
-    text.add_argument("--append-eod", action="store_true", default=None, help="end token after each pretraining document")
-    text.add_argument("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
-    text.add_argument("--pad-to-multiple-of", type=int)
-    text.add_argument("--pack", action="store_true", default=None, help="several samples in a row")
-    text.add_argument("--neat-pack", action="store_true", default=None, help="... told apart by the attention mask")
-    text.add_argument("--placeholder-token", help="end of a step (process reward)")
-    text.add_argument("--reward-tokens", nargs="*", help="allowed verdicts (process reward)")
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add("--input", help="file or folder (parquet, json, jsonl, csv, txt, arrow), saved dataset, or dataset name")
+    add("--output-prefix", help="path and first part of the written files' names")
+    add("--handler-name", help=f"{'; '.join(HANDLERS)}; or module:Class of your own")
+    add("--map-keys", type=_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off')
+    add("--json-keys", nargs="+", help="text columns for pretraining")
+    add("--dataset-additional-keys", nargs="*", help="columns kept beside the prompt (RL)")
+    add("--max-samples", type=int, help="stop after this many rows")
+    add("--on-bad-row", choices=ON_BAD_ROW, help="what a malformed row does")
+    add("--cache-dir", help="cache for dataset names")
+    add("--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading it whole")
+    add("--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
+    add("--dataset-dir", help="folder of dataset_info.json (LlamaFactoryInstructionHandler)")
+    add("--interleave-probs", type=float, nargs="+", help="share of each dataset")
+    add("--mix-strategy", choices=MIX_STRATEGIES)
+    add("--seed", type=int, help="for interleaving")
 
-    work = parser.add_argument_group("work")
-    work.add_argument("--workers", type=int, help="processes that tokenize")
-    work.add_argument("--n-subs", type=int, help="cut the work into parts; a repeated command keeps the finished ones")
-    work.add_argument("--log-interval", type=int, help="rows between progress lines where there is no terminal")
-    work.add_argument("--merge-group-keys", nargs="+", help="only join the pairs in --input whose names contain each key")
 
-    settled = parser.add_argument_group("accepted for other suites' commands; nothing depends on them here")
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("tokens").add_argument
+    add("--tokenizer-type", help=" or ".join(TOKENIZER_TYPES))
+    add("--tokenizer-name-or-path")
+    add("--tokenizer-not-use-fast", action="store_true", default=None)
+    add("--trust-remote-code", action="store_true", default=None, help="run code that comes with the tokenizer")
+    add("--prompt-type", help="chat template; hf is the tokenizer's own")
+    add("--prompt-type-path", help="template file of your own")
+    add("--enable-thinking", choices=THINKING)
+    add("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
+    add("--drop-thinking", type=_true_or_false, help="leave thoughts out of all answers but the last")
+    add("--append-eod", action="store_true", default=None, help="end token after each pretraining document")
+    add("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
+    add("--pad-to-multiple-of", type=int)
+    add("--pack", action="store_true", default=None, help="several samples in a row")
+    add("--neat-pack", action="store_true", default=None, help="... told apart by the attention mask")
+    add("--placeholder-token", help="end of a step (process reward)")
+    add("--reward-tokens", nargs="*", help="allowed verdicts (process reward)")
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("work").add_argument
+    add("--workers", type=int, help="processes that tokenize")
+    add("--n-subs", type=int, help="cut the work into parts; a repeated command keeps the finished ones")
+    add("--log-interval", type=int, help="rows between progress lines where there is no terminal")
+    add("--merge-group-keys", nargs="+", help="only join the pairs in --input whose names contain each key")
+
+
+def _add_settled(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("accepted for other suites' commands; nothing depends on them here").add_argument
     for name, (kind, allowed) in _SETTLED_KEYS.items():
         only = None if allowed is None else f"only {', '.join(map(str, allowed))}" if allowed else "refused"
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:
-            settled.add_argument(flag, action="store_true", default=None, help=only)
+            add(flag, action="store_true", default=None, help=only)
         else:
-            settled.add_argument(flag, type=kind, help=only)
-    return parser
+            add(flag, type=kind, help=only)
 
 
 def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict[str, Any]:
@@ -159,8 +165,7 @@ def build_config(values: dict[str, Any]) -> PreprocessConfig:
                 raise ValueError(f"{key}={value!r} is not supported; {fine}")
             continue
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
+            hint = registry.did_you_mean(key, known) or f" (known: {', '.join(known)})"
             raise ValueError(f"{key!r} is no key of a dataset config{hint}")
         if key == "enable_thinking" and isinstance(value, bool):
             value = "true" if value else "false"
@@ -172,8 +177,12 @@ def build_config(values: dict[str, Any]) -> PreprocessConfig:
     return PreprocessConfig(**settings)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 on success, 2 after a user's mistake, whose message goes to stderr."""
+def main(argv: Sequence[str] | None = None, *, chunk_size: ChunkSize = USUAL_CHUNKS) -> int:
+    """Run the command; 0 on success, 2 after a user's mistake, whose message goes to stderr.
+
+    Args:
+        chunk_size: what a worker takes at a time; the written files do not depend on it.
+    """
     arguments = vars(_parser().parse_args(argv))
     name = arguments.pop("config_name") or arguments["config"]
     arguments.pop("config")
@@ -193,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             values.setdefault("output_prefix", "")
             print(show(build_config(values), count))
             return 0
-        print(run(build_config(values)).text)
+        print(run(build_config(values), chunk_size).text)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

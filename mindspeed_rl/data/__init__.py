@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-from importlib import import_module
+from typing import TYPE_CHECKING
+
+from mindspeed_rl import registry
+
+if TYPE_CHECKING:
+    from mindspeed_rl.data.handlers.base import Handler
 
 _HANDLERS = "mindspeed_rl.data.handlers"
 
@@ -26,19 +30,11 @@ HANDLERS: dict[str, str] = {
 }
 
 
-def handler_class(name: str) -> type:
+def handler_class(name: str) -> type[Handler]:
     """Import and return the handler class that `--handler-name` names.
 
     Raises:
-        ValueError: unknown name, or a module:Class that cannot be imported.
+        ValueError: unknown name, or a module:Class that cannot be imported or is no handler.
     """
-    target = HANDLERS.get(name, name)
-    module, colon, attribute = target.partition(":")
-    if not colon:
-        near = get_close_matches(name, HANDLERS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"handler_name={name!r} is unknown{hint} There are {', '.join(HANDLERS)}, or module:Class of your own")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"handler_name={name!r} cannot be imported: {error}") from error
+    subject = f"handler_name={name!r}"
+    return registry.load_class(registry.target_of(HANDLERS, name, subject), subject, f"{_HANDLERS}.base:Handler")

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from tqdm import tqdm
@@ -27,10 +27,14 @@ from mindspeed_rl.data.indexed import IndexedWriter, open_indexed, packed_prefix
 from mindspeed_rl.data.packing import greedy_packs, pack_row
 from mindspeed_rl.data.parts import PartWriter, join_parts, publish, work_folder
 from mindspeed_rl.data.pool import ChunkResult, encode_chunks
-from mindspeed_rl.data.sources import Chunk, RowSource, open_source, read_chunk
+from mindspeed_rl.data.sources import USUAL_CHUNKS, Chunk, ChunkSize, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED, Counts, render_columns, summary_text
-from mindspeed_rl.data.templates import HfTemplate, Template, load_template
+from mindspeed_rl.data.templates import HfTemplate, Template, Thinking, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
+
+TOKENIZER_TYPES = ("PretrainedFromHF", "HuggingFaceTokenizer")
+ON_BAD_ROW = ("error", "skip")
+THINKING: tuple[Thinking, ...] = get_args(Thinking)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class PreprocessConfig:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.tokenizer_type not in ("PretrainedFromHF", "HuggingFaceTokenizer"):
+        if self.tokenizer_type not in TOKENIZER_TYPES:
             raise ValueError(
                 f"tokenizer_type={self.tokenizer_type!r} is not supported; use PretrainedFromHF with a tokenizer folder"
             )
@@ -83,10 +87,9 @@ class PreprocessConfig:
             raise ValueError("neat_pack needs pack; give both")
         if self.pack and self.seq_length is None:
             raise ValueError("pack needs seq_length, the length of a packed row")
-        if self.on_bad_row not in ("error", "skip"):
-            raise ValueError(f"on_bad_row={self.on_bad_row!r} is unknown; allowed: error, skip")
-        if self.enable_thinking not in ("true", "false", "none"):
-            raise ValueError(f"enable_thinking={self.enable_thinking!r} is unknown; allowed: true, false, none")
+        for name, allowed in (("on_bad_row", ON_BAD_ROW), ("enable_thinking", THINKING)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(allowed)}")
         for name in ("workers", "n_subs", "log_interval", "pad_to_multiple_of"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -207,8 +210,11 @@ def final_names(config: PreprocessConfig, handler: Handler) -> dict[str, str]:
     return {name: pretrain_prefix(config.output_prefix, name) for name in handler.columns}
 
 
-def run(config: PreprocessConfig) -> Report:
+def run(config: PreprocessConfig, chunk_size: ChunkSize = USUAL_CHUNKS) -> Report:
     """Write the dataset and return the report.
+
+    Args:
+        chunk_size: what a worker takes at a time; the files do not depend on it.
 
     Raises:
         ValueError: wrong settings; a malformed row while on_bad_row is "error" (with file and row); nothing was kept.
@@ -218,7 +224,7 @@ def run(config: PreprocessConfig) -> Report:
     if not parent.is_dir():
         raise ValueError(f"output_prefix={config.output_prefix!r}: the folder {str(parent)!r} does not exist")
     handler = build_handler(config)
-    source = open_input(config, handler)
+    source = open_input(config, handler, chunk_size)
     for path in source.ignored:
         print(f"ignored (another format than the folder's other files): {path}", file=sys.stderr)
     names = final_names(config, handler)
@@ -250,7 +256,7 @@ def run(config: PreprocessConfig) -> Report:
     return Report(counts, files, text, lengths)
 
 
-def open_input(config: PreprocessConfig, handler: Handler) -> RowSource:
+def open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = USUAL_CHUNKS) -> RowSource:
     """The rows to read: the handler's own choice (dataset names, for example), or what lies at `input`."""
     own = handler.open_source(config)
     if own is not None:
@@ -258,7 +264,7 @@ def open_input(config: PreprocessConfig, handler: Handler) -> RowSource:
     source = open_source(
         config.input, cache_dir=config.cache_dir, streaming=config.streaming, dataset_options=config.hf_datasets_params
     )
-    return replace(source, max_rows=config.max_samples)
+    return replace(source, max_rows=config.max_samples, chunk_size=chunk_size)
 
 
 def _fingerprint(config: PreprocessConfig, source: RowSource) -> str:

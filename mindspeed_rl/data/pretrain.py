@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +83,6 @@ def build_pretrain_datasets(
     data: PretrainData,
     tokenizer: PreTrainedTokenizerBase,
     num_samples: tuple[int, int, int],
-    *,
-    is_built_on_rank: Callable[[], bool] = lambda: True,
 ) -> tuple[GPTDataset | Any | None, ...]:
     """Return the (train, valid, test) datasets; a split without documents or samples is None.
 
@@ -93,7 +91,6 @@ def build_pretrain_datasets(
 
     Args:
         num_samples: samples wanted of train, valid and test; epochs repeat as often as needed.
-        is_built_on_rank: False on ranks that need no data (middle pipeline stages).
     """
     prefixes, weights = blend(data.data_path)
     import torch
@@ -115,5 +112,5 @@ def build_pretrain_datasets(
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.create_attention_mask,
     )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(num_samples), is_built_on_rank, config)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, list(num_samples), lambda: True, config)
     return tuple(builder.build())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
@@ -20,32 +19,18 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> np
 class BatchSampler:
     """Endless batches of dataset indices, the same on every rank; each rank takes its slice.
 
-    Epochs follow each other, each in its own order. At an epoch's end, `tail="wrap"` fills the last batch from the next epoch,
-    so that every sample is seen once per epoch; `tail="drop"` leaves out the samples that do not fill a batch.
+    Epochs follow each other, each in its own order and seen whole: a batch at the end of one is filled from the next.
 
     Raises:
-        ValueError: the dataset is empty, or smaller than a batch while tail is "drop".
+        ValueError: the dataset is empty.
     """
 
-    def __init__(
-        self, num_samples: int, *, seed: int = 1234, shuffle: bool = True, tail: Literal["wrap", "drop"] = "wrap"
-    ) -> None:
+    def __init__(self, num_samples: int, *, seed: int = 1234, shuffle: bool = True) -> None:
         if num_samples < 1:
             raise ValueError("the dataset holds no samples (were all of them filtered out?)")
-        if tail not in ("wrap", "drop"):
-            raise ValueError(f"tail={tail!r} is unknown; allowed: wrap, drop")
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
-        self.tail = tail
-
-    def samples_per_epoch(self, batch_size: int) -> int:
-        """Samples that one epoch yields."""
-        if self.tail == "wrap":
-            return self.num_samples
-        if batch_size > self.num_samples:
-            raise ValueError(f"batch size {batch_size} exceeds the dataset's {self.num_samples} samples, and tail is drop")
-        return self.num_samples // batch_size * batch_size
 
     def batches(self, start_sample: int, batch_size: int) -> Iterator[list[int]]:
         """Yield batches for ever, starting after `start_sample` consumed samples (counted over all epochs).
@@ -56,16 +41,15 @@ class BatchSampler:
             raise ValueError(f"batch size must be at least 1, not {batch_size}")
         if start_sample < 0:
             raise ValueError(f"consumed samples must not be negative, not {start_sample}")
-        per_epoch = self.samples_per_epoch(batch_size)
-        epoch, position = divmod(start_sample, per_epoch)
+        epoch, position = divmod(start_sample, self.num_samples)
         order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         while True:
             batch: list[int] = []
             while len(batch) < batch_size:
-                if position == per_epoch:
+                if position == self.num_samples:
                     epoch, position = epoch + 1, 0
                     order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-                take = order[position : min(per_epoch, position + batch_size - len(batch))]
+                take = order[position : position + batch_size - len(batch)]
                 batch.extend(take.tolist())
                 position += len(take)
             yield batch

@@ -11,16 +11,13 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_rl.data.conversation import BadRow
 
-# A chunk holds about this many bytes of lines or tables, and at most so many rows of a table or an array.
-LINES_BYTES = 256 * 1024
-BATCH_ROWS = 512
 FORMATS = {
     ".jsonl": "jsonl",
     ".json": "json",
@@ -59,6 +56,17 @@ class Chunk:
     tag: int | None = None
 
 
+@dataclass(frozen=True)
+class ChunkSize:
+    """A chunk holds about `num_bytes` bytes of lines or tables, and at most `num_rows` rows of a table or an array."""
+
+    num_bytes: int = 256 * 1024
+    num_rows: int = 512
+
+
+USUAL_CHUNKS = ChunkSize()
+
+
 class RowSource(Protocol):
     """Where rows come from."""
 
@@ -89,6 +97,7 @@ class Source:
     ignored: tuple[str, ...] = ()
     dataset: Any = None
     max_rows: int | None = None
+    chunk_size: ChunkSize = USUAL_CHUNKS
 
     def total_weight(self) -> int | None:
         """Sum of the chunks' weights (bytes or rows); None where it cannot be known before reading."""
@@ -110,13 +119,13 @@ class Source:
 
     def _all_chunks(self) -> Iterator[Chunk]:
         if self.format == "dataset":
-            yield from _dataset_chunks(self.dataset, self.paths[0])
+            yield from _dataset_chunks(self.dataset, self.paths[0], self.chunk_size)
             return
         if self.format == "stream":
-            yield from _stream_chunks(self.dataset, self.paths[0])
+            yield from _stream_chunks(self.dataset, self.paths[0], self.chunk_size)
             return
         for path in self.paths:
-            yield from _CHUNKERS[self.format](path)
+            yield from _CHUNKERS[self.format](path, self.chunk_size)
 
     def fingerprint(self) -> list[Any]:
         """Names, sizes and times of the files, to tell whether the input changed."""
@@ -213,11 +222,11 @@ def _hub_dataset(name: str, cache_dir: str | None, streaming: bool, options: Map
     return Source("dataset", (name,), dataset=loaded.with_format("arrow"))
 
 
-def _line_chunks(path: str, kind: str) -> Iterator[Chunk]:
+def _line_chunks(path: str, kind: str, size: ChunkSize) -> Iterator[Chunk]:
     row = 1
     start = 0
     with open(path, "rb") as file:
-        while block := file.read(LINES_BYTES):
+        while block := file.read(size.num_bytes):
             lines = block.count(b"\n")
             stop = start + len(block)
             if not block.endswith(b"\n"):
@@ -229,14 +238,14 @@ def _line_chunks(path: str, kind: str) -> Iterator[Chunk]:
             start = stop
 
 
-def _array_chunks(path: str) -> Iterator[Chunk]:
+def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     rows: list[Any] = []
     first = 1
     position = 0
     with open(path, "rb") as raw:
         for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig"), path):
             rows.append(value)
-            if len(rows) == BATCH_ROWS or raw.tell() - position > LINES_BYTES:
+            if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = first + len(rows), raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
@@ -273,7 +282,7 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
         buffer, at, size = buffer[at:] + more, 0, size * 2
 
 
-def _csv_chunks(path: str) -> Iterator[Chunk]:
+def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     csv.field_size_limit(1 << 30)
     rows: list[Any] = []
     first = 1
@@ -282,17 +291,17 @@ def _csv_chunks(path: str) -> Iterator[Chunk]:
         for number, row in enumerate(csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")), start=1):
             broken = None in row or None in row.values()
             rows.append(BadRow("has another number of fields than the header") if broken else row)
-            if len(rows) == BATCH_ROWS or raw.tell() - position > LINES_BYTES:
+            if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = number + 1, raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
 
 
-def _table_chunks(path: str, first_row: int, table: Any) -> Iterator[Chunk]:
+def _table_chunks(path: str, first_row: int, table: Any, size: ChunkSize) -> Iterator[Chunk]:
     """Cut an Arrow table or record batch; the pieces travel as bytes, because a pickled slice takes its whole table along."""
     import pyarrow
 
-    rows = max(1, min(BATCH_ROWS, table.num_rows * LINES_BYTES // max(table.nbytes, 1)))
+    rows = max(1, min(size.num_rows, table.num_rows * size.num_bytes // max(table.nbytes, 1)))
     for start in range(0, table.num_rows, rows):
         piece = table.slice(start, rows)
         sink = pyarrow.BufferOutputStream()
@@ -302,13 +311,13 @@ def _table_chunks(path: str, first_row: int, table: Any) -> Iterator[Chunk]:
         yield Chunk(path, "table", first_row + start, count, count, payload=sink.getvalue().to_pybytes())
 
 
-def _parquet_chunks(path: str) -> Iterator[Chunk]:
+def _parquet_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     import pyarrow.parquet
 
     row = 1
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, use_threads=False):
-            yield from _table_chunks(path, row, batch)
+        for batch in file.iter_batches(batch_size=size.num_rows, use_threads=False):
+            yield from _table_chunks(path, row, batch, size)
             row += batch.num_rows
 
 
@@ -326,34 +335,34 @@ def _arrow_batches(path: str) -> Iterator[Any]:
                 yield file.get_batch(index)
 
 
-def _arrow_chunks(path: str) -> Iterator[Chunk]:
+def _arrow_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     row = 1
     for batch in _arrow_batches(path):
-        yield from _table_chunks(path, row, batch)
+        yield from _table_chunks(path, row, batch, size)
         row += batch.num_rows
 
 
-def _dataset_chunks(dataset: Any, name: str) -> Iterator[Chunk]:
+def _dataset_chunks(dataset: Any, name: str, size: ChunkSize) -> Iterator[Chunk]:
     row = 1
-    for table in dataset.iter(batch_size=BATCH_ROWS):
-        yield from _table_chunks(name, row, table)
+    for table in dataset.iter(batch_size=size.num_rows):
+        yield from _table_chunks(name, row, table, size)
         row += table.num_rows
 
 
-def _stream_chunks(dataset: Any, name: str) -> Iterator[Chunk]:
+def _stream_chunks(dataset: Any, name: str, size: ChunkSize) -> Iterator[Chunk]:
     rows: list[Any] = []
     first = 1
     for value in dataset:
         rows.append(value)
-        if len(rows) == BATCH_ROWS:
+        if len(rows) == size.num_rows:
             yield Chunk(name, "rows", first, len(rows), len(rows), payload=rows)
             first, rows = first + len(rows), []
     yield Chunk(name, "rows", first, len(rows), len(rows), payload=rows)
 
 
-_CHUNKERS = {
-    "jsonl": lambda path: _line_chunks(path, "jsonl"),
-    "txt": lambda path: _line_chunks(path, "txt"),
+_CHUNKERS: dict[str, Callable[[str, ChunkSize], Iterator[Chunk]]] = {
+    "jsonl": lambda path, size: _line_chunks(path, "jsonl", size),
+    "txt": lambda path, size: _line_chunks(path, "txt", size),
     "json": _array_chunks,
     "csv": _csv_chunks,
     "parquet": _parquet_chunks,

@@ -35,11 +35,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import BadRow, Conversation, Message
 from mindspeed_rl.data.tools import tool_style
 
@@ -442,7 +442,6 @@ def load_template(
         return HfTemplate(tokenizer)
     entries = template_file(str(path or TEMPLATE_FILE))
     if name not in entries:
-        near = get_close_matches(name, entries, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = registry.did_you_mean(name, entries)
         raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(template_names(path))}{hint}")
     return Template(entries[name], str(path or TEMPLATE_FILE.name))

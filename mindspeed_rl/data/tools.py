@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, Protocol
 
+from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import ToolCall
 
 
@@ -178,7 +178,6 @@ def tool_style(name: str) -> ToolStyle:
         ValueError: unknown name.
     """
     if name not in TOOL_STYLES:
-        near = get_close_matches(name, TOOL_STYLES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = registry.did_you_mean(name, TOOL_STYLES)
         raise ValueError(f"tool_format={name!r} is unknown; there are {', '.join(TOOL_STYLES)}{hint}")
     return TOOL_STYLES[name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mindspeed_rl.data.conversation import BadRow, Conversation, assistant, user
 from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.records import Engine, Request
+from mindspeed_rl.inference.requests import Engine, Request
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter
 from mindspeed_rl.rollout.records import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
@@ -35,10 +35,8 @@ class History:
     max_prompt_tokens: int
     turns: list[tuple[str, str]] = field(default_factory=list)
 
-    def prompt(self, question: str) -> tuple[list[int], int]:
-        """The tokens that ask the question after the remembered turns, and how many turns are among them.
-
-        Turns that do not fit are forgotten.
+    def prompt(self, question: str) -> list[int]:
+        """The tokens that ask the question after the remembered turns; turns that do not fit are forgotten.
 
         Raises:
             BadRow: the template cannot write the conversation.
@@ -49,7 +47,7 @@ class History:
             messages = [message for said, answer in self.turns for message in (user(said), assistant(answer))]
             ids = self.prompt_format.encode([Conversation([*messages, user(question)], system=self.system)])[0]
             if len(ids) <= self.max_prompt_tokens:
-                return ids, len(self.turns)
+                return ids
             if not self.turns:
                 raise ValueError(
                     f"the question has {len(ids)} tokens with its template; at most {self.max_prompt_tokens} fit beside the "
@@ -115,7 +113,7 @@ def run_chat(
         if not question:
             continue
         try:
-            prompt_ids, _ = history.prompt(question)
+            prompt_ids = history.prompt(question)
         except BadRow:
             raise
         except ValueError as error:

@@ -12,7 +12,7 @@ import torch
 from mindspeed_rl import platform
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings
-from mindspeed_rl.inference.records import Piece, Request
+from mindspeed_rl.inference.requests import Piece, Request
 from mindspeed_rl.rollout.records import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.records import Answer, Engine, Request, collect
+from mindspeed_rl.inference.requests import Answer, Engine, Request, collect
 from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.text_stream import cut_at, split_thought
 from mindspeed_rl.rewards.pool import RewardPool

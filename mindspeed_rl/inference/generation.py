@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mindspeed_rl.data.conversation import BadRow, Conversation, Message, assistant, parse_tools, user
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
 from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.records import Engine, Finish, Request, collect
+from mindspeed_rl.inference.requests import Engine, Finish, Request, collect
 from mindspeed_rl.inference.text_stream import cut_at
 from mindspeed_rl.rollout.records import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed

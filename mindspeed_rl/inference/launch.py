@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.inference.engine import EngineSettings, InferenceEngine
-from mindspeed_rl.inference.records import Engine, Piece, Request
+from mindspeed_rl.inference.requests import Engine, Piece, Request
 from mindspeed_rl.rollout.records import Sampling
 from mindspeed_rl.workers.worker import Worker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,6 +10,7 @@ from tempfile import mkdtemp
 import torch
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.command import check_target_modules
 from mindspeed_rl.checkpoint.dist import DistFolder
 from mindspeed_rl.checkpoint.hf import read_json, write_config
 from mindspeed_rl.checkpoint.jobs import LoraShards, Transform
@@ -162,7 +163,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
     path, r, alpha = settings.lora_load, settings.lora_r, settings.lora_alpha
     if path is None:
         if source.adapters:
-            _check_targets(settings.lora_target_modules, source.adapters)
+            check_target_modules(settings.lora_target_modules, source.adapters)
             return source.merged(checked_scale(r, alpha, source.adapters, source.lora)), None
         if r is not None or alpha is not None or settings.lora_target_modules:
             raise ValueError(f"--lora-r, --lora-alpha and --lora-target-modules need an adapter: {source.path} holds none")
@@ -177,7 +178,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
     if not path.is_dir():
         raise ValueError(f"--lora-load {path} is not a folder")
     adapters, stated = _megatron_adapters(path, source)
-    _check_targets(settings.lora_target_modules, adapters)
+    check_target_modules(settings.lora_target_modules, adapters)
     return source, MegatronMerge(adapters, checked_scale(r, alpha, adapters, stated))
 
 
@@ -190,11 +191,3 @@ def _megatron_adapters(path: Path, source: Source) -> tuple[Adapters, tuple[int 
     folder = MegatronFolder(path)
     adapters = folder.adapters(source.architecture, source.network, folder.layout(source.network))
     return adapters, (folder.args.lora_r, folder.args.lora_alpha)
-
-
-def _check_targets(modules: Sequence[str], adapters: Adapters) -> None:
-    if not modules:
-        return
-    actual = sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in adapters})
-    if sorted(modules) != actual:
-        raise ValueError(f"--lora-target-modules {' '.join(modules)} does not match the adapter, which has {' '.join(actual)}")

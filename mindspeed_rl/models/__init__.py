@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl import registry
 
 if TYPE_CHECKING:
     from mindspeed_rl.models.architecture import Architecture
@@ -30,14 +31,10 @@ def find_architecture(name: str) -> Architecture:
     Raises:
         ValueError: no such name; the message lists the known ones and the nearest.
     """
-    import importlib
-
     if name not in ARCHITECTURES and ":" not in name:
-        near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = registry.did_you_mean(name, ARCHITECTURES)
         raise ValueError(f"unknown architecture {name!r}; known are {', '.join(ARCHITECTURES)}{hint}")
-    module, _, attribute = ARCHITECTURES.get(name, name).partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return registry.load(ARCHITECTURES.get(name, name), f"architecture {name!r}")
 
 
 def all_architectures() -> list[Architecture]:

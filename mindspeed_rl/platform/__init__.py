@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-
+from mindspeed_rl import registry
 from mindspeed_rl.platform.base import MemoryStats, Platform, ProfileSettings
 
-#: name -> module and class; modules are imported only when chosen, so that no process needs another kind's packages
-PLATFORMS: dict[str, tuple[str, str]] = {
-    "npu": ("mindspeed_rl.platform.npu", "NpuPlatform"),
-    "cuda": ("mindspeed_rl.platform.cuda", "CudaPlatform"),
-    "cpu": ("mindspeed_rl.platform.cpu", "CpuPlatform"),
+#: name -> module:class; modules are imported only when chosen, so that no process needs another kind's packages
+PLATFORMS: dict[str, str] = {
+    "npu": "mindspeed_rl.platform.npu:NpuPlatform",
+    "cuda": "mindspeed_rl.platform.cuda:CudaPlatform",
+    "cpu": "mindspeed_rl.platform.cpu:CpuPlatform",
 }
 
 _current: Platform | None = None
@@ -24,8 +23,7 @@ def platform_class(name: str) -> type[Platform]:
     """
     if name not in PLATFORMS:
         raise ValueError(f"platform: '{name}' is not one of auto, {', '.join(PLATFORMS)}.")
-    module, attribute = PLATFORMS[name]
-    return getattr(importlib.import_module(module), attribute)
+    return registry.load(PLATFORMS[name], f"platform: '{name}'")
 
 
 def detect() -> str:

@@ -101,10 +101,11 @@ def check_versions(line: matrix.VersionLine, installed: Mapping[str, str | None]
         else:
             findings.append(Finding("versions", name, "fail", found, f"the {line.name} line has {wanted}"))
     for name in matrix.NEEDED:
-        if installed.get(name) is None:
+        version = installed.get(name)
+        if version is None:
             findings.append(Finding("versions", name, "fail", "not installed", f"pip install {name}"))
         elif name not in line.advised:
-            findings.append(Finding("versions", name, "ok", installed[name]))
+            findings.append(Finding("versions", name, "ok", version))
     for name, versions in line.advised.items():
         found = installed.get(name)
         if found is not None:

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.indexed import IGNORE_INDEX
@@ -57,7 +57,7 @@ class Draft:
 class EncodedRow:
     """Arrays of one row; `truncated` tells that tokens were cut off."""
 
-    columns: dict[str, np.ndarray | list[int]]
+    columns: Mapping[str, np.ndarray | list[int]]
     truncated: bool = False
 
 
@@ -82,13 +82,13 @@ class Handler(ABC):
         ValueError: map_keys holds a name this handler does not know, or a setting it needs is missing.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "labels")
+    columns: tuple[str, ...] = ("input_ids", "attention_mask", "labels")
     packed: ClassVar[bool] = True
     needs_template: ClassVar[bool] = True
     forced_template: ClassVar[str | None] = None
     add_special_tokens: ClassVar[bool] = False
     can_pack: ClassVar[bool] = False
-    length_column: ClassVar[str] = "input_ids"
+    length_column: str = "input_ids"
     default_map: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, settings: HandlerSettings) -> None:
@@ -100,8 +100,7 @@ class Handler(ABC):
         if settings.map_keys:
             unknown = [key for key in settings.map_keys if key not in known]
             if unknown:
-                near = get_close_matches(unknown[0], known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = registry.did_you_mean(unknown[0], known)
                 raise ValueError(
                     f"map_keys has {unknown[0]!r}, which {type(self).__name__} does not read"
                     f" (it reads {', '.join(known) or 'none'}){hint}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mindspeed_rl import registry
 from mindspeed_rl.data.conversation import BadRow
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerSettings
@@ -20,7 +20,7 @@ from mindspeed_rl.data.handlers.instruction import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
 )
-from mindspeed_rl.data.sources import BATCH_ROWS, Chunk, Source, TaggedRow, open_source, read_rows
+from mindspeed_rl.data.sources import USUAL_CHUNKS, Chunk, Source, TaggedRow, open_source, read_rows
 
 INFO_FILE = "dataset_info.json"
 MIX_STRATEGIES = ("concat", "interleave_under", "interleave_over")
@@ -56,8 +56,7 @@ def dataset_entries(
     entries = []
     for name in (part.strip() for part in names.split(",")):
         if name not in info:
-            near = get_close_matches(name, info, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = registry.did_you_mean(name, info)
             raise ValueError(f"input={name!r} is not in {path} (there: {', '.join(info)}){hint}")
         value = info[name]
         limits = [limit for limit in (max_rows, value.get("num_samples")) if limit is not None]
@@ -141,7 +140,7 @@ class MixedSource:
         first = 1
         for row in self._interleaved():
             rows.append(row)
-            if len(rows) == BATCH_ROWS:
+            if len(rows) == USUAL_CHUNKS.num_rows:
                 yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
                 first, rows = first + len(rows), []
         yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+from mindspeed_rl import registry
+
+if TYPE_CHECKING:
+    from mindspeed_rl.inference.tasks.base import Task
 
 TASKS: dict[str, str] = {
     "gsm8k": "mindspeed_rl.inference.tasks.maths:Gsm8k",
@@ -21,15 +24,13 @@ TASKS: dict[str, str] = {
 }
 
 
-def task_class(name: str) -> Any:
-    """The class of a task by name.
+def task_class(name: str) -> type[Task]:
+    """The class of a task by name, or one of the user's own by "module:Class".
 
     Raises:
-        ValueError: unknown name; lists the known ones and the nearest.
+        ValueError: unknown name (the message lists the known ones and the nearest), or no such class, or one that is no task.
     """
-    if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"--task {name} is unknown{hint} There are {', '.join(TASKS)}; jsonl takes any questions with labels")
-    module, _, attribute = TASKS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    subject = f"--task {name}"
+    hint = "or module:Class of your own; jsonl takes any questions with labels"
+    target = registry.target_of(TASKS, name, subject, hint)
+    return registry.load_class(target, subject, "mindspeed_rl.inference.tasks.base:Task")

@@ -259,14 +259,13 @@ def test_the_labels_of_an_sft_dataset_are_not_reference_answers(write_packed, to
         open_prompts(prefix, tokenizer, max_prompt_length=9)
 
 
-@pytest.mark.parametrize("tail", ["wrap", "drop"])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_batches_resume_where_they_stopped(tail, shuffle):
-    sampler = BatchSampler(7, seed=3, shuffle=shuffle, tail=tail)
+def test_batches_resume_where_they_stopped(shuffle):
+    sampler = BatchSampler(7, seed=3, shuffle=shuffle)
     stream = sampler.batches(0, 3)
     whole = [next(stream) for _ in range(12)]
     for done in range(10):
-        resumed = BatchSampler(7, seed=3, shuffle=shuffle, tail=tail).batches(3 * done, 3)
+        resumed = BatchSampler(7, seed=3, shuffle=shuffle).batches(3 * done, 3)
         assert [next(resumed) for _ in range(2)] == whole[done : done + 2]
 
 
@@ -275,13 +274,6 @@ def test_wrapping_shows_every_sample_once_an_epoch():
     drawn = [index for _ in range(7) for index in next(stream)]
     assert [sorted(drawn[start : start + 7]) for start in (0, 7, 14)] == [list(range(7))] * 3
     assert drawn[:7] != drawn[7:14]
-
-
-def test_dropping_leaves_out_what_fills_no_batch():
-    stream = BatchSampler(7, shuffle=False, tail="drop").batches(0, 3)
-    assert [next(stream) for _ in range(4)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ValueError, match="batch size 8 exceeds the dataset's 7 samples"):
-        next(BatchSampler(7, tail="drop").batches(0, 8))
 
 
 def test_a_batch_larger_than_the_dataset_wraps_over_several_epochs():
@@ -297,8 +289,6 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 def test_wrong_samplers_are_errors():
     with pytest.raises(ValueError, match="holds no samples"):
         BatchSampler(0)
-    with pytest.raises(ValueError, match="tail='cut' is unknown"):
-        BatchSampler(3, tail="cut")
     with pytest.raises(ValueError, match="must not be negative"):
         next(BatchSampler(3).batches(-1, 2))
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from byte_tokenizer import TEST_DATA
 
 from mindspeed_rl.cli.preprocess import build_config, load_dataset_config, main
 from mindspeed_rl.data import HANDLERS
-from mindspeed_rl.data.sources import open_source, read_rows
+from mindspeed_rl.data.preprocess import numbered_parts
+from mindspeed_rl.data.sources import ChunkSize, open_source, read_rows
 from mindspeed_rl.data.summary import histogram
 
 ROOT = Path(__file__).parents[3]
@@ -24,25 +26,20 @@ GSM8K = str(TEST_DATA / "gsm8k" / "sample.jsonl")
 GSM8K_KEYS = '{"prompt":"question","query":"","response":"answer"}'
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Cut the input finely, so that a small file makes many chunks."""
-    from mindspeed_rl.data import sources
-
-    monkeypatch.setattr(sources, "LINES_BYTES", 700)
-    monkeypatch.setattr(sources, "BATCH_ROWS", 3)
+#: cuts the input finely, so that a small file makes many chunks
+SMALL = ChunkSize(num_bytes=700, num_rows=3)
 
 
 @pytest.fixture
 def gsm8k(tmp_path, tokenizer_folder):
     """Preprocess the GSM8K sample with flags; return name -> bytes of the files written."""
 
-    def run(*flags, name="out", source=GSM8K):
+    def run(*flags, name="out", source=GSM8K, chunk_size=SMALL):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         command = ["--input", source, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(folder / "g")]
         command += ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "qwen", "--map-keys", GSM8K_KEYS]
-        assert main([*command, *flags]) == 0
+        assert main([*command, *flags], chunk_size=chunk_size) == 0
         return {file: (folder / file).read_bytes() for file in sorted(os.listdir(folder))}
 
     return run
@@ -52,7 +49,7 @@ PACK = ["--pack", "--seq-length", "1500"]
 
 
 @pytest.mark.parametrize("mode", [[], PACK, [*PACK, "--neat-pack"]], ids=["plain", "pack", "neat"])
-def test_files_do_not_depend_on_workers_and_parts(mode, gsm8k, small_chunks):
+def test_files_do_not_depend_on_workers_and_parts(mode, gsm8k):
     one = gsm8k(*mode, name="one")
     assert sorted(one) == [
         f"g_packed_{column}_document.{suffix}"
@@ -61,6 +58,7 @@ def test_files_do_not_depend_on_workers_and_parts(mode, gsm8k, small_chunks):
     ]
     for flags in (["--workers", "3"], ["--n-subs", "4"], ["--workers", "2", "--n-subs", "7"], ["--n-subs", "100"]):
         assert gsm8k(*mode, *flags, name="-".join(flags)) == one
+    assert gsm8k(*mode, name="usual", chunk_size=ChunkSize()) == one
 
 
 def test_merging_parts_gives_the_file_of_the_whole(gsm8k, tmp_path, capsys):
@@ -126,24 +124,28 @@ FORMATS = [
 ]  # fmt: skip
 
 
-def test_every_format_gives_the_same_files(in_every_format, gsm8k, small_chunks):
+def test_every_format_gives_the_same_files(in_every_format, gsm8k):
     wanted = gsm8k(name="jsonl")
     for number, name in enumerate(FORMATS):
         workers = "1" if number % 2 else "2"
         assert gsm8k("--workers", workers, name=f"from-{name}", source=str(in_every_format / name)) == wanted, name
 
 
-def test_rows_are_numbered_within_their_file(in_every_format, small_chunks):
+def finely(path):
+    return replace(open_source(str(path)), chunk_size=SMALL)
+
+
+def test_rows_are_numbered_within_their_file(in_every_format):
     for name in ("array.json", "lines.json", "table.csv", "stream.arrow"):
-        rows = list(read_rows(open_source(str(in_every_format / name))))
+        rows = list(read_rows(finely(in_every_format / name)))
         assert [number for _, number, _ in rows] == list(range(1, 41))
-    numbers = [number for _, number, _ in read_rows(open_source(str(in_every_format / "folder")))]
+    numbers = [number for _, number, _ in read_rows(finely(in_every_format / "folder"))]
     assert numbers == [*range(1, 10), *range(1, 32)]
 
 
-def test_weights_add_up_to_the_total(in_every_format, small_chunks):
+def test_weights_add_up_to_the_total(in_every_format):
     for name in FORMATS:
-        source = open_source(str(in_every_format / name))
+        source = finely(in_every_format / name)
         assert sum(chunk.weight for chunk in source.chunks()) == source.total_weight(), name
 
 
@@ -263,53 +265,65 @@ def test_an_error_leaves_older_output_alone_and_nothing_else(gsm8k, tmp_path, to
     assert {file: (tmp_path / "out" / file).read_bytes() for file in sorted(os.listdir(tmp_path / "out"))} == before
 
 
-def test_a_killed_run_leaves_no_file_that_looks_finished_and_parts_are_taken_up_again(
-    gsm8k, tmp_path, tokenizer_folder, small_chunks, capsys
-):
+#: a handler of the user's own that notes the rows it encodes and dies in the middle of the fourth part, once
+MORTAL = """
+import os, signal
+from pathlib import Path
+from mindspeed_rl.data.handlers.instruction import AlpacaStyleInstructionHandler
+
+HERE = Path(__file__).parent
+
+class Mortal(AlpacaStyleInstructionHandler):
+    def encode(self, rows):
+        numbers = [number for number, _ in rows]
+        if LAST_ROW in numbers and not (HERE / "died").exists():
+            (HERE / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(HERE / "encoded", "a") as file:
+            file.writelines(f"{number}\\n" for number in numbers)
+        return super().encode(rows)
+"""
+COMMAND = """
+import sys
+from mindspeed_rl.cli.preprocess import main
+from mindspeed_rl.data.sources import ChunkSize
+sys.exit(main(sys.argv[1:], chunk_size=ChunkSize(num_bytes=700)))
+"""
+
+
+def test_a_killed_run_leaves_no_file_that_looks_finished_and_parts_are_taken_up_again(gsm8k, tmp_path, tokenizer_folder):
     wanted = gsm8k(name="whole")
-    folder = tmp_path / "killed"
+    folder, plugins = tmp_path / "killed", tmp_path / "plugins"
     folder.mkdir()
-    script = (
-        "import os, signal, sys\n"
-        "from mindspeed_rl.data import sources, preprocess\n"
-        "sources.LINES_BYTES = 700\n"
-        "close = preprocess.PartWriter.close\n"
-        "def close_and_die(self, stamp):\n"
-        "    close(self, stamp)\n"
-        "    if self.number == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "preprocess.PartWriter.close = close_and_die\n"
-        "from mindspeed_rl.cli.preprocess import main\n"
-        "main(sys.argv[1:])\n"
-    )
+    plugins.mkdir()
+    # the parts are fifths of the bytes: the fourth begins with the first chunk behind three fifths
+    source = replace(open_source(GSM8K), chunk_size=ChunkSize(num_bytes=700))
+    parts = [[], [], [], [], []]
+    for part, chunk in numbered_parts(source.chunks(), source.total_weight(), 5):
+        parts[part] += range(chunk.first_row, chunk.first_row + chunk.num_rows)
+    (plugins / "mortal.py").write_text(MORTAL.replace("LAST_ROW", str(parts[3][-1])))
     command = ["--input", GSM8K, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(folder / "g")]
-    command += ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "qwen", "--map-keys", GSM8K_KEYS]
-    killed = subprocess.run([sys.executable, "-c", script, *command, "--n-subs", "5"], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    command += ["--handler-name", "mortal:Mortal", "--prompt-type", "qwen", "--map-keys", GSM8K_KEYS, "--n-subs", "5"]
+    environment = {**os.environ, "PYTHONPATH": f"{plugins}:{ROOT}"}
+
+    def run():
+        words = [sys.executable, "-c", COMMAND, *command]
+        return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+
+    killed = run()
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name for path in folder.iterdir()] == [".g.incomplete"]
     stamps = sorted(path.name for path in (folder / ".g.incomplete").glob("*.json"))
     assert stamps == ["000_of_004.json", "001_of_004.json", "002_of_004.json"]
-    first = folder / ".g.incomplete" / "000_of_004_g_packed_input_ids_document.bin"
-    written = first.stat().st_mtime_ns
-    seen = []
-    from mindspeed_rl.data import preprocess as module
-
-    class Watched(module.PartWriter):
-        def __init__(self, number, prefixes):
-            seen.append(number)
-            super().__init__(number, prefixes)
-
-    original, module.PartWriter = module.PartWriter, Watched
-    try:
-        assert first.stat().st_mtime_ns == written
-        assert main([*command, "--n-subs", "5"]) == 0
-    finally:
-        module.PartWriter = original
-    assert seen == [3, 4]
+    (plugins / "encoded").unlink()
+    finished = run()
+    assert finished.returncode == 0, finished.stderr
+    assert [int(line) for line in (plugins / "encoded").read_text().split()] == [*parts[3], *parts[4]]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == wanted
-    assert "rows read 40, kept 40" in capsys.readouterr().out
+    assert "rows read 40, kept 40" in finished.stdout
 
 
-def test_another_runs_parts_are_not_taken_up(gsm8k, tmp_path, small_chunks):
+def test_another_runs_parts_are_not_taken_up(gsm8k, tmp_path):
     folder = tmp_path / "out"
     (folder / ".g.incomplete").mkdir(parents=True)
     (folder / ".g.incomplete" / "fingerprint").write_text("another")
@@ -442,6 +456,6 @@ def test_preprocessing_of_nothing_usable_is_an_error(tmp_path, tokenizer_folder,
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_max_samples_stops_after_so_many_rows(gsm8k, capsys, small_chunks):
+def test_max_samples_stops_after_so_many_rows(gsm8k, capsys):
     gsm8k("--max-samples", "7", "--workers", "2")
     assert "rows read 7, kept 7" in capsys.readouterr().out

@@ -38,9 +38,9 @@ def test_the_newest_turns_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     history = make_history(tokenizer, max_turns=2)
     for number in range(5):
         history.add(f"q{number}", f"a{number}")
-    ids, remembered = history.prompt("now")
+    ids = history.prompt("now")
     text = tokenizer.decode(ids)
-    assert remembered == 2
+    assert len(history.turns) == 2
     assert all(part in text for part in ("q3", "a3", "q4", "a4", "now"))
     assert not any(part in text for part in ("q0", "q1", "q2", "a2"))
 
@@ -48,8 +48,8 @@ def test_the_newest_turns_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_no_history_asks_each_question_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     history = make_history(tokenizer, max_turns=0)
     history.add("q0", "a0")
-    ids, remembered = history.prompt("now")
-    assert remembered == 0
+    ids = history.prompt("now")
+    assert len(history.turns) == 0
     assert "q0" not in tokenizer.decode(ids)
 
 
@@ -57,10 +57,10 @@ def test_oldest_turns_go_first_when_the_prompt_is_too_long(tokenizer: PreTrained
     history = make_history(tokenizer, max_turns=9)
     history.add("old" * 20, "x")
     history.add("new", "y")
-    whole = len(history.prompt("now")[0])
+    whole = len(history.prompt("now"))
     history.max_prompt_tokens = whole - 1
-    ids, remembered = history.prompt("now")
-    assert remembered == 1
+    ids = history.prompt("now")
+    assert len(history.turns) == 1
     assert "new" in tokenizer.decode(ids) and "old" not in tokenizer.decode(ids)
     history.max_prompt_tokens = 5
     with pytest.raises(ValueError, match="at most 5 fit beside the answer"):

@@ -27,6 +27,7 @@ from mindspeed_rl.inference.prompts import PromptFormat
 from mindspeed_rl.inference.tasks import TASKS, task_class
 from mindspeed_rl.inference.tasks.base import Task, TaskOptions
 from mindspeed_rl.inference.tasks.bbh import bbh_match
+from mindspeed_rl.rewards.scorer import import_scorer
 from mindspeed_rl.rollout.records import Sampling
 
 SAMPLE = TEST_DATA / "gsm8k" / "sample.jsonl"
@@ -333,3 +334,54 @@ def test_a_scorer_that_cannot_score_at_all_fails_the_task(engine: ScriptedEngine
     path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "p", "label": "l", "tests": 5}])
     with pytest.raises(TaskFailed, match="code could score no answer"):
         evaluate(open_task("jsonl", path, scorer="code"), engine, ["print(1)"])
+
+
+# ---------------------------------------------------------------------- the registry
+
+TASK = '''
+from mindspeed_rl.inference.tasks.base import Question, Task
+from mindspeed_rl.inference.tasks.files import rows_of
+
+class Riddles(Task):
+    """Rows of riddle and solution."""
+
+    name = "riddles"
+    scorer = "my_tasks:said"
+
+    def questions(self):
+        return [Question(text=row["riddle"], label=row["solution"], cue="It is") for _, row in rows_of(self.path)]
+
+def said(response, label):
+    return float(label in response)
+
+class NoTask:
+    pass
+'''
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_has_the_interface(name: str, tmp_path: Path) -> None:
+    kind = task_class(name)
+    assert issubclass(kind, Task) and kind.questions is not Task.questions and kind.__doc__
+    task = kind(tmp_path, TaskOptions(scorer="exact_match"))
+    assert task.name in TASKS and task.scorer == "exact_match"
+    assert callable(import_scorer(kind.scorer))
+
+
+def test_a_task_of_ones_own_is_one_file_and_one_line(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_tasks.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_jsonl(
+        tmp_path / "r.jsonl", [{"riddle": "White, falls?", "solution": "snow"}, {"riddle": "Wet?", "solution": "sea"}]
+    )
+    score, _ = evaluate(open_task("my_tasks:Riddles", path), engine, [" snow.", " rain."])
+    assert engine.asked[0] == "White, falls?\nIt is"
+    assert (score.task, score.right, score.total) == ("riddles", 1, 2)
+    with pytest.raises(ValueError, match="my_tasks:NoTask is no subclass of mindspeed_rl.inference.tasks.base:Task"):
+        task_class("my_tasks:NoTask")
+    monkeypatch.setitem(TASKS, "riddles", "my_tasks:Riddles")
+    assert task_class("riddles") is task_class("my_tasks:Riddles")
+    with pytest.raises(ValueError, match="--task ridles is unknown; did you mean riddles"):
+        task_class("ridles")

@@ -184,16 +184,14 @@ def expert_map(path: Path, *layers: list[list[int]]) -> Path:
 
 
 @pytest.mark.parametrize("tensor_size", [1, 4])
-def test_an_engine_of_any_size_is_built_on_the_die_of_its_rank(monkeypatch: pytest.MonkeyPatch, tensor_size: int) -> None:
-    monkeypatch.setattr(vllm_ascend, "installed_release", lambda: (0, 18))
-    arguments = vllm_ascend.VllmAscendHooks().engine_arguments(GenerateConfig(infer_tensor_parallel_size=tensor_size))
+def test_an_engine_of_any_size_is_built_on_the_die_of_its_rank(tensor_size: int) -> None:
+    arguments = vllm_ascend.VllmAscendHooks((0, 18)).engine_arguments(GenerateConfig(infer_tensor_parallel_size=tensor_size))
     assert arguments["distributed_executor_backend"] == "external_launcher"  # "uni" would build on die 0
 
 
-def test_an_expert_map_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_map_reaches_the_engine(tmp_path: Path) -> None:
     path = str(expert_map(tmp_path / "map.json", [[0, 2], [1, 3]], [[3, 1], [2, 0]]))
-    monkeypatch.setattr(vllm_ascend, "installed_release", lambda: (0, 23))
-    hooks = vllm_ascend.VllmAscendHooks()
+    hooks = vllm_ascend.VllmAscendHooks((0, 23))
     assert "eplb_config" not in hooks.engine_arguments(GenerateConfig())["additional_config"]
     additional = hooks.engine_arguments(GenerateConfig(expert_map_path=path))["additional_config"]
     assert additional["eplb_config"] == {"expert_map_path": path}

@@ -1,4 +1,4 @@
-"""What goes into the inference engine and what comes out of it."""
+"""Requests to an engine, the pieces and answers that come back, and what an engine can do."""
 
 from __future__ import annotations
 

@@ -1,0 +1,192 @@
+"""From the options of `mindspeed-rl convert` to an opened source, a destination and the plan between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.checkpoint import lora
+from mindspeed_rl.checkpoint.mcore import LATEST_NAME, MegatronFolder
+from mindspeed_rl.checkpoint.megatron_args import parse_layers
+from mindspeed_rl.checkpoint.options import ConvertOptions, ParamsDtype, SourceForm
+from mindspeed_rl.checkpoint.plan import Destination, Plan, make_plan
+from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
+from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.network import Network
+
+_DTYPES: dict[ParamsDtype, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def open_source(options: ConvertOptions) -> Source:
+    """The checkpoint at `load_dir`, checked; no weights are read yet.
+
+    Raises:
+        ValueError: it is not what the options say, or the conversion would only copy it.
+    """
+    form = options.load_model_type or form_of(options.load_dir)
+    if form == options.save_model_type == "hf":
+        raise ValueError("--save-model-type hf of an HF source would only copy it; to merge LoRA go through mg")
+    model = ModelOptions(
+        model_type=options.model_type_hf,
+        add_qkv_bias=options.add_qkv_bias,
+        post_norm=options.post_norm,
+        reward_head=options.orm,
+        mtp_num_layers=options.mtp_num_layers,
+        num_layers=options.num_layers,
+        first_k_dense_replace=options.first_k_dense_replace,
+        loosely=options.load_checkpoint_loosely,
+        hf_folder=options.hf_cfg_dir,
+        iteration=options.load_iteration,
+    )
+    if form == "hf":
+        return open_hf(options.load_dir, model)
+    if options.num_layers is not None or options.first_k_dense_replace is not None:
+        raise ValueError("--num-layers and --first-k-dense-replace need an HF source")
+    source = open_megatron(options.load_dir, model, options.save_dir if options.save_model_type == "hf" else None)
+    if options.load_from_legacy and source.kind != "legacy":
+        raise ValueError(f"--load-from-legacy contradicts {options.load_dir}, which has the {source.kind} layout")
+    return source
+
+
+def form_of(folder: Path) -> SourceForm:
+    """What a folder looks like; "hf" in doubt."""
+    if (folder / "config.json").is_file():
+        return "hf"
+    names = (LATEST_NAME, "metadata.json", "iter_*", "release", "mp_rank_*")
+    return "mg" if any(next(folder.glob(name), None) for name in names) else "hf"
+
+
+def plan_conversion(options: ConvertOptions, source: Source) -> Plan:
+    """Everything that is to be written, with adapters merged as they are read.
+
+    Raises:
+        ValueError: the split does not fit the model, or an adapter is not as the options say.
+    """
+    merged, peft = _merge_adapter(options, source)
+    return make_plan(merged, _destination(options, merged), peft)
+
+
+def adapter_of(options: ConvertOptions, source: Source) -> tuple[Source, float]:
+    """The source with the adapters that `--save-lora-to-hf` exports, and their scale.
+
+    Raises:
+        ValueError: there are none, or they are not as the options say.
+    """
+    source = _with_loaded_adapters(options, source)
+    if not source.adapters:
+        raise ValueError("--save-lora-to-hf: neither --load-dir nor --lora-load holds LoRA weights")
+    check_target_modules(options.lora_target_modules, source.adapters)
+    return source, lora.checked_scale(options.lora_r, options.lora_alpha, source.adapters, source.lora)
+
+
+def _merge_adapter(options: ConvertOptions, source: Source) -> tuple[Source, lora.PeftMerge | None]:
+    """The source with its adapter merged as it is read, and the PEFT adapter to merge in HF's terms."""
+    path, r, alpha = options.lora_load, options.lora_r, options.lora_alpha
+    if path is not None and lora.is_peft_folder(path):
+        shapes = {name: shape for op in source.architecture.weight_ops(source.network) for name, shape in zip(op.hf, op.shapes)}
+        return source, lora.open_peft(path, shapes, r, alpha)
+    source = _with_loaded_adapters(options, source)
+    if not source.adapters:
+        if r is not None or alpha is not None:
+            raise ValueError(
+                f"--lora-r and --lora-alpha need an adapter; {options.load_dir} holds none and --lora-load is not given"
+            )
+        return source, None
+    check_target_modules(options.lora_target_modules, source.adapters)
+    return source.merged(lora.checked_scale(r, alpha, source.adapters, source.lora)), None
+
+
+def _with_loaded_adapters(options: ConvertOptions, source: Source) -> Source:
+    if options.lora_load is None:
+        return source
+    if source.layout is None or source.kind != "mcore":
+        raise ValueError(
+            f"--lora-load {options.lora_load}: a Megatron adapter needs a per-rank mcore base; PEFT folders fit any base"
+        )
+    folder = MegatronFolder(options.lora_load)
+    adapters = folder.adapters(source.architecture, source.network, source.layout)
+    return replace(source, adapters=adapters, lora=(folder.args.lora_r, folder.args.lora_alpha))
+
+
+def check_target_modules(modules: Sequence[str], adapters: Iterable[str]) -> None:
+    """Raises ValueError unless these are the adapted modules; none at all is right for any adapter.
+
+    Args:
+        adapters: names of the adapted parameters.
+    """
+    actual = sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in adapters})
+    if modules and sorted(modules) != actual:
+        raise ValueError(f"--lora-target-modules {' '.join(modules)} does not match the adapter, which has {' '.join(actual)}")
+
+
+def _destination(options: ConvertOptions, source: Source) -> Destination:
+    common: dict[str, Any] = {
+        "dtype": None if options.params_dtype is None else _DTYPES[options.params_dtype],
+        "overwrite": options.overwrite,
+    }
+    if options.save_model_type == "hf":
+        path = options.save_dir
+        if (path / "config.json").is_file() and not options.overwrite:
+            # upstream's first converter takes the original HF folder as --save-dir and writes below it
+            path = path / "mg2hf"
+        return Destination("hf", path, max_shard_bytes=_parse_size(options.max_shard_size), **common)
+    legacy = options.save_to_legacy or options.save_model_type == "legacy"
+    return Destination(
+        "legacy" if legacy else "torch_dist" if options.ckpt_format == "torch_dist" else "mcore",
+        options.save_dir,
+        layout=_layout(options, source.network),
+        grouped_gemm=options.moe_grouped_gemm,
+        transformer_engine=options.transformer_impl == "transformer_engine",
+        mindspeed_mla=options.mla_layout == "mindspeed",
+        make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
+        **common,
+    )
+
+
+def _layout(options: ConvertOptions, network: Network) -> Layout:
+    """The target split.
+
+    Raises:
+        ValueError: it does not fit the model.
+    """
+    pp = options.target_pipeline_parallel_size
+    layer_list = parse_layers(",".join(options.num_layer_list), "--num-layer-list") if options.num_layer_list else None
+    noop = parse_layers(options.noop_layers, "--noop-layers")
+    per_chunk = options.num_layers_per_virtual_pipeline_stage
+    vpp = 2 if options.schedules_method == "dualpipev" else 1
+    if per_chunk is not None:
+        slots = network.num_layers + len(noop)
+        if per_chunk < 1 or pp < 1 or slots % (pp * per_chunk):
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {per_chunk}: {slots} layers cannot be divided "
+                f"over {pp} stages in chunks of {per_chunk}"
+            )
+        vpp = slots // pp // per_chunk
+        if vpp == 1:
+            raise ValueError(f"--num-layers-per-virtual-pipeline-stage {per_chunk} is the whole stage; use a smaller number")
+    return Layout(
+        num_layers=network.num_layers,
+        tp=options.target_tensor_parallel_size,
+        pp=pp,
+        vpp=vpp,
+        ep=options.target_expert_parallel_size,
+        etp=options.expert_tensor_parallel_size,
+        num_layer_list=layer_list,
+        noop_layers=noop,
+        num_experts=network.num_moe_experts or 0,
+        moe_tp_extend_ep=options.moe_tp_extend_ep,
+        schedule=options.schedules_method,
+    )
+
+
+def _parse_size(text: str) -> int:
+    for unit, factor in _SIZE_UNITS.items():
+        number = text.upper().removesuffix(unit)
+        if text.upper().endswith(unit) and number.replace(".", "", 1).isdigit():
+            return int(float(number) * factor)
+    raise ValueError(f"--max-shard-size {text}: expected a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")

@@ -1,0 +1,178 @@
+"""What is opened before anything is generated: model, tokenizer and template; and the way from there to a running engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl import platform
+from mindspeed_rl.data.templates import Thinking
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.inference.engine import EngineSettings, InferenceEngine
+from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings, open_model
+from mindspeed_rl.inference.prompts import PromptFormat, choose_template
+from mindspeed_rl.inference.requests import Engine
+from mindspeed_rl.observability.logging import set_up_logging
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """What the user says about model, engine and prompts: the flags that generate, chat and evaluate share, under their names.
+
+    Attributes:
+        hf_cfg_dir: folder of a checkpoint's config.json; None takes `tokenizer_name_or_path` if it has one.
+        tokenizer_name_or_path: None takes the model's.
+        max_length: most tokens of prompt and answer; None takes the model's own limit.
+        graph: compile and capture graphs.
+    """
+
+    # model
+    load: Path
+    load_iteration: int | None
+    hf_cfg_dir: Path | None
+    tokenizer_name_or_path: str | None
+    tokenizer_not_use_fast: bool
+    trust_remote_code: bool
+    load_checkpoint_loosely: bool
+    lora_load: Path | None
+    lora_r: int | None
+    lora_alpha: float | None
+    lora_target_modules: Sequence[str]
+    # engine
+    platform: str
+    dtype: str
+    tensor_parallel_size: int
+    data_parallel_size: int
+    max_length: int | None
+    max_num_seqs: int | None
+    gpu_memory_utilization: float
+    kv_cache_memory_gib: float | None
+    graph: bool
+    # prompts
+    prompt_type: str | None
+    prompt_type_path: str | None
+    hf_chat_template: bool
+    enable_thinking: Thinking
+    add_eos_token: Sequence[str]
+
+    def model_settings(self) -> ModelSettings:
+        """What is to be opened."""
+        return ModelSettings(
+            load=self.load.expanduser(),
+            hf_folder=self._hf_folder(),
+            iteration=self.load_iteration,
+            lora_load=None if self.lora_load is None else self.lora_load.expanduser(),
+            lora_r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_target_modules=tuple(self.lora_target_modules),
+            loosely=self.load_checkpoint_loosely,
+        )
+
+    def _hf_folder(self) -> Path | None:
+        if self.hf_cfg_dir is not None:
+            return self.hf_cfg_dir.expanduser()
+        tokenizer = None if self.tokenizer_name_or_path is None else Path(self.tokenizer_name_or_path).expanduser()
+        return tokenizer if tokenizer is not None and (tokenizer / "config.json").is_file() else None
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the options resolve to before the engine starts.
+
+    Attributes:
+        settings: of the engine, with the longest prompt and answer that are allowed.
+    """
+
+    model: ModelFiles
+    tokenizer: PreTrainedTokenizerBase
+    prompt_format: PromptFormat
+    settings: EngineSettings
+    platform_name: str
+
+    @property
+    def max_position(self) -> int:
+        """The model's own limit of prompt + answer."""
+        return self.model.network.max_position_embeddings
+
+    def needed_length(self, longest_prompt: int, max_new_tokens: int) -> int:
+        """max_model_len for prompts and answers of these lengths.
+
+        Raises:
+            ValueError: it is more than the model or --max-length allows.
+        """
+        most = self.settings.max_model_len
+        if most > self.max_position:
+            raise ValueError(f"--max-length {most} is above the model's max_position_embeddings, {self.max_position}")
+        if longest_prompt >= most:
+            raise ValueError(
+                f"the longest prompt has {longest_prompt} tokens, but prompt and answer together may have {most} "
+                "(--max-length, or the model's max_position_embeddings)"
+            )
+        return min(longest_prompt + max_new_tokens, most)
+
+    @contextlib.contextmanager
+    def running_engine(self, *, max_model_len: int, most_log_probs: int) -> Iterator[Engine]:
+        """The engine, built and loaded; it ends with the block.
+
+        Args:
+            max_model_len: longest prompt + answer that is needed.
+            most_log_probs: see `EngineSettings`.
+        """
+        settings = replace(self.settings, max_model_len=max_model_len, most_log_probs=most_log_probs)
+        if settings.tensor_parallel_size * settings.data_parallel_size > 1:
+            # brings Ray, which one device does without
+            from mindspeed_rl.inference.launch import engine_group
+
+            with engine_group(settings, self.platform_name) as engine:
+                yield engine
+        else:
+            yield InferenceEngine(settings, self.model, self.tokenizer)
+
+
+def open_session(options: SessionOptions) -> Session:
+    """Opens model, tokenizer and template, and fits this process to its platform; nothing large is read yet.
+
+    Raises:
+        ValueError: a folder, adapter, tokenizer or template is not usable.
+    """
+    device = platform.select(options.platform)
+    for name, value in device.worker_env().items():
+        os.environ.setdefault(name, value)
+    if options.graph:
+        os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    model_settings = options.model_settings()
+    model = open_model(model_settings)
+    set_up_logging(None)
+    tokenizer_path = options.tokenizer_name_or_path or str(model.hf_folder)
+    tokenizer = load_tokenizer(
+        tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
+    )
+    prompt_format = PromptFormat(
+        tokenizer,
+        choose_template(tokenizer, options.prompt_type, options.hf_chat_template),
+        template_path=options.prompt_type_path,
+        thinking=options.enable_thinking,
+        hf_folder=model.hf_folder,
+        end_tokens=options.add_eos_token,
+    )
+    settings = EngineSettings(
+        model=model_settings,
+        tokenizer=tokenizer_path,
+        max_model_len=options.max_length or model.network.max_position_embeddings,
+        dtype=options.dtype,
+        max_num_seqs=options.max_num_seqs,
+        tensor_parallel_size=options.tensor_parallel_size,
+        data_parallel_size=options.data_parallel_size,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_gib=options.kv_cache_memory_gib,
+        enforce_eager=not options.graph,
+        trust_remote_code=options.trust_remote_code,
+    )
+    return Session(model, tokenizer, prompt_format, settings, device.name)

@@ -1,0 +1,80 @@
+"""Names of the suite and what they stand for: where "module:object" is imported, and what is said about a wrong name.
+
+A registry is a dict literal in the `__init__` of its package, name -> "module:object", so that reading it imports none of its
+entries. Wherever it takes a name it also takes a "module:object" of the user's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Returns the known name most like `name`, or None when nothing is close."""
+    found = difflib.get_close_matches(str(name), list(known), n=1)
+    return found[0] if found else None
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns the part of a sentence that proposes the nearest name, such as "; did you mean 'sft'?", or nothing."""
+    near = nearest(name, known)
+    return "" if near is None else f"; did you mean {near!r}?"
+
+
+def load(target: str, subject: str) -> Any:
+    """Imports what "module:object" names; the object may be an attribute of an attribute, such as "module:Class.method".
+
+    Args:
+        subject: what the target is for, as the message begins with it, such as "rl_config.judge_parser".
+
+    Raises:
+        ValueError: not of that form, no such module, or nothing of that name in it. What the module itself raises while it
+            is imported passes, except for a missing import.
+    """
+    module_name, colon, path = target.partition(":")
+    if not colon:
+        raise ValueError(f"{subject}: '{target}' is not of the form module:function")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{subject}: cannot import the module '{module_name}': {error}") from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ValueError(f"{subject} cannot be imported: the module '{module_name}' has no '{path}'")
+        found = getattr(found, name)
+    return found
+
+
+def load_class(target: str, subject: str, base: str) -> Any:
+    """Imports the class that "module:Class" names.
+
+    Args:
+        base: "module:Class" of what it must derive from; a target because the caller shall not import it before it is needed.
+
+    Raises:
+        ValueError: as `load`, or it is no such class.
+    """
+    found, wanted = load(target, subject), load(base, subject)
+    if not (isinstance(found, type) and issubclass(found, wanted)):
+        raise ValueError(f"{subject}: {target} is no subclass of {base}")
+    return found
+
+
+def target_of(registry: Mapping[str, str], name: str, subject: str, hint: str = "or module:Class of your own") -> str:
+    """Returns the "module:object" that a registered name stands for; one of the user's own stands for itself.
+
+    Args:
+        subject: what the user wrote, such as "--task gsm8"; the message begins with it.
+        hint: what else may be written; the message ends with it.
+
+    Raises:
+        ValueError: unknown name; the message proposes the nearest and lists all.
+    """
+    if name in registry or ":" in name:
+        return registry.get(name, name)
+    near = nearest(name, registry)
+    proposal = "." if near is None else f"; did you mean {near}?"
+    raise ValueError(f"{subject} is unknown{proposal} There are {', '.join(registry)}, {hint}")

@@ -1,0 +1,75 @@
+"""Commands: each is one file and one line, answers --help without heavy libraries, and enters its work by one import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mindspeed_rl
+from mindspeed_rl.cli.main import COMMANDS, main
+
+PACKAGE = Path(mindspeed_rl.__file__).parent
+#: commands whose --help may load numpy, and the one that is a calculation with torch
+WITHOUT_TORCH = [name for name in COMMANDS if name != "parity"]
+HELP = """
+import contextlib, io, json, sys
+from mindspeed_rl.cli.main import main
+lengths = {}
+for name in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    lengths[name] = len(shown.getvalue())
+print(json.dumps([lengths, [name for name in ("torch", "ray", "vllm", "transformers", "megatron") if name in sys.modules]]))
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_module(name: str) -> None:
+    module, text = COMMANDS[name]
+    assert callable(importlib.import_module(module).main) and text
+
+
+def test_help_needs_no_heavy_library() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP, *WITHOUT_TORCH], capture_output=True, text=True, check=True)
+    lengths, loaded = json.loads(done.stdout)
+    assert min(lengths.values()) > 100, lengths
+    assert loaded == []
+
+
+def test_a_command_is_one_file_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "greeting.py").write_text("def main(argv):\n    print('hello', *argv)\n    return 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "greet", ("greeting", "says hello"))
+    assert main(["greet", "you"]) == 3
+    assert main(["--help"]) == 0
+    assert main(["gret"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("hello you\n") and "greet       says hello" in shown.out
+    assert "Did you mean 'greet'?" in shown.err
+
+
+def deferred_imports(folder: Path) -> list[str]:
+    """Where functions import modules of the package."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                for node in ast.walk(function):
+                    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                    names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                    if any(name.split(".")[0] == "mindspeed_rl" for name in names):
+                        found.append(f"{path.relative_to(folder)}:{node.lineno}")
+    return found
+
+
+def test_commands_enter_their_work_by_few_deferred_imports() -> None:
+    found = [*deferred_imports(PACKAGE / "cli"), *deferred_imports(PACKAGE / "inference")]
+    assert len(found) <= 11, found
