@@ -48,7 +48,7 @@ def _chat(argv: list[str]) -> int:
         raise ValueError("--greedy draws nothing: drop --temperature, --top-k, --top-p and --min-p")
     session = open_session(args)
     from mindspeed_rl.inference.chat import History, run_chat
-    from mindspeed_rl.rollout.records import Sampling
+    from mindspeed_rl.rollout.requests import Sampling
 
     if not session.prompt_format.is_chat:
         own = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""

@@ -94,7 +94,7 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
 
 def _settings(args: argparse.Namespace, session: Session) -> EvaluationSettings:
     from mindspeed_rl.inference.evaluation import EvaluationSettings
-    from mindspeed_rl.rollout.records import Sampling
+    from mindspeed_rl.rollout.requests import Sampling
 
     sampling = Sampling(
         temperature=args.temperature or 0.0,

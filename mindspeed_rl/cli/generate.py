@@ -128,7 +128,7 @@ def make_settings(
         ValueError: the method cannot do what is asked.
     """
     from mindspeed_rl.inference.generation import GenerationSettings
-    from mindspeed_rl.rollout.records import Sampling
+    from mindspeed_rl.rollout.requests import Sampling
 
     if method in ("greedy", "beam_search"):
         sampling = Sampling(0.0, args.max_new_tokens, stop_token_ids)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mindspeed_rl.inference.engine import EngineSettings
+    from mindspeed_rl.inference.engine_settings import EngineSettings
     from mindspeed_rl.inference.model_files import ModelFiles
     from mindspeed_rl.inference.prompts import PromptFormat
     from mindspeed_rl.inference.records import Engine
@@ -203,7 +203,7 @@ def open_session(args: argparse.Namespace, *, default_template: str | None = Non
     if args.graph:
         os.environ.pop("TORCHDYNAMO_DISABLE", None)
     from mindspeed_rl.data.tokenizer import load_tokenizer
-    from mindspeed_rl.inference.engine import EngineSettings
+    from mindspeed_rl.inference.engine_settings import EngineSettings
     from mindspeed_rl.inference.model_files import ModelSettings, open_model
     from mindspeed_rl.inference.prompts import PromptFormat, choose_template
 
@@ -272,6 +272,9 @@ def running_engine(session: Session, *, max_model_len: int, most_log_probs: int 
         with engine_group(settings, session.platform_name) as engine:
             yield engine
     else:
+        from mindspeed_rl import adaptors
+
+        adaptors.apply("rollout")  # before vLLM, which the engine imports
         from mindspeed_rl.inference.engine import InferenceEngine
 
         yield InferenceEngine(settings, session.model, session.tokenizer)

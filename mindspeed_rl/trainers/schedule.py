@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_rl.algorithms.kl import kl_coefficient, kl_controller
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import Run
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.workers.order import mini_batches
+from mindspeed_rl.workers.order import UpdateOrder, mini_batches
 
 
 class DisagreementError(RuntimeError):
@@ -23,7 +23,8 @@ class Schedule:
         needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
     """
 
-    def __init__(self, cfg: RunConfig, plan: BatchPlan) -> None:
+    def __init__(self, run: Run) -> None:
+        cfg, plan = run.config, run.plan
         rl = cfg.rl_config
         self._cfg, self._plan = cfg, plan
         self.train_iters = plan.train_iters or 0
@@ -47,6 +48,16 @@ class Schedule:
             self._plan.epochs,
             group_size=self._plan.n_samples_per_prompt,
             shuffle_seed=self._cfg.actor_config.seed * 1_000_003 + iteration if rl.shuffle_mini_batch else None,
+        )
+
+    def update_order(self, iteration: int, entropy_threshold: float | None) -> UpdateOrder:
+        """What the actor's update of this iteration consists of."""
+        return UpdateOrder(
+            steps=self.steps(iteration),
+            kl_coef=self.kl.coef,
+            entropy_threshold=entropy_threshold,
+            use_old_log_probs=self.needs_old_log_probs,
+            use_ref_log_probs=self.kl_in_loss,
         )
 
     def computes_old_log_probs(self, iteration: int) -> bool:

@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from mindspeed_rl.engine.balance import balance_ranks
+
+
+@dataclass(frozen=True)
+class UpdateOrder:
+    """What the driver decides about one update.
+
+    Attributes:
+        steps: rows of each optimizer step.
+        kl_coef: this iteration's coefficient.
+        entropy_threshold: of top-entropy masking, None without.
+        use_old_log_probs: False when the update is exactly on-policy.
+        use_ref_log_probs: True when the KL to the reference is in the loss.
+    """
+
+    steps: list[list[int]]
+    kl_coef: float
+    entropy_threshold: float | None
+    use_old_log_probs: bool
+    use_ref_log_probs: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the data plane that the policy loss reads."""
+        optional = {
+            "old_log_probs": self.use_old_log_probs,
+            "ref_log_probs": self.use_ref_log_probs,
+            "entropies": self.entropy_threshold is not None,
+        }
+        always = ["advantages", "rollout_log_probs", "scored_mask", "loss_mask"]
+        return always + [name for name, is_read in optional.items() if is_read]
 
 
 def mini_batches(

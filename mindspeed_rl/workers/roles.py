@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.algorithms.kl import kl_coefficient
-from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig, own_reward_devices
+from mindspeed_rl.config import MegatronConfig, Run, RunConfig, own_reward_devices
 from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
 from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
@@ -39,7 +39,7 @@ class Roles:
         return [role for role in (self.reference, self.reward) if role is not None]
 
 
-def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan: ModelPlan, tokenizer: Any) -> Roles:
+def build_roles(run: Run, source: ModelSource, model_plan: ModelPlan, tokenizer: Any) -> Roles:
     """All models of the run with their weights; collective over the training world.
 
     Args:
@@ -48,7 +48,7 @@ def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan
     Raises:
         ValueError: weights are missing, or the roles' checkpoints do not belong together.
     """
-    steps = plan.num_optimizer_steps
+    cfg, steps = run.config, run.plan.num_optimizer_steps
     shared = shared_settings(cfg, tokenizer)
     actor = Role("actor", cfg.actor_config, model_plan, source, steps_per_iteration=steps, **shared)
     roles = Roles(actor)
