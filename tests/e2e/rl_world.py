@@ -10,14 +10,12 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from mindspeed_rl.trainers.run import Inputs, assemble, open_data_plane
-from mindspeed_rl.workers.launch import RewardGroup, cluster
-from ray import cloudpickle
 
-from mindspeed_rl.config import BatchPlan, RunConfig, load_run_config
+from mindspeed_rl.config import BatchPlan, RunConfig, load_run_config, resolve
+from mindspeed_rl.config import Run as ResolvedRun
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -25,11 +23,12 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.rl import RLTrainer
-
-if TYPE_CHECKING:
-    pass
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it from here
+from mindspeed_rl.trainers.rl_parts import Inputs, assemble, open_data_plane
+from mindspeed_rl.trainers.rollout_logger import RolloutLogger
+from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.workers.cluster import cluster
+from mindspeed_rl.workers.groups import ActorGroup
+from mindspeed_rl.workers.reward_group import RewardGroup
 
 _REWARD_DISPATCH = "reward_dispatch_size"
 #: beginnings of what a reward worker reads; the reward model is not its business
@@ -50,7 +49,7 @@ class VariantGroup(ActorGroup):
 
     target = "variant_worker:VariantWorker"
 
-    def restart(self, run: config.Run, plane: DataPlane) -> None:
+    def restart(self, run: ResolvedRun, plane: DataPlane) -> None:
         """The next run is this one, from the first weights and with fresh optimizers."""
         self.wait("restart", [process.call.remote("restart", run, plane) for process in self.processes])
 
@@ -137,7 +136,7 @@ class World:
             plane.close()
         self._stack.close()
 
-    def _load(self, config_name: str, overrides: Sequence[str], folder: Path) -> config.Run:
+    def _load(self, config_name: str, overrides: Sequence[str], folder: Path) -> ResolvedRun:
         critic = _critic_overrides(self._task) if "ppo" in config_name else []
         cfg = load_run_config(config_name, None, [*task_overrides(self._task), *critic, *self._shared, *overrides])
         return dataclasses.replace(resolve(cfg, platform="cpu"), folder=folder)
@@ -161,7 +160,7 @@ class World:
             trainer.fit()
         return Run(folder, run.plan, logger.first, self.workers.weights(), self.workers.num_steps(), plane)
 
-    def _services(self, run: config.Run) -> tuple[RewardGroup, DataPlane]:
+    def _services(self, run: ResolvedRun) -> tuple[RewardGroup, DataPlane]:
         """Reward worker and data plane; those of an earlier run where they suit."""
         cfg, plan, rl = run.config, run.plan, run.config.rl_config
         key = (cfg.generate_config.sampling_config.max_tokens, plan.n_samples_per_prompt, plan.dispatch_sizes[_REWARD_DISPATCH])
@@ -189,7 +188,7 @@ class World:
         return Inputs(self._tokenizer, str(self._task / "model"), prompts(actor.data_path), held_out)
 
     @contextlib.contextmanager
-    def _logger(self, run: config.Run) -> Iterator[RolloutLogger]:
+    def _logger(self, run: ResolvedRun) -> Iterator[RolloutLogger]:
         trackers = make_trackers(run.config.rl_config, run.folder, {})
         with IterationProgress(run.plan.train_iters, stream=io.StringIO()) as progress:
             logger = RolloutLogger(run, trackers, progress, self._tokenizer)

@@ -76,7 +76,7 @@ def load(work: Path, stage: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path, stage: str) -> None:
-
+    from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     cfg = load(work, stage, "megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
     worker = SupervisedWorker(resolve(cfg, platform="cpu"), rank=0)
