@@ -131,8 +131,8 @@ class ScoringGroup(RunGroup):
 
     def compute_model_rewards(self, count: int) -> list[WorkerReport]:
         """The first `count` rows have the reward model's score."""
-        phase = "compute_model_rewards"
-        return self.wait(phase, [process.call.remote(phase, count) for process in self.processes])
+        futures = [process.call.remote("compute_model_rewards", count) for process in self.processes]
+        return self.wait("compute_model_rewards", futures)
 
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[list[float] | None]:
         """The reward model's scores, each replica's share; None from ranks that do not hand results out."""
@@ -176,8 +176,8 @@ class ActorGroup(ScoringGroup):
 
     def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
         """The first `count` rows have the log-probs of this role, "actor" or "ref"."""
-        phase = "compute_log_probs"
-        return self.wait(phase, [process.call.remote(phase, role, count) for process in self.processes])
+        futures = [process.call.remote("compute_log_probs", role, count) for process in self.processes]
+        return self.wait("compute_log_probs", futures)
 
     def compute_values(self, count: int) -> list[WorkerReport]:
         """The first `count` rows have the critic's values."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from call_path import Call
 
 from mindspeed_rl.config import BatchPlan, RunConfig, load_run_config, resolve
 from mindspeed_rl.config import Run as ResolvedRun
@@ -60,6 +61,14 @@ class VariantGroup(ActorGroup):
     def num_steps(self) -> int:
         """Optimizer steps of the actor since the restart."""
         return self.wait("num_steps", [process.call.remote("num_steps") for process in self.processes])[0]
+
+    def watch(self) -> None:
+        """From now on the way to the policy loss is noted."""
+        self.wait("watch", [process.call.remote("watch") for process in self.processes])
+
+    def stacks(self) -> list[list[Call]]:
+        """The ways that rank 0 noted, each outermost first; nothing more is noted."""
+        return self.wait("stacks", [process.call.remote("stacks") for process in self.processes])[0]
 
 
 class FlippedAdvantages:
@@ -117,8 +126,8 @@ class World:
         self.reward_model, self.held_out = task / "reward_model", task / "heldout.jsonl"
         run = self._load("ppo_tiny_cpu", [f"rl_config.reward_model={self.reward_model}"], folder / "world")
         self._tokenizer = load_tokenizer(task / "model")
-        here = str(Path(__file__).parent)  # worker processes import `variant_worker` from here
-        os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        here = Path(__file__).parent  # worker processes import `variant_worker` and what it needs
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
         self._stack.enter_context(cluster(run.plan.world_size, "cpu"))
         plane = open_data_plane(run.config, run.plan)
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
+from call_path import Call, watching
 
+from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.workers.actor_worker import ActorWorker
@@ -55,3 +58,13 @@ class VariantWorker(ActorWorker):
     def num_steps(self) -> int:
         """Optimizer steps of the actor since the restart."""
         return self.roles.actor.engine.scheduler.num_steps
+
+    def watch(self) -> None:
+        """From now on the way to the policy loss is noted."""
+        self._watching = contextlib.ExitStack()
+        self._stacks = self._watching.enter_context(watching(policy_loss.__code__))
+
+    def stacks(self) -> list[list[Call]]:
+        """The ways that were noted, each outermost first; nothing more is noted."""
+        self._watching.close()
+        return self._stacks
