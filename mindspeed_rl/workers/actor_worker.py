@@ -6,7 +6,7 @@ The methods are the phases of an iteration; `groups.ActorGroup` calls them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -175,7 +175,7 @@ class ActorWorker(DeviceWorker):
 
     def _reference_weights(self) -> AbstractContextManager:
         """With a shared backbone the reference is the actor without its adapters."""
-        return adapters_disabled(self.roles.actor.model) if self.run.config.rl_config.share_backbone else torch.no_grad()
+        return adapters_disabled(self.roles.actor.model) if self.run.config.rl_config.share_backbone else nullcontext()
 
     # ------------------------------------------------------------------ training
 
