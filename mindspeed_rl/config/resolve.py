@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.objective import Objective, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
+from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.validation import unavailable
 
@@ -32,6 +34,18 @@ class Run:
     platform: str
     num_nodes: int
     folder: Path
+
+    @property
+    def rl(self) -> RLConfig:
+        """Keys of rl_config; for runs with rollouts."""
+        assert self.config.rl_config is not None
+        return self.config.rl_config
+
+    @property
+    def generate(self) -> GenerateConfig:
+        """Keys of generate_config; for runs with rollouts."""
+        assert self.config.generate_config is not None
+        return self.config.generate_config
 
 
 def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:

@@ -21,6 +21,7 @@ from mindspeed_rl.rollout.vllm_engine import VllmEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 class InferenceEngine(VllmEngine):
     """A vLLM engine in this process, with its weights; ranks of a tensor-parallel group make the same calls in one order."""
 

@@ -28,7 +28,7 @@ class Evaluator:
         count = 0 if prompts is None else min(len(prompts), actor.eval_num_prompts or len(prompts))
         self._items = [prompts[index] for index in range(count)]
         self._actors, self._rewards, self._model_rewards = services.actors, services.rewards, model_rewards
-        self._greedy, self._seed = run.config.rl_config.eval_greedy, actor.seed
+        self._greedy, self._seed = run.rl.eval_greedy, actor.seed
 
     def run(self) -> Metrics:
         """eval/accuracy (share of responses with the full score of the first reward function), eval/<part>, eval/reward."""

@@ -19,8 +19,8 @@ class ModelRewards:
     """Scores by the reward model that these workers hold: those of the actor, or its own."""
 
     def __init__(self, run: Run, scorers: ScoringGroup, plane: DataPlane) -> None:
-        self._weight = run.config.rl_config.reward_model_weight
-        self._timeout_s = run.config.rl_config.wait_timeout_s
+        self._weight = run.rl.reward_model_weight
+        self._timeout_s = run.rl.wait_timeout_s
         self._scorers, self._plane = scorers, plane
 
     def run(self, num_rows: int) -> list[WorkerReport]:

@@ -179,9 +179,7 @@ def open_data_plane(cfg: RunConfig, plan: BatchPlan) -> DataPlane:
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, columns=columns, **options)
 
 
-def assemble(
-    run: Run, services: Services, inputs: Inputs, logger: RolloutLogger, resumed: Mapping[str, Any]
-) -> RLTrainer:
+def assemble(run: Run, services: Services, inputs: Inputs, logger: RolloutLogger, resumed: Mapping[str, Any]) -> RLTrainer:
     """The loop of this run file on workers that are set up.
 
     Args:

@@ -77,7 +77,7 @@ class SynchronousRollout:
     """One draw of prompts by the weights that were pushed last, all groups kept."""
 
     def __init__(self, run: Run, services: Services, feed: PromptFeed) -> None:
-        self._blocking, self._num_samples = run.config.rl_config.blocking, run.plan.num_samples
+        self._blocking, self._num_samples = run.rl.blocking, run.plan.num_samples
         self._actors, self._rewards, self._feed = services.actors, services.rewards, feed
 
     def run(self, iteration: int) -> list[WorkerReport]:
@@ -115,7 +115,7 @@ class FilteredRollout:
             draws: of which groups are kept.
             model_rewards: adds its scores to every draw before groups are looked at.
         """
-        rl = run.config.rl_config
+        rl = run.rl
         self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, draws, model_rewards
         self._metric = rl.filter_groups_metric if rl.filter_groups_enable else None
         self._limit = rl.filter_groups_max_batches if rl.filter_groups_enable else 1 + rl.max_resample_times
@@ -183,7 +183,7 @@ def make_rollout(
     A filter that looks at one reward function leaves the reward model only the groups that are kept; one that looks at the
     total reward needs the model's scores of every draw.
     """
-    rl = run.config.rl_config
+    rl = run.rl
     synchronous = SynchronousRollout(run, services, feed)
     if rl.filter_groups_enable:
         return FilteredRollout(run, services.plane, synchronous, NoModelRewards()), model_rewards

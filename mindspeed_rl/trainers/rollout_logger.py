@@ -22,7 +22,7 @@ class RolloutLogger(RunLogger):
 
     def __init__(self, run: Run, trackers: Trackers, progress: IterationProgress, tokenizer: Any) -> None:
         super().__init__(run.folder, trackers, progress)
-        rl = run.config.rl_config
+        rl = run.rl
         self._cfg, self._plan, self._tokenizer = run.config, run.plan, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
         self._completions = CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)

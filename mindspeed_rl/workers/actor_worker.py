@@ -52,7 +52,7 @@ class ActorWorker(DeviceWorker):
         source = find_model(cfg.actor_config, "actor_config")
         model_plan = plan_model(cfg.actor_config, source.hf_folder)
         init_distributed(cfg.actor_config, model_plan.layout.vpp)
-        self.replica = Replica(plane, cfg.rl_config.wait_timeout_s)
+        self.replica = Replica(plane, run.rl.wait_timeout_s)
         tokenizer = load_tokenizer_of(cfg.actor_config, source)
         self.roles = build_roles(run, source, model_plan, tokenizer)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
@@ -61,7 +61,7 @@ class ActorWorker(DeviceWorker):
     def follow(self, run: Run, plane: DataPlane) -> None:
         """The phases from now on are those of this run, whose roles are the ones that were built."""
         self.run = run
-        self.replica.follow(plane, run.config.rl_config.wait_timeout_s)
+        self.replica.follow(plane, run.rl.wait_timeout_s)
         self.rollout.run, self.rollout.plane = run, plane
 
     def resumed_state(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ActorWorker(DeviceWorker):
         return self._report(metrics)
 
     def _offload_all(self) -> None:
-        config = self.run.config.generate_config
+        config = self.run.generate
         parts = {
             "optimizer": config.offload_train_optimizer,
             "grads": config.offload_train_grad,
@@ -133,7 +133,7 @@ class ActorWorker(DeviceWorker):
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""
-        rl = self.run.config.rl_config
+        rl = self.run.rl
         if role == "actor":
             batching = self._batching("actor", rl.actor_forward_micro_batch_size)
             names = ("old_log_probs", "entropies")
@@ -156,7 +156,7 @@ class ActorWorker(DeviceWorker):
 
     def _batching(self, use: Literal["update", "actor", "ref"], size: int | None = None) -> MicroBatching:
         """Limits of a pass; rows of a micro-batch are the actor's micro_batch_size unless `size` says otherwise."""
-        return micro_batching(self.run.config.rl_config, use, size or self.run.plan.micro_batch_size)
+        return micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
 
     def _forward(
         self, role: Role, consumer: str, names: Sequence[str], batching: MicroBatching, count: int, dispatch_key: str
@@ -171,19 +171,19 @@ class ActorWorker(DeviceWorker):
 
     def _rest(self, role: Role) -> None:
         """A model that does not train leaves the device until its next pass, where the run file says so."""
-        role.offloader.offload(params=self.run.config.generate_config.offload_train_param)
+        role.offloader.offload(params=self.run.generate.offload_train_param)
 
     def _reference_weights(self) -> AbstractContextManager:
         """With a shared backbone the reference is the actor without its adapters."""
-        return adapters_disabled(self.roles.actor.model) if self.run.config.rl_config.share_backbone else nullcontext()
+        return adapters_disabled(self.roles.actor.model) if self.run.rl.share_backbone else nullcontext()
 
     # ------------------------------------------------------------------ training
 
     def update_actor(self, order: UpdateOrder) -> WorkerReport:
         """All optimizer steps of the iteration on this replica's share of their rows."""
-        cfg, actor, metrics = self.run.config, self.roles.actor, Metrics()
+        run, actor, metrics = self.run, self.roles.actor, Metrics()
         settings = PolicyLossSettings.from_config(
-            cfg.rl_config, cfg.stage, max_response_length=cfg.generate_config.sampling_config.max_tokens
+            run.rl, run.config.stage, max_response_length=run.generate.sampling_config.max_tokens
         )
         settings = replace(settings, kl_coef=order.kl_coef if order.use_ref_log_probs else 0.0)
         loss = partial(policy_loss, settings=settings)
@@ -199,7 +199,7 @@ class ActorWorker(DeviceWorker):
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
         """All steps of the critic on this replica's share of their rows."""
         critic, metrics = self.roles.critic, Metrics()
-        loss = partial(critic_loss, clip_range=self.run.config.rl_config.cliprange_value)
+        loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
         with self.profiler("critic_update"), self.timers("update_critic"):
             critic.offloader.onload(params=True, grads=True, optimizer=True)
@@ -217,7 +217,7 @@ class ActorWorker(DeviceWorker):
     def _share_of_step(self, rows: Sequence[int]) -> list[int]:
         """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""
         lengths = None
-        if self.run.config.rl_config.use_dp_batch_balance and self.replica.count > 1:
+        if self.run.rl.use_dp_batch_balance and self.replica.count > 1:
             batch = self.replica.fetch("actor_train", ["prompt_length", "response_length"], rows)
             lengths = [int(p) + int(r) for p, r in zip(batch["prompt_length"], batch["response_length"])]
         return self.replica.share(rows, lengths)

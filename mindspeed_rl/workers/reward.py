@@ -20,11 +20,10 @@ class RewardWorker:
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str, number: int) -> None:
         redirect_output(run.folder / "logs" / f"reward_{number}.log")
         set_up_logging(run.folder / "run.log", worker=f"reward {number}", console=False)
-        cfg = run.config
-        self.cfg, self.plan, self.plane = cfg, run.plan, plane
-        self.max_tokens = cfg.generate_config.sampling_config.max_tokens
-        self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not cfg.actor_config.tokenizer_not_use_fast)
-        self.pool = RewardPool.from_config(cfg.rl_config, max_tokens=self.max_tokens)
+        self.run, self.plan, self.plane = run, run.plan, plane
+        self.max_tokens = run.generate.sampling_config.max_tokens
+        self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
+        self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
         self.timers = Timers(worker=f"reward {number}")
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict) -> None:
@@ -37,7 +36,7 @@ class RewardWorker:
 
         A score that failed and is to be dropped is NaN: its row does not train.
         """
-        rl = self.cfg.rl_config
+        rl = self.run.rl
         size = max(1, self.plan.dispatch_sizes["reward_dispatch_size"])
         with self.timers("rule_reward"):
             for start in range(0, len(rows), size):
@@ -62,7 +61,7 @@ class RewardWorker:
                 self._sample(item["prompt_ids"], response, item["label"], item["columns"], False)
                 for item, response in zip(items, responses)
             ],
-            timeout_s=self.cfg.rl_config.wait_timeout_s,
+            timeout_s=self.run.rl.wait_timeout_s,
         )
 
     def _sample(

@@ -73,13 +73,14 @@ class RewardModelWorker(DeviceWorker):
         """Joins the reward model's world and builds it."""
         super().__init__(run, rank, "reward_model")
         cfg, config = run.config, reward_model_config(run.config)
+        assert config is not None
         source = find_model(config, "reward_config")
         actor = cfg.actor_config
         tokenizer = load_tokenizer_of(actor, find_model(actor, "actor_config"))  # it reads the actor's tokens
         init_distributed(config, plan_model(config, source.hf_folder).layout.vpp)
         role, scoring = build_reward_model(cfg, config, tokenizer, shared_settings(cfg, tokenizer))
-        batching = micro_batching(cfg.rl_config, "ref", config.micro_batch_size or run.plan.micro_batch_size)
-        self._model = RewardModel(role, scoring, Replica(plane, cfg.rl_config.wait_timeout_s), batching)
+        batching = micro_batching(run.rl, "ref", config.micro_batch_size or run.plan.micro_batch_size)
+        self._model = RewardModel(role, scoring, Replica(plane, run.rl.wait_timeout_s), batching)
 
     def compute_model_rewards(self, count: int) -> WorkerReport:
         """The first `count` rows have the reward model's score."""

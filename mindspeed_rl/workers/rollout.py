@@ -32,10 +32,8 @@ class RolloutReplica:
         is_output: True on the rank that hands the replica's responses out.
     """
 
-    def __init__(
-        self, run: Run, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str
-    ) -> None:
-        config = run.config.generate_config
+    def __init__(self, run: Run, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
+        config = run.generate
         self.run, self.plane = run, plane
         keys = config.sampling_config
         sampling = Sampling(
@@ -88,7 +86,7 @@ class RolloutReplica:
     @property
     def hands_memory_over(self) -> bool:
         """Memory is handed back and forth on devices, and on the CPU only when the run file offloads training weights."""
-        return platform.current().engine_sleep or self.run.config.generate_config.offload_train_param
+        return platform.current().engine_sleep or self.run.generate.offload_train_param
 
     # ------------------------------------------------------------------ responses
 
@@ -105,7 +103,7 @@ class RolloutReplica:
 
     def _batches(self) -> Iterator[tuple[list[int], Any]]:
         """This replica's rows, a dispatch at a time; fetched by its first rank and shared with the others."""
-        columns, rl = ["prompt_ids"], self.run.config.rl_config
+        columns, rl = ["prompt_ids"], self.run.rl
         size = self.run.plan.dispatch_sizes["actor_rollout_dispatch_size"]
         if rl.guarantee_order:
             share = self.run.plan.num_samples // self.num_replicas
@@ -133,7 +131,7 @@ class RolloutReplica:
 
     def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
         group = self.run.plan.n_samples_per_prompt
-        base = self.run.config.generate_config.sampling_config.seed
+        base = self.run.generate.sampling_config.seed
         seed = self.run.config.actor_config.seed if base is None else base
         prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
         requests = [
