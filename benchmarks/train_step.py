@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl import adaptors, platform
@@ -37,11 +36,11 @@ from mindspeed_rl import adaptors, platform
 platform.select("cpu")
 adaptors.apply("train")
 
-from mindspeed_rl.algorithms.records import LossOutput  # noqa: E402  (Megatron must be imported after the adaptor)
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput  # noqa: E402  (Megatron must be imported after the adaptor)
 from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
-from mindspeed_rl.engine.batching import MicroBatch, Rows  # noqa: E402
+from mindspeed_rl.engine.batching import Rows  # noqa: E402
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_model  # noqa: E402
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine  # noqa: E402
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402
@@ -159,10 +158,9 @@ def transformers_step(folder: Path, size: Size, rows: Rows) -> Step:
     return step
 
 
-def answer_loss(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> LossOutput:
+def answer_loss(inputs: LossInputs) -> LossOutput:
     """-log p over the answers."""
-    mask = micro_batch.response_mask
-    return LossOutput(-torch.where(mask, log_probs, 0.0).sum(), mask.sum(), {})
+    return LossOutput(-torch.where(inputs.mask, inputs.outputs[0], 0.0).sum(), inputs.mask.sum())
 
 
 def engine_step(folder: Path, size: Size, rows: Rows, *, packed: bool) -> Step:
@@ -178,15 +176,8 @@ def engine_step(folder: Path, size: Size, rows: Rows, *, packed: bool) -> Step:
     count = sum(rows.response_lengths)
 
     def step() -> float:
-        losses = []
-
-        def loss(*arguments: object) -> LossOutput:
-            result = answer_loss(*arguments)
-            losses.append(result.loss_sum.item())
-            return result
-
-        engine.step(rows, MicroBatching(size.micro_batch), loss)
-        return sum(losses) / count
+        result = engine.train_step(rows, MicroBatching(size.micro_batch), answer_loss)
+        return sum(loss.loss_sum.item() for loss in result.losses) / count
 
     return step
 

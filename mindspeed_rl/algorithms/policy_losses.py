@@ -3,8 +3,8 @@
 Token loss = w_t * keep_t * L_t + kl_coef * kl_t - entropy_coeff * H_t, aggregated by the loss's normalizer. Masks (top
 entropy, OPSM) and the rollout weights w touch the policy term alone and leave the denominators as they are.
 
-A policy loss takes `LossInputs` and the objective, and returns (token losses L_t [B, R], to be minimized; clipped [B, R] bool,
-tokens whose policy gradient it cut or capped). Its entry in `catalogue.POLICY_LOSSES` says the rest.
+A policy loss takes `PolicyInputs` and the objective, and returns (token losses L_t [B, R], to be minimized; clipped [B, R]
+bool, tokens whose policy gradient it cut or capped). Its entry in `catalogue.POLICY_LOSSES` says the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
 from mindspeed_rl.algorithms.corrections import mismatch_metrics, rollout_weights
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import off_policy_keep
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput, PolicyBatch, Terms, masked_mean, read_metrics
+from mindspeed_rl.algorithms.records import LossOutput, PolicyBatch, PolicyInputs, Terms, masked_mean, read_metrics
 
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import Level
     from mindspeed_rl.config import Objective
 
 
-def clip(inputs: LossInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, asymmetric, with an optional second bound for negative advantages.
 
     L = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)   PPO arXiv:1707.06347, clip-higher arXiv:2503.14476
@@ -45,7 +45,7 @@ def clip(inputs: LossInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     return losses, clipped
 
 
-def cispo(inputs: LossInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+def cispo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """REINFORCE weighted by the clipped ratio (CISPO, arXiv:2506.13585).
 
     L = -sg[clip(r, 1 - eps_low, 1 + eps_high)] A log pi.
@@ -54,7 +54,7 @@ def cispo(inputs: LossInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     return -weight * inputs.advantages * inputs.log_probs, weight != inputs.ratio.detach()
 
 
-def cispo_cap(inputs: LossInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+def cispo_cap(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """CISPO with an absolute cap and no lower bound: L = -sg[min(r, clip_ratio_high)] A log pi (ScaleRL, arXiv:2510.13786).
 
     This is what TRL and ms-swift call cispo; there and here clip_ratio_high is the cap itself, e.g. 5.0.
@@ -63,7 +63,7 @@ def cispo_cap(inputs: LossInputs, objective: Objective) -> tuple[Tensor, Tensor]
     return -weight * inputs.advantages * inputs.log_probs, weight != inputs.ratio.detach()
 
 
-def sapo(inputs: LossInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+def sapo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """A smooth gate in place of the clip (SAPO, arXiv:2511.20347).
 
     L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg. Nothing is clipped.
@@ -90,7 +90,7 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     log_ratio = log_probs - old_log_probs
 
-    inputs = LossInputs(
+    inputs = PolicyInputs(
         ratio=importance_ratio(log_ratio, mask, objective.level),
         log_probs=log_probs,
         advantages=advantages,

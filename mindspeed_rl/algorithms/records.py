@@ -82,6 +82,22 @@ class LossOutput:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch as the engine hands it to a loss. A response has as many tokens as its row predicts.
+
+    Attributes:
+        outputs: what the model's head computes, each [B, R] float32 with gradient: log-probs and entropies of the predicted
+            tokens of a language model, one logit a choice where it is restricted to choices, the values of a value head.
+        mask: [B, R] bool; True on predicted tokens.
+        columns: what the rows brought along: name -> [B, R], 0 where the mask is False, or [B] for one number a row.
+    """
+
+    outputs: tuple[Tensor, ...]
+    mask: Tensor
+    columns: Mapping[str, Tensor]
+
+
 @dataclass
 class PolicyBatch:
     """Rows of one micro-batch for `policy_loss`. All tensors are [B, R], aligned to the response and padded on the right.
@@ -113,6 +129,26 @@ class PolicyBatch:
     old_entropy: Tensor | None = None
     entropy_threshold: float | None = None
 
+    @classmethod
+    def from_inputs(cls, inputs: LossInputs, *, entropy_threshold: float | None = None) -> PolicyBatch:
+        """The rows of a language model, from the columns advantages, scored_mask, loss_mask and, where they are given,
+        rollout_log_probs, old_log_probs, ref_log_probs and entropies (those at the start of the update).
+        """
+        log_probs, entropy = inputs.outputs
+        columns = inputs.columns
+        return cls(
+            log_probs=log_probs,
+            advantages=columns["advantages"],
+            response_mask=columns["scored_mask"] & inputs.mask,
+            loss_mask=columns["loss_mask"] & inputs.mask,
+            old_log_probs=columns.get("old_log_probs"),
+            ref_log_probs=columns.get("ref_log_probs"),
+            rollout_log_probs=columns.get("rollout_log_probs"),
+            entropy=entropy,
+            old_entropy=columns.get("entropies"),
+            entropy_threshold=entropy_threshold,
+        )
+
     def __post_init__(self) -> None:
         if self.loss_mask is None:
             self.loss_mask = self.response_mask
@@ -130,7 +166,7 @@ class PolicyBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossInputs:
+class PolicyInputs:
     """What a policy loss sees of one micro-batch; all tensors are [B, R]. What it returns where `mask` is False is not read.
 
     Attributes:

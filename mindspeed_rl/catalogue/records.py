@@ -145,7 +145,7 @@ class Algorithm:
 class PolicyLoss(Algorithm):
     """A loss of each token, and how tokens become the loss.
 
-    The function takes `(inputs: LossInputs, objective: Objective)` and returns (losses [B, R], clipped [B, R] bool).
+    The function takes `(inputs: PolicyInputs, objective: Objective)` and returns (losses [B, R], clipped [B, R] bool).
 
     Attributes:
         normalizer: what the summed loss is divided by: a key of `catalogue.NORMALIZERS`.

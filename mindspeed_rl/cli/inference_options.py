@@ -14,7 +14,7 @@ from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_withou
 from mindspeed_rl.config.loader import PLATFORMS
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import quiet_environment
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.requests import Engine

@@ -6,6 +6,8 @@ import difflib
 import importlib
 import sys
 
+from mindspeed_rl import __version__
+
 #: command -> module and what it does
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("mindspeed_rl.cli.train", "train as a run file says: GRPO, PPO, SFT, DPO ..."),
@@ -31,8 +33,6 @@ def main(argv: list[str] | None = None) -> int:
         print("\nmindspeed-rl <command> --help shows the options of one.")
         return 0
     if argv[0] == "--version":
-        from mindspeed_rl import __version__
-
         print(__version__)
         return 0
     if argv[0] not in COMMANDS:

@@ -26,7 +26,7 @@ from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.loader import apply_second_spellings
-from mindspeed_rl.config.objective import resolve, unusable_plugins
+from mindspeed_rl.config.objective import objective_of, unusable_plugins
 from mindspeed_rl.config.objective_rules import algorithm_violations
 from mindspeed_rl.config.schema import build
 from mindspeed_rl.observability.metrics import merge
@@ -72,7 +72,7 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
         for name, column in batch.columns.items()
         if name != "input_ids"
     }
-    objective = resolve(config, batch.stage, max_response_length=batch.max_response_length, group_size=batch.group_size)
+    objective = objective_of(config, batch.stage, max_response_length=batch.max_response_length, group_size=batch.group_size)
     inputs = _advantage_inputs(config, objective, columns)
     mistakes = [violation.message for violation in algorithm_violations(config, objective)]
     mistakes += [f"adv_estimator {objective.adv_estimator} needs {missing}" for missing in missing_inputs(inputs, objective)]

@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 
-from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.config import ConfigError, load_run_config, resolve
+from mindspeed_rl.observability.logging import quiet_environment
 
 
 def main(argv: list[str]) -> int:
@@ -19,17 +20,18 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
+        _prepare_environment()
+        # these import torch, Ray and transformers, which read the environment
+        from mindspeed_rl import platform
+        from mindspeed_rl.trainers.start import started
+
+        run = resolve(cfg, arguments.nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
+        with started(run) as trainer:
+            trainer.fit()
     except ConfigError as error:
-        return _wrong(error)
-    _prepare_environment()
-    if cfg.is_supervised:
-        from mindspeed_rl.trainers.run_supervised import run_supervised as run
-    else:
-        from mindspeed_rl.trainers.run import run_rl as run
-    try:
-        run_dir = run(cfg, num_nodes=arguments.nodes)
-    except ConfigError as error:
-        return _wrong(error)
+        for text in error.errors:
+            print(f"error: {text}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; all workers were ended.", file=sys.stderr)
         return 130
@@ -39,20 +41,12 @@ def main(argv: list[str]) -> int:
     except (RuntimeError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"finished: {run_dir}")
+    print(f"finished: {run.folder}")
     return 0
-
-
-def _wrong(error: ConfigError) -> int:
-    for text in error.errors:
-        print(f"error: {text}", file=sys.stderr)
-    return 2
 
 
 def _prepare_environment() -> None:
     """The driver needs no device and no library chatter; set before torch, Ray and transformers are imported."""
-    from mindspeed_rl.observability.logging import quiet_environment
-
     os.environ.update(quiet_environment(os.environ))
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,6 +10,7 @@ from mindspeed_rl.config.loader import build_run_config, load_run_config
 from mindspeed_rl.config.megatron import RL_STAGES, SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.objective import Objective, formula, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
+from mindspeed_rl.config.resolve import Run, resolve
 from mindspeed_rl.config.rl import IntegratedModeConfig, Resource, RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import own_reward_devices
@@ -30,6 +31,7 @@ __all__ = [
     "ProfilerGroups",
     "RLConfig",
     "Resource",
+    "Run",
     "RunConfig",
     "SamplingConfig",
     "Violation",
@@ -39,6 +41,7 @@ __all__ = [
     "load_run_config",
     "missing_for_training",
     "own_reward_devices",
+    "resolve",
     "resolve_objective",
     "unavailable",
     "validate",

@@ -188,7 +188,7 @@ def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
         except ValueError as error:
             sentences.append(str(error))
     if not sentences and found:
-        numbers = resolve(rl, stage).numbers()
+        numbers = objective_of(rl, stage).numbers()
         for kind, record in found.items():
             where = f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}"
             named = {*(record.reads or ()), *record.bounds, *(choice.setting for choice in record.choices.values())}
@@ -212,10 +212,10 @@ def resolve_objective(cfg: RunConfig) -> Objective:
     if cfg.rl_config is None:
         raise ValueError("only a run with rl_config has a reinforcement learning objective")
     limit = cfg.generate_config.sampling_config.max_tokens if cfg.generate_config is not None else None
-    return resolve(cfg.rl_config, cfg.stage or "ray_grpo", max_response_length=limit)
+    return objective_of(cfg.rl_config, cfg.stage or "ray_grpo", max_response_length=limit)
 
 
-def resolve(rl: RLConfig, stage: str, *, max_response_length: int | None = None, group_size: int | None = None) -> Objective:
+def objective_of(rl: RLConfig, stage: str, *, max_response_length: int | None = None, group_size: int | None = None) -> Objective:
     """Return the objective of a group rl_config by itself; see `resolve_objective`.
 
     Args:

@@ -49,8 +49,10 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mindspeed_rl.checkpoint.lora import export_peft
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.megatron import LORA_TARGETS
+from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.network import Network
 
@@ -564,9 +566,6 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
     Raises:
         ValueError: the folder exists and is not empty.
     """
-    from mindspeed_rl.checkpoint.lora import export_peft
-    from mindspeed_rl.models.architecture import ExpertPacking
-
     plan = model.plan
     ops = {op.mcore: op for op in plan.architecture.weight_ops(plan.network, ExpertPacking("local", 1))}
     mine: dict[int, list[tuple[str, int, Tensor, Tensor]]] = {}

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
+
+#: seconds that ranks wait for each other in collectives before the run is given up
+_COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,25 @@ class RankInfo:
             raise ValueError(
                 f"environment: {error} is not set; start ranks through `mindspeed-rl train` or torchrun."
             ) from None
+
+
+def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
+    """Device, process groups and random generators of this rank are set up; collective over the training world.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        num_chunks: model chunks a pipeline stage holds, from `num_stage_chunks`.
+
+    Raises:
+        ValueError: a variable is missing, or the world cannot hold the layout.
+    """
+    info = RankInfo.from_env()
+    platform.current().set_device(info.local_rank)
+    platform.current().set_deterministic(config.deterministic or config.npu_deterministic)
+    init_process_group(info, _COLLECTIVE_TIMEOUT_S)
+    init_model_parallel(config, num_chunks, _COLLECTIVE_TIMEOUT_S)
+    seed_all(config.seed)
 
 
 def init_process_group(info: RankInfo, timeout_s: float) -> None:
@@ -131,11 +156,6 @@ def _numbers(value: str | int | list[int] | None) -> tuple[int, ...] | None:
 
 def seed_all(seed: int) -> None:
     """Seeds Python, NumPy, torch and Megatron's tensor-parallel generators, per pipeline stage as Megatron does."""
-    import random
-
-    import numpy as np
-    import torch
-
     seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % (1 << 32))

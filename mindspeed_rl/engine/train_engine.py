@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches
@@ -24,13 +25,12 @@ from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rl.engine.policy_model import HeadRequest
-from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.metrics import Metrics, merge
 
 _log = logging.getLogger(__name__)
 
-#: (micro-batch, what the head computes, each [rows, width]) -> loss sum and count. Language models give log-probs and
-#: entropies, restricted to `choices` one logit a choice; models with a value head give values and None.
-LossFunction = Callable[..., LossOutput]
+#: what a loss takes: the inputs as they are, or a batch type made of them
+Batch = TypeVar("Batch")
 
 
 class NonFiniteError(RuntimeError):
@@ -57,14 +57,19 @@ class StepResult:
     """What one optimizer step did.
 
     Attributes:
-        metrics: of the losses, merged over micro-batches (this rank's part; empty on ranks that do not hand results out).
+        losses: of this rank's micro-batches, without gradient; none on ranks that do not hand results out.
         grad_norm: global norm before clipping.
         lr: learning rate of the step.
     """
 
-    metrics: Metrics
+    losses: list[LossOutput]
     grad_norm: float
     lr: float
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of the losses, merged over micro-batches."""
+        return merge(loss.metrics for loss in self.losses)
 
 
 class TrainEngine:
@@ -130,10 +135,10 @@ class TrainEngine:
         with self._mode(training=False):
             micro_batches = self._micro_batches(rows, batching)
 
-            def keep(micro_batch: MicroBatch, output: Tensor) -> tuple[MicroBatch, Tensor]:
-                return micro_batch, output.detach().cpu()
+            def keep(number: int, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, tuple[MicroBatch, Tensor]]:
+                return output.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, output.detach().cpu())
 
-            results = self._run(micro_batches, keep, forward_only=True)
+            results = get_forward_backward_func()(**self._schedule(micro_batches, keep, forward_only=True))
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         first: list[Tensor] = [torch.empty(0)] * len(rows)
@@ -149,24 +154,32 @@ class TrainEngine:
         return first, second
 
     @torch.no_grad()
-    def measure(self, rows: Rows, batching: MicroBatching, loss: LossFunction) -> Metrics:
-        """The metrics of a loss on these rows, without gradients: this rank's part, empty on ranks that hand none out."""
+    def measure(self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], LossOutput]) -> list[LossOutput]:
+        """A loss on each of this rank's micro-batches, without gradients; none on ranks that do not hand results out."""
         with self._mode(training=False):
-            results = self._run(
-                self._micro_batches(rows, batching),
-                lambda micro_batch, output: loss(micro_batch, *_outputs(output)),
-                forward_only=True,
-            )
-        return self._merged(results)
+            loss_step = partial(self.loss_step, loss, None, [])
+            micro_batches = self._micro_batches(rows, batching)
+            losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=True))
+        return losses if parallel.is_output_source() else []
 
     # ------------------------------------------------------------------ training
 
-    def step(self, rows: Rows, batching: MicroBatching, loss: LossFunction, *, more_follow: bool = False) -> StepResult:
+    def train_step(
+        self,
+        rows: Rows,
+        batching: MicroBatching,
+        loss: Callable[[Batch], LossOutput],
+        batch: Callable[[LossInputs], Batch] | None = None,
+        *,
+        more_follow: bool = False,
+    ) -> StepResult:
         """Makes one optimizer step on this data-parallel rank's rows of a mini-batch.
 
         The loss that is minimised is (sum of `loss_sum` over all micro-batches and ranks) / (sum of `count` over the same).
 
         Args:
+            loss: of one micro-batch.
+            batch: makes what the loss takes; None where it takes the `LossInputs` themselves.
             more_follow: the next call of this engine is another step. With `overlap_param_gather` the updated weights are
                 then gathered during its forward pass; otherwise they are complete when this returns.
 
@@ -174,26 +187,14 @@ class TrainEngine:
             NonFiniteError: a loss or gradient is not finite; weights and optimizer are as before.
         """
         broken: list[str] = []
-        evaluated = itertools.count()
         with self._mode(training=True):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            loss_step = partial(self.loss_step, loss, batch, broken)
             micro_batches = self._micro_batches(rows, batching)
-            counted = parallel_state.get_context_parallel_rank() == 0
-
-            def evaluate(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-                result = loss(micro_batch, *_outputs(output))
-                number = next(evaluated)
-                if not torch.isfinite(result.loss_sum):
-                    broken.append(
-                        f"micro-batch {number} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}"
-                    )
-                # every context-parallel rank computes the whole loss; it counts once
-                count = result.count if counted else torch.zeros_like(result.count)
-                return result.loss_sum, count.to(torch.int), result
-
-            results = self._run(micro_batches, evaluate, forward_only=False)
+            # called from here, not by a helper: from this line to the loss only Megatron's own frames lie between
+            losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
             if not self.config.no_check_for_nan_in_loss_and_grad:
                 self._check_finite(broken)
             lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
@@ -205,15 +206,35 @@ class TrainEngine:
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
             self.scheduler.step(increment=1)
-        return StepResult(metrics=self._merged(results), grad_norm=float(grad_norm or 0.0), lr=float(lr))
+        return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr))
 
-    def _merged(self, results: Sequence[LossOutput]) -> Metrics:
-        """Metrics of all micro-batches, on the one rank of each model replica that hands results out."""
-        metrics = Metrics()
-        if parallel.is_output_source():
-            for result in results:
-                metrics.merge(result.metrics)
-        return metrics
+    def loss_step(
+        self,
+        loss: Callable[[Batch], LossOutput],
+        batch: Callable[[LossInputs], Batch] | None,
+        broken: list[str],
+        number: int,
+        micro_batch: MicroBatch,
+        output: Tensor,
+    ) -> tuple[Tensor, Tensor, LossOutput]:
+        """The loss of a micro-batch as Megatron's schedule wants it: sum, count, and what it is to return.
+
+        Args:
+            broken: gets a sentence when the loss is not finite.
+            number: of the micro-batch in this step.
+            output: [k, rows, width], what the head computed.
+        """
+        if micro_batch.is_filler:
+            result = LossOutput(output.sum() * 0.0, torch.zeros((), dtype=torch.int64, device=output.device))
+        else:
+            inputs = LossInputs(output.unbind(0), micro_batch.response_mask, micro_batch.columns)
+            result = loss(inputs if batch is None else batch(inputs))
+        if not torch.isfinite(result.loss_sum):
+            broken.append(f"micro-batch {number} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}")
+        # every context-parallel rank computes the whole loss; it counts once
+        counted = parallel_state.get_context_parallel_rank() == 0
+        count = result.count if counted else torch.zeros_like(result.count)
+        return result.loss_sum, count.to(torch.int), replace(result, loss_sum=result.loss_sum.detach())
 
     def _check_finite(self, broken: list[str]) -> None:
         """Raises the same error on every rank when any rank has a non-finite loss or gradient."""
@@ -286,44 +307,38 @@ class TrainEngine:
         micro_batch = build_micro_batch(filler, [0], self.shape, self.device, least_width=least_width)
         return MicroBatch(**{**vars(micro_batch), "indexes": (-1,), "num_tokens": 0})
 
-    def _run(
-        self, micro_batches: list[MicroBatch], on_output: Callable[[MicroBatch, Tensor], object], *, forward_only: bool
-    ) -> list:
-        """Runs Megatron's schedule; returns what `on_output` gave for each micro-batch (on the last stage)."""
+    def _schedule(
+        self,
+        micro_batches: list[MicroBatch],
+        on_output: Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> dict[str, Any]:
+        """Arguments of Megatron's schedule, which returns what `on_output` gave for each micro-batch, on the last stage.
 
-        def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
-            micro_batch = next(iterator)
+        Args:
+            on_output: (number of the micro-batch, micro-batch, the head's output) -> loss sum, count, what is kept.
+        """
+
+        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+            number, micro_batch = next(iterator)
             request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
             output = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
             )
+            return output, partial(on_output, number, micro_batch)
 
-            def finish(output: Tensor) -> tuple:
-                result = on_output(micro_batch, output)
-                if forward_only:
-                    return output.new_zeros(()), torch.zeros((), dtype=torch.int), result
-                loss_sum, count, loss_output = result
-                return loss_sum, count, loss_output
-
-            return output, finish
-
-        run = get_forward_backward_func()
-        iterators = [iter(micro_batches) for _ in self.chunks]
-        return run(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(micro_batches),
-            seq_length=self._width(micro_batches),
-            micro_batch_size=micro_batches[0].input_ids.size(0),
-            forward_only=forward_only,
-        )
+        iterators = [enumerate(micro_batches) for _ in self.chunks]
+        return {
+            "forward_step_func": forward_step,
+            "data_iterator": iterators if len(iterators) > 1 else iterators[0],
+            "model": self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            "num_microbatches": len(micro_batches),
+            "seq_length": self._width(micro_batches),
+            "micro_batch_size": micro_batches[0].input_ids.size(0),
+            "forward_only": forward_only,
+        }
 
     def _width(self, micro_batches: list[MicroBatch]) -> int:
         """Sequence length for the schedule; pipelines exchange real shapes, so any rank's will do."""
         return max(micro_batch.input_ids.size(1) for micro_batch in micro_batches) * self.shape.cp_size
-
-
-def _outputs(output: Tensor) -> tuple[Tensor | None, ...]:
-    """What a loss function takes, from the head's [k, rows, width]."""
-    return (output[0], None) if output.size(0) == 1 else output.unbind(0)

@@ -11,7 +11,7 @@ from mindspeed_rl.data.conversation import BadRow, Conversation, assistant, user
 from mindspeed_rl.inference.prompts import PromptFormat
 from mindspeed_rl.inference.requests import Engine, Request
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 
 QUIT_WORDS = ("q", "quit", "exit")

@@ -1,70 +1,25 @@
-"""The rollout engine, with weights from disk, as an engine for texts: streaming, stop strings, next-token distributions."""
+"""The rollout engine, with weights from disk, as an engine for texts: streaming, stop strings, next-token distributions.
+
+Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
-from mindspeed_rl import platform
-from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings
+from mindspeed_rl.inference.engine_settings import EngineSettings
+from mindspeed_rl.inference.model_files import ModelFiles
 from mindspeed_rl.inference.requests import Piece, Request
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_DTYPES = {torch.float32: "float32", torch.float16: "float16"}
-#: requests that run at the same time unless the user says a number
-_DEFAULT_SEQUENCES = {"cpu": 32}
-_DEFAULT_DEVICE_SEQUENCES = 256
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How the engine is built.
-
-    Attributes:
-        max_model_len: longest prompt + answer, in tokens.
-        dtype: "auto" takes that of the checkpoint.
-        max_num_seqs: answers that are generated at the same time; None takes 32 on the CPU, 256 on devices.
-        tensor_parallel_size: devices one engine is split over.
-        data_parallel_size: engines that share the requests.
-        most_log_probs: most entries that `next_tokens` may be asked for.
-    """
-
-    model: ModelSettings
-    tokenizer: str
-    max_model_len: int
-    dtype: str = "auto"
-    max_num_seqs: int | None = None
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_gib: float | None = None
-    enforce_eager: bool = True
-    trust_remote_code: bool = False
-    most_log_probs: int = 20
-
-    def generate_config(self, model_dtype: torch.dtype) -> GenerateConfig:
-        """The same in the words of a run file."""
-        default_seqs = _DEFAULT_SEQUENCES.get(platform.current().name, _DEFAULT_DEVICE_SEQUENCES)
-        return GenerateConfig(
-            infer_tensor_parallel_size=self.tensor_parallel_size,
-            max_num_seqs=self.max_num_seqs or default_seqs,
-            max_model_len=self.max_model_len,
-            dtype=_DTYPES.get(model_dtype, "bfloat16") if self.dtype == "auto" else self.dtype,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            kv_cache_memory_gib=self.kv_cache_memory_gib,
-            enforce_eager=self.enforce_eager,
-            trust_remote_code=self.trust_remote_code,
-            enable_prefix_caching=True,
-        )
 
 
 class InferenceEngine(VllmEngine):
@@ -96,9 +51,6 @@ class InferenceEngine(VllmEngine):
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
         """See `Engine.stream`."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         engine = self._llm.llm_engine
         numbers: dict[str, int] = {}
         ends = [_StopWatch(self._tokenizer, stop_strings) for _ in requests] if stop_strings else []
@@ -136,8 +88,6 @@ class InferenceEngine(VllmEngine):
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
-        from vllm import SamplingParams
-
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False)
         outputs = self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
         found = []

@@ -3,82 +3,77 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, RunConfig
-from mindspeed_rl.inference.engine import EngineSettings, InferenceEngine
+from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.requests import Engine, Piece, Request
-from mindspeed_rl.rollout.records import Sampling
-from mindspeed_rl.workers.worker import Worker
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.workers.cluster import cluster, worker_environment
+from mindspeed_rl.workers.groups import WorkerGroup
+from mindspeed_rl.workers.process import ProcessSettings
+from mindspeed_rl.workers.waiting import WorkerFailed
 
 #: pieces that one call to the workers brings for each running request
 _PIECES_PER_CALL = 8
 _MOST_PIECES_PER_CALL = 4096
 
 
-@dataclass(frozen=True)
-class Devices:
-    """What the launcher asks of a plan: how many workers there are, and on how many machines."""
+class InferenceGroup(WorkerGroup):
+    """The engine's workers; see `InferenceWorker` for what the methods do."""
 
-    world_size: int
-    num_nodes: int = 1
+    target = "mindspeed_rl.inference.engine_worker:InferenceWorker"
 
-
-class InferenceWorker(Worker):
-    """One rank's share of an engine."""
-
-    def set_up(self, master: tuple[str, int], local_rank: int, settings: EngineSettings, run_id: str) -> dict[str, Any]:
-        """Joins the others, builds the engine and loads its weights; collective over all workers."""
-        self._take_place(master, local_rank)
-        import torch.distributed as dist
-
-        from mindspeed_rl import platform
-        from mindspeed_rl.data.tokenizer import load_tokenizer
-        from mindspeed_rl.inference.model_files import open_model
-
-        device = platform.select(self.cfg.platform)
-        device.set_device(local_rank)
-        dist.init_process_group(device.collective_backend)
-        tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-        self._engine = InferenceEngine(settings, open_model(settings.model), tokenizer, run_id=run_id)
-        self._replica, self._replica_rank = divmod(self.rank, settings.tensor_parallel_size)
-        self._num_replicas = settings.data_parallel_size
-        self._pieces: Iterator[Piece] = iter(())
-        self._settle()
-        return {}
+    def __init__(self, num_devices: int, platform_name: str, folder: Path) -> None:
+        """
+        Args:
+            folder: takes the logs.
+        """
+        settings = ProcessSettings(
+            target=self.target,
+            adapted=("rollout",),
+            keys=None,
+            platform=platform_name,
+            world_size=num_devices,
+            num_nodes=1,
+            folder=folder,
+        )
+        role = MegatronConfig()
+        cfg = RunConfig(
+            config_name="inference",
+            config_dir=".",
+            platform=platform_name,
+            megatron_training=role,
+            actor_config=role,
+            ref_config=role,
+        )
+        super().__init__(settings, worker_environment(cfg, platform_name))
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str]) -> None:
-        """This replica's requests (every n-th from its number on) are under way."""
-        self._pieces = self._engine.stream(requests[self._replica :: self._num_replicas], sampling, stop_strings)
+        """The requests are under way, each replica's share of them."""
+        self.wait("begin", [process.call.remote("begin", requests, sampling, stop_strings) for process in self.processes])
 
-    def take(self, count: int) -> list[Piece]:
-        """The next pieces; fewer than `count` when all answers are through, none on ranks that do not hand results out.
-
-        All ranks of a replica see the same pieces, so taking a fixed number keeps their engines in step.
-        """
-        pieces = list(itertools.islice(self._pieces, count))
-        return pieces if self._replica_rank == 0 else []
+    def take(self, count: int) -> list[list[Piece]]:
+        """The next pieces of each worker."""
+        return self.wait("take", [process.call.remote("take", count) for process in self.processes])
 
     def cancel(self) -> None:
         """No request is under way any more."""
-        self._pieces.close()
+        self.wait("cancel", [process.call.remote("cancel") for process in self.processes])
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
-        """See `Engine.next_tokens`; every replica answers all."""
-        return self._engine.next_tokens(prompts, count)
+        """See `Engine.next_tokens`."""
+        return self.wait("next_tokens", [process.call.remote("next_tokens", prompts, count) for process in self.processes])[0]
 
 
 class EngineGroup:
-    """Engines on workers, called together. Use `start_engine`."""
+    """Engines on workers as one engine. Use `engine_group`."""
 
-    def __init__(self, group: Any, num_replicas: int, tensor_parallel_size: int) -> None:
+    def __init__(self, group: InferenceGroup, num_replicas: int, tensor_parallel_size: int) -> None:
         self._group, self._num_replicas, self._tp = group, num_replicas, tensor_parallel_size
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
@@ -101,7 +96,7 @@ class EngineGroup:
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
-        return self._group.next_tokens([list(ids) for ids in prompts], count)[0]
+        return self._group.next_tokens([list(ids) for ids in prompts], count)
 
     def close(self) -> None:
         """Ends all workers."""
@@ -116,26 +111,15 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
         WorkerFailed: a worker died or raised; its log lies in the folder that the message names.
         TimeoutError: there are not enough devices.
     """
-    from mindspeed_rl.workers.launch import WorkerFailed, WorkerGroup, cluster
-
-    role = MegatronConfig()
-    cfg = RunConfig(
-        config_name="inference",
-        config_dir=".",
-        platform=platform_name,
-        megatron_training=role,
-        actor_config=role,
-        ref_config=role,
-    )
-    devices = Devices(settings.tensor_parallel_size * settings.data_parallel_size)
-    run_dir = Path(mkdtemp(prefix="mindspeed-rl-inference-"))
-    with cluster(devices.world_size, platform_name):
-        group = WorkerGroup(InferenceWorker, cfg, devices, platform_name, run_dir)
+    num_devices = settings.tensor_parallel_size * settings.data_parallel_size
+    folder = Path(mkdtemp(prefix="mindspeed-rl-inference-"))
+    with cluster(num_devices, platform_name):
+        group = InferenceGroup(num_devices, platform_name, folder)
         try:
-            group.set_up(settings, uuid.uuid4().hex[:12])
+            group.start_workers(settings, uuid.uuid4().hex[:12])
             yield EngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)
         except WorkerFailed as error:
-            raise WorkerFailed(f"{error} Logs: {run_dir}/logs") from error
+            raise WorkerFailed(f"{error} Logs: {folder}/logs") from error
         finally:
             group.close()
-    shutil.rmtree(run_dir)  # only a failure needs its logs
+    shutil.rmtree(folder)  # only a failure needs its logs

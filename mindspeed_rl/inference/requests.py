@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 
 Finish = Literal["stop", "length"]
 

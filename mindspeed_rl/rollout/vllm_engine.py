@@ -1,4 +1,7 @@
-"""vLLM inside the training process: generate, take new weights in place, give memory back."""
+"""vLLM inside the training process: generate, take new weights in place, give memory back.
+
+Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import LLM, SamplingParams, envs
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.rollout.records import Completion, GenerationRequest, Sampling
+from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
 #: tokens of one KV block on the CPU; a sequence takes whole blocks
 _CPU_BLOCK_TOKENS = 128
@@ -40,8 +44,6 @@ def _own_socket_folder() -> Iterator[None]:
     Once they have met the files are of no use, and those of a killed process would stay. vLLM may have kept the folder of an
     earlier engine of this process in its copy of the environment, which is dropped.
     """
-    from vllm import envs
-
     before = os.environ.get(_SOCKET_FOLDER)
     with TemporaryDirectory(prefix="mindspeed-rl-vllm-") as folder:
         os.environ[_SOCKET_FOLDER] = folder
@@ -82,12 +84,9 @@ class VllmEngine:
             kv_bytes_per_token: of the whole model's KV cache; sizes the cache where the run file does not.
             engine_arguments: arguments of vLLM that take the place of those made here.
         """
-        adaptors.apply("rollout")
         self._hooks = adaptors.engine_hooks()
         self._hooks.before_build(run_id)
         self.sampling = sampling
-        from vllm import LLM
-
         tp_size = config.infer_tensor_parallel_size
         arguments: dict[str, Any] = {
             "model": str(hf_folder),
@@ -140,8 +139,6 @@ class VllmEngine:
         """
         if self.weight_version < 0:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
-        from vllm import SamplingParams
-
         sampling = sampling or self.sampling
         params = [
             SamplingParams(

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.config import RunConfig
+from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.records import RewardResult
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup
+from mindspeed_rl.trainers.services import Services
 
 
 class Evaluator:
@@ -19,17 +19,16 @@ class Evaluator:
 
     def __init__(
         self,
-        cfg: RunConfig,
+        run: Run,
         prompts: PromptDataset | None,
-        workers: WorkerGroup,
-        rewards: RewardGroup,
+        services: Services,
         model_rewards: ModelRewards | NoModelRewards,
     ) -> None:
-        actor = cfg.actor_config
+        actor = run.config.actor_config
         count = 0 if prompts is None else min(len(prompts), actor.eval_num_prompts or len(prompts))
         self._items = [prompts[index] for index in range(count)]
-        self._workers, self._rewards, self._model_rewards = workers, rewards, model_rewards
-        self._greedy, self._seed = cfg.rl_config.eval_greedy, actor.seed
+        self._actors, self._rewards, self._model_rewards = services.actors, services.rewards, model_rewards
+        self._greedy, self._seed = run.rl.eval_greedy, actor.seed
 
     def run(self) -> Metrics:
         """eval/accuracy (share of responses with the full score of the first reward function), eval/<part>, eval/reward."""
@@ -62,7 +61,7 @@ class Evaluator:
 
     def _answer(self, prompts: Sequence[Sequence[int]], *, greedy: bool) -> list[list[int]]:
         """Responses in the order of the prompts; replica i answers every n-th prompt from i on."""
-        answers = self._workers.answer([list(prompt) for prompt in prompts], self._seed, greedy)
+        answers = self._actors.answer([list(prompt) for prompt in prompts], self._seed, greedy)
         shares = [share for share in answers if share is not None]
         ordered: list[list[int]] = [[] for _ in prompts]
         for replica, share in enumerate(shares):

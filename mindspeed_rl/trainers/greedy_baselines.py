@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_rl.config import BatchPlan
+from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.workers.worker import WorkerReport
+from mindspeed_rl.workers.reports import WorkerReport
 
 
 class GreedyBaselines:
     """`answer` needs the rollout engine, `rewards` does not: the device may have gone to training between the two."""
 
-    def __init__(
-        self,
-        plan: BatchPlan,
-        plane: DataPlane,
-        evaluator: Evaluator,
-        model_rewards: ModelRewards | NoModelRewards,
-        *,
-        timeout_s: float,
-    ) -> None:
-        self._plan, self._plane, self._evaluator, self._model_rewards = plan, plane, evaluator, model_rewards
-        self._timeout_s = timeout_s
+    def __init__(self, run: Run, plane: DataPlane, evaluator: Evaluator, model_rewards: ModelRewards | NoModelRewards) -> None:
+        self._plan, self._timeout_s = run.plan, run.rl.wait_timeout_s
+        self._plane, self._evaluator, self._model_rewards = plane, evaluator, model_rewards
 
     def answer(self) -> list[WorkerReport]:
         """Each prompt of the batch has been answered greedily and scored by the reward functions."""

@@ -6,26 +6,26 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.config import RunConfig
+from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.records import RewardResult
 from mindspeed_rl.rewards.totals import add_model_scores
-from mindspeed_rl.workers.launch import WorkerGroup
-from mindspeed_rl.workers.worker import WorkerReport
+from mindspeed_rl.workers.groups import ScoringGroup
+from mindspeed_rl.workers.reports import WorkerReport
 
 
 class ModelRewards:
     """Scores by the reward model that these workers hold: those of the actor, or its own."""
 
-    def __init__(self, cfg: RunConfig, workers: WorkerGroup, plane: DataPlane) -> None:
-        self._weight = cfg.rl_config.reward_model_weight
-        self._timeout_s = cfg.rl_config.wait_timeout_s
-        self._workers, self._plane = workers, plane
+    def __init__(self, run: Run, scorers: ScoringGroup, plane: DataPlane) -> None:
+        self._weight = run.rl.reward_model_weight
+        self._timeout_s = run.rl.wait_timeout_s
+        self._scorers, self._plane = scorers, plane
 
     def run(self, num_rows: int) -> list[WorkerReport]:
         """`rewards` and `reward_results` of the first rows contain the model's score, as the last part."""
-        reports = self._workers.compute_model_rewards(num_rows)
+        reports = self._scorers.compute_model_rewards(num_rows)
         rows = range(num_rows)
         batch, _ = self._plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self._timeout_s)
         results = self._add(batch["reward_results"], batch["rm_scores"].tensor().tolist())
@@ -44,7 +44,7 @@ class ModelRewards:
             items: have prompt_ids.
         """
         prompts = [list(item["prompt_ids"]) for item in items]
-        shares = [share for share in self._workers.score(prompts, list(responses)) if share is not None]
+        shares = [share for share in self._scorers.score(prompts, list(responses)) if share is not None]
         scores = [0.0] * len(prompts)
         for replica, share in enumerate(shares):
             scores[replica :: len(shares)] = share

@@ -4,46 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl.config import RunConfig
+from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import write_report
-from mindspeed_rl.trainers.journal import Journal
+from mindspeed_rl.trainers.run_logger import RunLogger
 
 
 @dataclass
-class RunRecord:
-    """What the report is made of.
+class RunReport:
+    """What the report of a run is made of.
 
     Attributes:
-        folder: of the run.
-        journal: set as soon as there is one; its last evaluation stands on top of the report.
+        logger: set as soon as there is one; its last evaluation stands on top of the report.
     """
 
-    folder: Path
-    journal: Journal | None = None
-
-
-def default_run_dir(cfg: RunConfig) -> Path:
-    """runs/<run file>-<time>, below the working directory."""
-    return Path("runs", f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    logger: RunLogger | None = None
 
 
 @contextlib.contextmanager
-def recorded_run(cfg: RunConfig) -> Iterator[RunRecord]:
+def reported(run: Run) -> Iterator[RunReport]:
     """The run folder exists and takes the logs; a report with the outcome is in it when the block ends."""
-    folder = (Path(cfg.run_dir) if cfg.run_dir else default_run_dir(cfg)).resolve()
+    cfg, folder = run.config, run.folder
     folder.mkdir(parents=True, exist_ok=True)
     set_up_logging(folder / "run.log")
-    record = RunRecord(folder)
+    report = RunReport()
     outcome = "failed"
     try:
-        yield record
+        yield report
         outcome = "finished"
     except KeyboardInterrupt:
         outcome = "interrupted"
@@ -54,7 +46,7 @@ def recorded_run(cfg: RunConfig) -> Iterator[RunRecord]:
             traceback.print_exc(file=log)  # the console shows one line
         raise
     finally:
-        last, first = (record.journal.last, record.journal.first) if record.journal else ({}, {})
+        last, first = (report.logger.last, report.logger.first) if report.logger else ({}, {})
         results = {name: value for name, value in last.items() if name.startswith("eval/")}
         results |= {f"{name}/first": value for name, value in first.items()}
         write_report(folder, dataclasses.asdict(cfg), title=cfg.config_name, outcome=outcome, results=results)

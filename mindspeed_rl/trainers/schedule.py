@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_rl.algorithms.kl import kl_controller
-from mindspeed_rl.config import BatchPlan, RunConfig, resolve_objective
+from mindspeed_rl.config import Run
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.workers.order import mini_batches
+from mindspeed_rl.workers.order import UpdateOrder, mini_batches
 
 
 class DisagreementError(RuntimeError):
@@ -20,18 +20,17 @@ class Schedule:
     Attributes:
         kl: controller of the KL coefficient.
         objective: what is optimized.
-        loss_reads_reference: the loss reads the reference's log-probs.
         needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
     """
 
-    def __init__(self, cfg: RunConfig, plan: BatchPlan) -> None:
+    def __init__(self, run: Run) -> None:
+        cfg, plan = run.config, run.plan
         rl = cfg.rl_config
         self._cfg, self._plan = cfg, plan
         self.train_iters = plan.train_iters or 0
         self.num_train_samples = plan.num_train_samples
-        self.objective = resolve_objective(cfg)
+        self.objective = run.objective
         self.kl = kl_controller(self.objective)
-        self.loss_reads_reference = self.objective.loss_reads_reference
         self.needs_reference = self.objective.needs_reference
         self.needs_old_log_probs = self.objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = self.objective.has_critic
@@ -47,6 +46,24 @@ class Schedule:
             group_size=self._plan.n_samples_per_prompt,
             shuffle_seed=self._cfg.actor_config.seed * 1_000_003 + iteration if rl.shuffle_mini_batch else None,
         )
+
+    def update_order(self, iteration: int, entropy_threshold: float | None) -> UpdateOrder:
+        """What the actor's update of this iteration consists of."""
+        return UpdateOrder(
+            steps=self.steps(iteration),
+            kl_coef=self.kl.coef,
+            entropy_threshold=entropy_threshold,
+            columns=("advantages", "rollout_log_probs", "scored_mask", "loss_mask", *self._optional_columns()),
+        )
+
+    def _optional_columns(self) -> list[str]:
+        """What the policy loss reads in this run besides what it always reads."""
+        read = {
+            "old_log_probs": self.needs_old_log_probs,
+            "ref_log_probs": self.objective.loss_reads_reference,
+            "entropies": "entropies" in self.objective.needs,
+        }
+        return [name for name, is_read in read.items() if is_read]
 
     def computes_old_log_probs(self, iteration: int) -> bool:
         """True when the update needs them, or the rollout is saved with them."""

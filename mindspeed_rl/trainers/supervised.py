@@ -2,54 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from pathlib import Path
 
-from mindspeed_rl.config import BatchPlan, MegatronConfig
-from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.timers import Interval, Timers
-from mindspeed_rl.trainers.journal import Journal
-from mindspeed_rl.workers.launch import WorkerGroup
-from mindspeed_rl.workers.worker import WorkerReport
+from mindspeed_rl.config import Run
+from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.trackers import Trackers
+from mindspeed_rl.trainers.bookkeeping import Bookkeeping
+from mindspeed_rl.trainers.run_logger import RunLogger
+from mindspeed_rl.workers.groups import SupervisedGroup
 
 
-class SupervisedTrainer:
+class SupervisedTrainer(Bookkeeping):
     """One optimizer step an iteration."""
 
     def __init__(
         self,
-        workers: WorkerGroup,
-        config: MegatronConfig,
-        plan: BatchPlan,
-        journal: Journal,
+        run: Run,
+        workers: SupervisedGroup,
+        logger: RunLogger,
         *,
         evaluates: bool,
         start_iteration: int = 0,
     ) -> None:
+        super().__init__(logger)
         self.workers = workers
-        self.config = config
-        self.train_iters = plan.train_iters or 0
-        self.journal = journal
+        self.config = run.config.actor_config
+        self.train_iters = run.plan.train_iters or 0
         self.can_evaluate = evaluates
         self.start_iteration = start_iteration
-        self.timers = Timers()
-        self._metrics = Metrics()
-        self._intervals: list[Interval] = []
 
     def fit(self) -> None:
         """Runs all iterations that are left; with `skip_train` only evaluates."""
         if self.config.skip_train:
-            with self._iteration(self.start_iteration):
-                self._collect(self.workers.evaluate())
+            with self.iteration(self.start_iteration):
+                self.collect(self.workers.evaluate())
             return
         for iteration in range(self.start_iteration + 1, self.train_iters + 1):
-            with self._iteration(iteration):
-                self._collect(self.workers.train())
+            with self.iteration(iteration):
+                self.collect(self.workers.train())
                 if self.saves(iteration):
-                    self._collect(self.workers.save(iteration))
+                    self.collect(self.workers.save(iteration))
                 if self.evaluates(iteration):
-                    self._collect(self.workers.evaluate())
-        self._collect(self.workers.finish())
+                    self.collect(self.workers.evaluate())
+        self.collect(self.workers.finish())
 
     def saves(self, iteration: int) -> bool:
         """True every `save_interval` iterations and after the last; the first iteration is 1."""
@@ -62,24 +58,13 @@ class SupervisedTrainer:
     def _is_due(self, iteration: int, interval: int | None) -> bool:
         return iteration == self.train_iters or bool(interval and iteration % interval == 0)
 
-    def _collect(self, reports: list[WorkerReport]) -> None:
-        for report in reports:
-            self._metrics.merge(report.metrics)
-            self._intervals.extend(report.intervals)
 
-    @contextmanager
-    def _iteration(self, iteration: int) -> Iterator[None]:
-        self._metrics, self._intervals = Metrics(), []
-        with self.timers("all"):
-            yield
-        self._intervals.extend(self.timers.drain())
-        self.journal.write(iteration, self._metrics, self._intervals)
-
-
-class SupervisedJournal(Journal):
+class SupervisedLogger(RunLogger):
     """Adds throughput: samples and tokens a second over all devices, model operations a second and device."""
 
-    num_devices: int = 1
+    def __init__(self, folder: Path, trackers: Trackers, progress: IterationProgress, num_devices: int) -> None:
+        super().__init__(folder, trackers, progress)
+        self._num_devices = num_devices
 
     def derived(self, results: Mapping[str, float]) -> dict[str, float]:
         """Figures of the update alone: saving and evaluating do not count."""
@@ -89,5 +74,5 @@ class SupervisedJournal(Journal):
         return {
             "train/samples_per_s": results["train/samples"] / seconds,
             "train/tokens_per_s": results["train/tokens"] / seconds,
-            "train/tflops_per_device": results["train/model_tflop"] / seconds / self.num_devices,
+            "train/tflops_per_device": results["train/model_tflop"] / seconds / self._num_devices,
         }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from mindspeed_rl.config import RLConfig
-
-if TYPE_CHECKING:  # it imports Megatron, which the worker first has to prepare for
-    from mindspeed_rl.engine.train_engine import MicroBatching
+from mindspeed_rl.engine.train_engine import MicroBatching
 
 
 def micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: int) -> MicroBatching:
@@ -16,8 +14,6 @@ def micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: i
     Args:
         size: rows of a micro-batch where there is no token budget.
     """
-    from mindspeed_rl.engine.train_engine import MicroBatching
-
     if not rl.use_dynamic_bsz:
         return MicroBatching(size)
     budgets = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed_rl.checkpoint.hf import stored_tensor_names
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,8 +68,6 @@ def find_model(config: MegatronConfig, role: str) -> ModelSource:
 
 def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer that the keys name, else the one beside the weights."""
-    from mindspeed_rl.data.tokenizer import load_tokenizer
-
     return load_tokenizer(config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast)
 
 
@@ -120,3 +119,30 @@ def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
             config.tokenizer_name_or_path = None
     config.finetune, config.save, config.lora_target_modules = True, None, None
     return config
+
+
+def has_own_reference(config: MegatronConfig) -> bool:
+    """False when the reference of stage dpo is the policy without its adapters."""
+    return bool(config.ref_model) or not config.lora_target_modules
+
+
+def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
+    """Keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
+
+    Args:
+        config: the policy's keys.
+        start: the policy's weights.
+
+    Raises:
+        ValueError: the weights do not exist, or nothing says what the policy of a resumed run started from.
+    """
+    reference = copy.copy(config)
+    path = config.ref_model or config.pretrained_checkpoint or config.load
+    reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
+    reference.save, reference.lora_target_modules = None, None
+    if not config.ref_model and start.kind == "training" and not config.finetune and path == str(start.weights):
+        raise ValueError(
+            f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
+            "reference in ref_model, or what the policy started from in pretrained_checkpoint."
+        )
+    return reference, find_model(reference, "ref_model" if config.ref_model else "reference")

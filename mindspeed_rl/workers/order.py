@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from mindspeed_rl.engine.balance import balance_ranks
+
+
+@dataclass(frozen=True)
+class UpdateOrder:
+    """What the driver decides about one update.
+
+    Attributes:
+        steps: rows of each optimizer step.
+        kl_coef: this iteration's coefficient.
+        entropy_threshold: of top-entropy masking, None without.
+        columns: of the data plane, that the policy loss reads.
+    """
+
+    steps: list[list[int]]
+    kl_coef: float
+    entropy_threshold: float | None
+    columns: tuple[str, ...]
 
 
 def mini_batches(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.core import parallel_state
+
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
+from mindspeed_rl.engine import parallel
 from mindspeed_rl.workers.order import share_of
 
 
@@ -20,10 +23,6 @@ class Replica:
 
     def __init__(self, plane: DataPlane, timeout_s: float) -> None:
         """Collective over the training world."""
-        from megatron.core import parallel_state
-
-        from mindspeed_rl.engine import parallel
-
         self._control = parallel.ControlGroup()
         self._is_source, self.is_output = parallel.is_data_source(), parallel.is_output_source()
         self.number = parallel_state.get_data_parallel_rank()

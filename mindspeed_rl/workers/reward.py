@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import Run
+from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.records import RewardResult, RewardSample
-from mindspeed_rl.workers.worker import WorkerReport
+from mindspeed_rl.workers.reports import WorkerReport
 
 
 class RewardWorker:
     """Rule rewards of one node. A plain class; the launcher makes it a Ray actor."""
 
-    def __init__(
-        self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, tokenizer_path: str, run_dir: str, number: int
-    ) -> None:
-        from mindspeed_rl.data.tokenizer import load_tokenizer
-        from mindspeed_rl.rewards.pool import RewardPool
-
-        log_dir = Path(run_dir, "logs")
-        log_dir.mkdir(parents=True, exist_ok=True)
-        redirect_output(log_dir / f"reward_{number}.log")
-        set_up_logging(Path(run_dir, "run.log"), worker=f"reward {number}", console=False)
-        self.cfg, self.plan, self.plane = cfg, plan, plane
-        self.max_tokens = cfg.generate_config.sampling_config.max_tokens
-        self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not cfg.actor_config.tokenizer_not_use_fast)
-        self.pool = RewardPool.from_config(cfg.rl_config, max_tokens=self.max_tokens)
+    def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str, number: int) -> None:
+        redirect_output(run.folder / "logs" / f"reward_{number}.log")
+        set_up_logging(run.folder / "run.log", worker=f"reward {number}", console=False)
+        self.run, self.plan, self.plane = run, run.plan, plane
+        self.max_tokens = run.generate.sampling_config.max_tokens
+        self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
+        self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
         self.timers = Timers(worker=f"reward {number}")
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict) -> None:
@@ -42,7 +36,7 @@ class RewardWorker:
 
         A score that failed and is to be dropped is NaN: its row does not train.
         """
-        rl = self.cfg.rl_config
+        rl = self.run.rl
         size = max(1, self.plan.dispatch_sizes["reward_dispatch_size"])
         with self.timers("rule_reward"):
             for start in range(0, len(rows), size):
@@ -67,7 +61,7 @@ class RewardWorker:
                 self._sample(item["prompt_ids"], response, item["label"], item["columns"], False)
                 for item, response in zip(items, responses)
             ],
-            timeout_s=self.cfg.rl_config.wait_timeout_s,
+            timeout_s=self.run.rl.wait_timeout_s,
         )
 
     def _sample(

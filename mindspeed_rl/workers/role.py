@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, dtype_keys, read_json
+from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.source import as_reward_config
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
@@ -84,8 +85,6 @@ class Role:
             fresh_head = self.model.plan.network.head == "reward" and lacks_score_head(source)
             load_weights(self.model, WithFreshHead(folder, self.model.plan.network.hidden_size) if fresh_head else folder)
         elif source.kind == "megatron":
-            from mindspeed_rl.checkpoint.megatron_source import open_megatron
-
             plan, loosely = self.model.plan, self.config.load_checkpoint_loosely
             tensors = open_megatron(source.weights, plan.architecture, plan.network, iteration, loosely=loosely)
             load_weights(self.model, tensors)

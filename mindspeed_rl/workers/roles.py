@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import BatchPlan, MegatronConfig, RunConfig, own_reward_devices, resolve_objective
+from mindspeed_rl.config import MegatronConfig, Run, RunConfig, own_reward_devices
 from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
 from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
@@ -38,7 +38,7 @@ class Roles:
         return [role for role in (self.reference, self.reward) if role is not None]
 
 
-def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan: ModelPlan, tokenizer: Any) -> Roles:
+def build_roles(run: Run, source: ModelSource, model_plan: ModelPlan, tokenizer: Any) -> Roles:
     """All models of the run with their weights; collective over the training world.
 
     Args:
@@ -47,15 +47,14 @@ def build_roles(cfg: RunConfig, plan: BatchPlan, source: ModelSource, model_plan
     Raises:
         ValueError: weights are missing, or the roles' checkpoints do not belong together.
     """
-    steps = plan.num_optimizer_steps
+    cfg, steps = run.config, run.plan.num_optimizer_steps
     shared = shared_settings(cfg, tokenizer)
     actor = Role("actor", cfg.actor_config, model_plan, source, steps_per_iteration=steps, **shared)
     roles = Roles(actor)
     resumed_at = actor.resumed["iteration"] if actor.resumed else None
-    objective = resolve_objective(cfg)
-    if objective.needs_reference and not cfg.rl_config.share_backbone:
+    if run.objective.needs_reference and not cfg.rl_config.share_backbone:
         roles.reference = _reference(cfg, source, resumed_at, shared)
-    if objective.has_critic:
+    if run.objective.has_critic:
         roles.critic = _critic(cfg, steps, resumed_at, shared)
     reward = reward_model_config(cfg)
     if reward is not None and own_reward_devices(cfg) is None:

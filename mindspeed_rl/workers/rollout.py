@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.proof import check_delivery, trained_sums
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.records import GenerationRequest, Sampling
+from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
 
 
-class Rollout:
+class RolloutReplica:
     """One rank's share of a rollout replica. Methods are collective over the ranks of the replica; building and `load` over
     the whole world.
 
@@ -31,11 +32,9 @@ class Rollout:
         is_output: True on the rank that hands the replica's responses out.
     """
 
-    def __init__(
-        self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str
-    ) -> None:
-        config = cfg.generate_config
-        self.cfg, self.plan, self.plane = cfg, plan, plane
+    def __init__(self, run: Run, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
+        config = run.generate
+        self.run, self.plane = run, plane
         keys = config.sampling_config
         sampling = Sampling(
             temperature=keys.temperature,
@@ -68,8 +67,6 @@ class Rollout:
 
     def load(self, stream: WeightStream, version: int) -> int:
         """The engine holds the weights of the stream; returns how many parameters were proven to have arrived."""
-        from megatron.core import parallel_state
-
         self.engine.restore_weights()
         self.engine.load_weights(stream.named_tensors(self.dtype), version)
         trained = trained_sums(
@@ -89,7 +86,7 @@ class Rollout:
     @property
     def hands_memory_over(self) -> bool:
         """Memory is handed back and forth on devices, and on the CPU only when the run file offloads training weights."""
-        return platform.current().engine_sleep or self.cfg.generate_config.offload_train_param
+        return platform.current().engine_sleep or self.run.generate.offload_train_param
 
     # ------------------------------------------------------------------ responses
 
@@ -106,10 +103,10 @@ class Rollout:
 
     def _batches(self) -> Iterator[tuple[list[int], Any]]:
         """This replica's rows, a dispatch at a time; fetched by its first rank and shared with the others."""
-        columns, rl = ["prompt_ids"], self.cfg.rl_config
-        size = self.plan.dispatch_sizes["actor_rollout_dispatch_size"]
+        columns, rl = ["prompt_ids"], self.run.rl
+        size = self.run.plan.dispatch_sizes["actor_rollout_dispatch_size"]
         if rl.guarantee_order:
-            share = self.plan.num_samples // self.num_replicas
+            share = self.run.plan.num_samples // self.num_replicas
             first = self.replica * share
             for start in range(first, first + share, size):
                 rows = list(range(start, min(start + size, first + share)))
@@ -133,9 +130,9 @@ class Rollout:
         return box[0]
 
     def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
-        group = self.plan.n_samples_per_prompt
-        base = self.cfg.generate_config.sampling_config.seed
-        seed = self.cfg.actor_config.seed if base is None else base
+        group = self.run.plan.n_samples_per_prompt
+        base = self.run.generate.sampling_config.seed
+        seed = self.run.config.actor_config.seed if base is None else base
         prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
         requests = [
             GenerationRequest(ids.tolist(), sample_seed(seed, draw, row // group, row % group))

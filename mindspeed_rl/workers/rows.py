@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from mindspeed_rl.dataplane.columns import Batch
-
-if TYPE_CHECKING:  # it imports Megatron, which the worker first has to prepare for
-    from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.batching import Rows
 
 
-def to_rows(batch: Batch, columns: Mapping[str, str]) -> Rows:
+def to_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
     """The engine's rows from data-plane columns.
 
     Args:
         batch: has input_ids and prompt_length.
-        columns: engine column -> data-plane column.
+        columns: of the batch that the loss reads.
     """
-    from mindspeed_rl.engine.batching import Rows
-
     return Rows(
         input_ids=[ids.to(torch.int64) for ids in batch["input_ids"]],
         prompt_lengths=[int(length) for length in batch["prompt_length"]],
-        columns={name: list(batch[source]) for name, source in columns.items()},
+        columns={name: list(batch[name]) for name in columns},
     )
 
 
 def whole_rows(sequences: Sequence[torch.Tensor]) -> Rows:
     """Rows of which the engine returns what it computes at the last token, and nothing else."""
-    from mindspeed_rl.engine.batching import Rows
-
     return Rows(
         input_ids=[ids.to(torch.int64) for ids in sequences],
         prompt_lengths=[len(ids) for ids in sequences],
@@ -46,8 +39,6 @@ def marked_rows(prompts: Sequence[torch.Tensor], texts: Sequence[torch.Tensor], 
     Args:
         texts: what follows the prompts; each has a mark.
     """
-    from mindspeed_rl.engine.batching import Rows
-
     input_ids, lengths, masks = [], [], []
     for prompt, text in zip(prompts, texts):
         is_mark = text == mark

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.rewards.process import aggregate, mark_steps, split_steps
 from mindspeed_rl.workers.rows import marked_rows, whole_rows
-
-if TYPE_CHECKING:  # it imports Megatron, which the worker first has to prepare for
-    from mindspeed_rl.engine.batching import Rows
 
 
 class Scoring(Protocol):

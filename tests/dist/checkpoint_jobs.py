@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, summary, weighted_loss
 
-from mindspeed_rl.algorithms.records import LossOutput
-from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import NonFiniteError
 
@@ -24,10 +25,10 @@ def save_then_train(setting: Setting, folder: str, before: int = 2, after: int =
     with engine_of(setting) as engine:
         rows = my_rows(all_rows())
         for _ in range(before):
-            engine.step(rows, setting.batching, weighted_loss)
+            engine.train_step(rows, setting.batching, weighted_loss)
         saver = CheckpointSaver(engine, folder)
         saver.save(before, {"consumed": 8 * before})
-        results = [engine.step(rows, setting.batching, weighted_loss) for _ in range(after)]
+        results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(after)]
         saver.poll()
         saver.finish()
         return summary(results, full_weights(engine)) | {"random": torch.rand(3).tolist()}
@@ -38,10 +39,10 @@ def load_then_train(setting: Setting, folder: str, steps: int = 3, iteration: in
     with engine_of(setting) as engine:
         rows = my_rows(all_rows())
         for _ in range(steps and 1):
-            engine.step(rows, setting.batching, weighted_loss)
+            engine.train_step(rows, setting.batching, weighted_loss)
         torch.rand(17)
         loaded = load_checkpoint(engine, folder, iteration)
-        results = [engine.step(rows, setting.batching, weighted_loss) for _ in range(steps)]
+        results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
         report = summary(results, full_weights(engine)) | {"random": torch.rand(3).tolist()}
         return report | {"loaded": loaded}
 
@@ -74,7 +75,7 @@ def killed_while_saving(setting: Setting, folder: str, iteration: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with engine_of(setting) as engine:
-        engine.step(my_rows(all_rows()), setting.batching, weighted_loss)
+        engine.train_step(my_rows(all_rows()), setting.batching, weighted_loss)
         if dist.get_rank() == dist.get_world_size() - 1:
             threading.Thread(target=watch, daemon=True).start()
         CheckpointSaver(engine, folder).save(iteration, {})
@@ -83,32 +84,39 @@ def killed_while_saving(setting: Setting, folder: str, iteration: int) -> None:
 # ---------------------------------------------------------------- steps that go wrong
 
 
-def broken_loss(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+def numbered_rows() -> Rows:
+    """This rank's rows, each with its number."""
+    rows = my_rows(all_rows())
+    return replace(rows, columns={**rows.columns, "number": [torch.tensor(number) for number in range(len(rows))]})
+
+
+def broken_loss(inputs: LossInputs) -> LossOutput:
     """NaN where the micro-batch holds row 3 of its rank."""
-    result = weighted_loss(micro_batch, log_probs, entropy)
-    bad = float("nan") if 3 in micro_batch.indexes else 0.0
+    result = weighted_loss(inputs)
+    bad = float("nan") if 3 in inputs.columns["number"] else 0.0
     return LossOutput(result.loss_sum + bad, result.count, result.metrics)
 
 
-def broken_gradient(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+def broken_gradient(inputs: LossInputs) -> LossOutput:
     """A finite loss with an infinite gradient in the micro-batch with row 3."""
-    result = weighted_loss(micro_batch, log_probs, entropy)
-    bad = (log_probs[0, 0] - log_probs[0, 0].detach()).sqrt() if 3 in micro_batch.indexes else 0.0
+    result = weighted_loss(inputs)
+    first = inputs.outputs[0][0, 0]
+    bad = (first - first.detach()).sqrt() if 3 in inputs.columns["number"] else 0.0
     return LossOutput(result.loss_sum + bad, result.count, result.metrics)
 
 
 def survive_a_broken_step(setting: Setting, kind: str) -> dict[str, Any]:
     """One good step, one that is not finite, four good ones; reports the good ones and what the broken one said."""
     with engine_of(setting) as engine:
-        rows = my_rows(all_rows())
-        results = [engine.step(rows, setting.batching, weighted_loss)]
+        rows = numbered_rows()
+        results = [engine.train_step(rows, setting.batching, weighted_loss)]
         before = full_weights(engine)
         try:
-            engine.step(rows, setting.batching, {"loss": broken_loss, "gradient": broken_gradient}[kind])
+            engine.train_step(rows, setting.batching, {"loss": broken_loss, "gradient": broken_gradient}[kind])
             said = "nothing"
         except NonFiniteError as error:
             said = str(error)
         after = full_weights(engine)
         untouched = all(torch.equal(before[name], after[name]) for name in before)
-        results += [engine.step(rows, setting.batching, weighted_loss) for _ in range(4)]
+        results += [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(4)]
         return summary(results, full_weights(engine)) | {"said": said, "untouched": untouched}

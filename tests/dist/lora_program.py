@@ -15,7 +15,6 @@ from typing import Any
 warnings.filterwarnings("ignore")
 
 import torch
-from torch import Tensor
 
 from mindspeed_rl import adaptors
 
@@ -24,11 +23,11 @@ adaptors.apply("train")
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
@@ -67,8 +66,8 @@ BATCH = [torch.arange(2, 9), torch.arange(11, 22), torch.arange(30, 36), torch.a
 PROMPTS = [3, 2, 1, 4]
 
 
-def negative_log_prob(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
-    return LossOutput(-(log_probs * micro_batch.response_mask).sum(), micro_batch.response_mask.sum())
+def negative_log_prob(inputs: LossInputs) -> LossOutput:
+    return LossOutput(-(inputs.outputs[0] * inputs.mask).sum(), inputs.mask.sum())
 
 
 def make_engine(folder: Path, **keys: Any) -> TrainEngine:
@@ -108,7 +107,7 @@ def main(rank: int, port: str, folder: Path) -> None:
         saver, loader = SAVED[kind]
         for layout, keys in layouts.items():
             engine = make_engine(folder / kind, **keys)
-            norms = [engine.step(my_rows(), MicroBatching(1), negative_log_prob).grad_norm for _ in range(4)]
+            norms = [engine.train_step(my_rows(), MicroBatching(1), negative_log_prob).grad_norm for _ in range(4)]
             found = dict(WeightStream(engine.model).named_tensors())
             if rank == 0:
                 save_file({**found, "norms": torch.tensor(norms)}, folder / f"{kind}-{layout}.safetensors")

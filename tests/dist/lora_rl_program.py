@@ -18,13 +18,14 @@ warnings.filterwarnings("ignore")
 
 import torch
 
-from mindspeed_rl.config import build_batch_plan, build_run_config
+from mindspeed_rl import platform
+from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.dataplane.columns import pack
-from mindspeed_rl.observability.timers import Timers
-from mindspeed_rl.platform import platform_class
-from mindspeed_rl.workers.integrated import UpdateOrder
+from mindspeed_rl.workers.order import UpdateOrder
+from mindspeed_rl.workers.process import prepare_process
 
 ROWS = 8
+_COLUMNS = ("advantages", "rollout_log_probs", "scored_mask", "loss_mask", "old_log_probs", "ref_log_probs")
 
 
 class LocalPlane:
@@ -95,24 +96,24 @@ def largest_gap(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
 
 
 def main(port: str, folder: str, result: Path) -> None:
-    os.environ.update(platform_class("cpu")().worker_env())
+    os.environ.update(platform.select("cpu").worker_env())
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     cfg, plane = run_config(folder), LocalPlane()
-    plan = build_batch_plan(cfg)
-    from mindspeed_rl.workers.phases import Phases
+    prepare_process(("train", "rollout"), cfg.actor_config)
+    from mindspeed_rl.workers.actor_worker import ActorWorker
 
-    phases = Phases(cfg, plan, plane, Timers(), run_id="lora")
+    worker = ActorWorker(resolve(cfg, platform="cpu"), plane, "lora", rank=0)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 90, (6,), generator=generator) for _ in range(ROWS // 2) for _ in range(2)]
     plane.put({"prompt_ids": prompts}, range(ROWS))
-    model = phases.roles.actor.model.models[0]
+    model = worker.roles.actor.model.models[0]
     base = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_" not in name}
-    found: dict[str, Any] = {"has_reference": phases.roles.reference is not None}
+    found: dict[str, Any] = {"has_reference": worker.roles.reference is not None}
 
-    phases.push_weights(0)
-    phases.generate(0)
-    phases.compute_log_probs("actor", ROWS)
-    phases.compute_log_probs("ref", ROWS)
+    worker.push_weights(0)
+    worker.generate(0)
+    worker.compute_log_probs("actor", ROWS)
+    worker.compute_log_probs("ref", ROWS)
     found["rollout_gap"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
     found["reference_gap_at_start"] = largest_gap(plane.column("ref_log_probs"), plane.column("old_log_probs"))
     first_reference = plane.column("ref_log_probs")
@@ -126,15 +127,15 @@ def main(port: str, folder: str, result: Path) -> None:
         },
         range(ROWS),
     )
-    phases.update_actor(UpdateOrder([list(range(ROWS))], 0.1, None, use_old_log_probs=True, use_ref_log_probs=True))
-    phases.compute_log_probs("ref", ROWS)
+    worker.update_actor(UpdateOrder([list(range(ROWS))], 0.1, None, _COLUMNS))
+    worker.compute_log_probs("ref", ROWS)
     found["reference_moved"] = largest_gap(first_reference, plane.column("ref_log_probs"))
-    phases.compute_log_probs("actor", ROWS)
+    worker.compute_log_probs("actor", ROWS)
     found["actor_moved"] = largest_gap(first_reference, plane.column("old_log_probs"))
 
-    phases.push_weights(1)
-    phases.generate(1)
-    phases.compute_log_probs("actor", ROWS)
+    worker.push_weights(1)
+    worker.generate(1)
+    worker.compute_log_probs("actor", ROWS)
     found["rollout_gap_after_update"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
     same = [torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base]
     found["base_unchanged"] = all(same) and len(same) == len(base)

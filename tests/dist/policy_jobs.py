@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from training_jobs import Setting, all_rows, engine_of, full_weights, summary
 
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.records import LossOutput, PolicyBatch
+from mindspeed_rl.algorithms.records import PolicyBatch
 from mindspeed_rl.catalogue import POLICY_LOSSES
 from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import resolve
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.train_engine import TrainEngine
 
 _COMMON = {
@@ -35,7 +36,7 @@ _EXTRAS: list[dict[str, Any]] = [
 
 
 def _objective(**keys: Any) -> Objective:
-    return resolve(RLConfig(**_COMMON | keys), "ray_grpo", max_response_length=20)
+    return objective_of(RLConfig(**_COMMON | keys), "ray_grpo", max_response_length=20)
 
 
 #: the update made in each step
@@ -63,7 +64,7 @@ def policy_rows(engine: TrainEngine, setting: Setting) -> Rows:
     log_probs, entropies = engine.forward(rows.select(mine), setting.batching)
     columns = {name: [value + values[row] for value, row in zip(log_probs, mine)] for name, values in noise.items()}
     columns |= {"advantages": [advantages[row] for row in mine], "loss_mask": [trained[row] for row in mine]}
-    columns["old_entropy"] = entropies
+    columns |= {"entropies": entropies, "scored_mask": [torch.ones(lengths[row], dtype=torch.bool) for row in mine]}
     return Rows([rows.input_ids[row] for row in mine], [rows.prompt_lengths[row] for row in mine], columns)
 
 
@@ -73,22 +74,8 @@ def update(setting: Setting) -> dict[str, Any]:
         rows = policy_rows(engine, setting)
         results = []
         for number, objective in enumerate(UPDATES):
-
-            def loss(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
-                given = micro_batch.columns
-                batch = PolicyBatch(
-                    log_probs,
-                    given["advantages"],
-                    micro_batch.response_mask,
-                    given["loss_mask"] & micro_batch.response_mask,
-                    old_log_probs=given["old_log_probs"],
-                    ref_log_probs=given["ref_log_probs"],
-                    rollout_log_probs=given["rollout_log_probs"],
-                    entropy=entropy,
-                    old_entropy=given["old_entropy"],
-                    entropy_threshold=_ENTROPY_THRESHOLD if number % 2 else None,  # noqa: B023  (called within the loop)
-                )
-                return policy_loss(batch, objective)  # noqa: B023
-
-            results.append(engine.step(rows, setting.batching, loss))
+            threshold = _ENTROPY_THRESHOLD if number % 2 else None
+            loss = partial(policy_loss, objective=objective)
+            batch = partial(PolicyBatch.from_inputs, entropy_threshold=threshold)
+            results.append(engine.train_step(rows, setting.batching, loss, batch))
         return summary(results, full_weights(engine))

@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (Megatron and vLLM must be imported after the adaptors)
 """Jobs that hold a vLLM engine beside the training engine; the world and the engine outlive a job, the layout does not."""
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ import torch
 import torch.distributed as dist
 from training_jobs import KEYS, Setting, all_rows, my_rows, summary  # applies the adaptor, before Megatron is imported
 
+from mindspeed_rl import adaptors
+
+adaptors.apply("rollout")  # before vLLM is imported
+
 # isort: split
 from megatron.core import parallel_state
 
-from mindspeed_rl.algorithms.records import LossOutput, masked_mean, read_metrics
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput, masked_mean, read_metrics
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.resharding.proof import WeightDeliveryError, check_delivery, trained_sums
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.records import Completion, GenerationRequest, Sampling
+from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -93,10 +98,10 @@ def sampled_rows(completions: list[Completion]) -> Rows:
     )
 
 
-def policy_gradient(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+def policy_gradient(inputs: LossInputs) -> LossOutput:
     """-(ratio x advantage) against the rollout's log-probs."""
-    columns, mask = micro_batch.columns, micro_batch.response_mask
-    per_token = -(log_probs - columns["rollout_log_probs"]).exp() * columns["advantage"][:, None]
+    columns, mask = inputs.columns, inputs.mask
+    per_token = -(inputs.outputs[0] - columns["rollout_log_probs"]).exp() * columns["advantage"][:, None]
     return LossOutput((per_token * mask).sum(), mask.sum(), read_metrics({"loss": masked_mean(per_token, mask)}))
 
 
@@ -170,7 +175,7 @@ def learn(setting: Setting, infer_tp: int, updates: int = 2) -> dict[str, Any]:
             report["tokens"].append([completion.token_ids for completion in completions])
             report["differences"].append(largest_difference(pair, rows, setting))
             if iteration < updates:
-                results.append(pair.engine.step(my_rows(rows), setting.batching, policy_gradient))
+                results.append(pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient))
         return report | summary(results, {})
 
 
@@ -196,7 +201,7 @@ def misdeliver(setting: Setting, infer_tp: int) -> dict[str, str]:
         attempt("damaged")
         pair.push()
         attempt("mended")
-        pair.engine.step(my_rows(sampled_rows(pair.generate())), setting.batching, policy_gradient)
+        pair.engine.train_step(my_rows(sampled_rows(pair.generate())), setting.batching, policy_gradient)
         attempt("stale")
         pair.push()
         attempt("pushed again")

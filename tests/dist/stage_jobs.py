@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -14,10 +15,9 @@ adaptors.apply("train")
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron must be imported after the adaptor)
 
-from mindspeed_rl.config import build_batch_plan, build_run_config  # noqa: E402
+from mindspeed_rl.config import build_run_config, resolve  # noqa: E402
 from mindspeed_rl.observability.metrics import Metrics  # noqa: E402
-from mindspeed_rl.observability.timers import Timers  # noqa: E402
-from mindspeed_rl.workers.supervised_phases import SupervisedPhases  # noqa: E402
+from mindspeed_rl.workers.supervised_worker import SupervisedWorker  # noqa: E402
 
 
 def train_stage(training: dict[str, Any], rl_config: dict[str, Any] | None, steps: int) -> list[Metrics]:
@@ -28,13 +28,13 @@ def train_stage(training: dict[str, Any], rl_config: dict[str, Any] | None, step
     tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": rl_config} if rl_config else {})
     cfg = build_run_config(tree, config_name="test")
     try:
-        phases = SupervisedPhases(cfg, build_batch_plan(cfg), Timers())
-        metrics = [phases.train() for _ in range(steps)]
-        if phases.held_out is not None:
-            metrics.append(phases.evaluate())
+        worker = SupervisedWorker(resolve(cfg, platform="cpu"), rank=int(os.environ["RANK"]))
+        metrics = [worker.train().metrics for _ in range(steps)]
+        if worker.held_out is not None:
+            metrics.append(worker.evaluate().metrics)
         if training.get("save"):
-            phases.save(steps)
-            phases.finish()
+            worker.save(steps)
+            worker.finish()
         dist.barrier()
         return metrics
     finally:

@@ -18,11 +18,11 @@ adaptors.apply("train")
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron must be imported after the adaptor)
 
-from mindspeed_rl.algorithms.records import LossOutput, masked_mean, read_metrics  # noqa: E402
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput, masked_mean, read_metrics  # noqa: E402
 from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
-from mindspeed_rl.engine.batching import MicroBatch, Rows  # noqa: E402
+from mindspeed_rl.engine.batching import Rows  # noqa: E402
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_model  # noqa: E402
 from mindspeed_rl.engine.train_engine import MicroBatching, StepResult, TrainEngine  # noqa: E402
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402
@@ -81,10 +81,11 @@ def all_rows() -> Rows:
     )
 
 
-def weighted_loss(micro_batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+def weighted_loss(inputs: LossInputs) -> LossOutput:
     """-(w log p + 0.1 H) over response tokens: shows tokens that are shifted, doubled or lost."""
-    per_token = -(log_probs * micro_batch.columns["weights"] + 0.1 * entropy)
-    mask = micro_batch.response_mask
+    log_probs, entropy = inputs.outputs
+    per_token = -(log_probs * inputs.columns["weights"] + 0.1 * entropy)
+    mask = inputs.mask
     return LossOutput((per_token * mask).sum(), mask.sum(), read_metrics({"loss": masked_mean(per_token, mask)}))
 
 
@@ -140,7 +141,7 @@ def train(setting: Setting, steps: int = 5, in_one_go: bool = False) -> dict[str
     with engine_of(setting) as engine:
         rows = my_rows(all_rows())
         results = [
-            engine.step(rows, setting.batching, weighted_loss, more_follow=in_one_go and step + 1 < steps)
+            engine.train_step(rows, setting.batching, weighted_loss, more_follow=in_one_go and step + 1 < steps)
             for step in range(steps)
         ]
         return summary(results, full_weights(engine))

@@ -101,10 +101,10 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def worker(self, rank: int) -> psutil.Process:
-        """The process of an integrated worker: the one that writes this rank's log."""
+        """The process of a device worker: the one that writes this rank's log."""
         log = str(self.folder / "run" / "logs" / f"rank_{rank}.log")
         for process in self.processes():
-            if "ray::IntegratedWorker" in " ".join(_words(process)) and os.readlink(f"/proc/{process.pid}/fd/1") == log:
+            if "ray::WorkerProcess" in " ".join(_words(process)) and os.readlink(f"/proc/{process.pid}/fd/1") == log:
                 return process
         raise AssertionError(f"no worker writes {log}")
 

@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import io
 import json
-import sys
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
-from ray import cloudpickle
+from call_path import Call
 
-from mindspeed_rl.config import BatchPlan, RunConfig, build_batch_plan, load_run_config
+from mindspeed_rl.config import BatchPlan, RunConfig, load_run_config, resolve
+from mindspeed_rl.config import Run as ResolvedRun
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -24,15 +24,12 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rollout_journal import RolloutJournal
-from mindspeed_rl.trainers.run import Inputs, assemble, open_data_plane
-from mindspeed_rl.workers.integrated import IntegratedWorker
-from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup, cluster, worker_environment
-
-if TYPE_CHECKING:
-    from mindspeed_rl.workers.role import Role
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it from here
+from mindspeed_rl.trainers.rl_parts import Inputs, assemble, open_data_plane
+from mindspeed_rl.trainers.rollout_logger import RolloutLogger
+from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.workers.cluster import cluster
+from mindspeed_rl.workers.groups import ActorGroup
+from mindspeed_rl.workers.reward_group import RewardGroup
 
 _REWARD_DISPATCH = "reward_dispatch_size"
 #: beginnings of what a reward worker reads; the reward model is not its business
@@ -48,63 +45,44 @@ _REWARD_KEYS = (
 )
 
 
-class VariantWorker(IntegratedWorker):
-    """A worker whose next run is another one with the same models."""
+class VariantGroup(ActorGroup):
+    """Workers on which runs follow each other; see `VariantWorker`."""
 
-    def restart(self, cfg: RunConfig, plan: BatchPlan, plane: DataPlane) -> None:
-        """The next run is that of this run file, from the first weights and with fresh optimizers.
+    target = "variant_worker:VariantWorker"
 
-        The engine samples as the run file says; the trainer keeps the temperature that the models were built with, so that
-        another one makes the two disagree.
-        """
-        from mindspeed_rl.workers.role import Role
-
-        self.cfg, self.plan = cfg, plan
-        self.phases.follow(cfg, plan, plane)
-        keys, engine = cfg.generate_config.sampling_config, self.phases.rollout.engine
-        engine.sampling = dataclasses.replace(engine.sampling, temperature=keys.temperature, max_tokens=keys.max_tokens)
-        configs = {"actor": cfg.actor_config, "ref": cfg.ref_config, "critic": cfg.critic_config}
-        for role in self._changing():
-            if configs[role.name] is None:
-                continue
-            role.config = role.engine.config = configs[role.name]
-            trains = role in self.phases.roles.trained()
-            role.offloader.onload(params=True, grads=trains, optimizer=trains)
-            Role._load_start(role, role.source)
-            if trains:
-                role.engine.start_training(plan.num_optimizer_steps)
-
-    def _changing(self) -> list[Role]:
-        roles = self.phases.roles
-        return [role for role in (roles.actor, roles.reference, roles.critic) if role is not None]
+    def restart(self, run: ResolvedRun, plane: DataPlane) -> None:
+        """The next run is this one, from the first weights and with fresh optimizers."""
+        self.wait("restart", [process.call.remote("restart", run, plane) for process in self.processes])
 
     def weights(self) -> dict[str, np.ndarray]:
-        """All weights of this rank's actor, reference and critic, each as one vector."""
-        return {
-            role.name: torch.cat([weight.value().flatten() for _, weight in sorted(role.stream.local_weights.items())])
-            .detach()
-            .numpy()
-            .copy()
-            for role in self._changing()
-        }
+        """All weights of rank 0's actor, reference and critic, each as one vector."""
+        return self.wait("weights", [process.call.remote("weights") for process in self.processes])[0]
 
     def num_steps(self) -> int:
         """Optimizer steps of the actor since the restart."""
-        return self.phases.roles.actor.engine.scheduler.num_steps
+        return self.wait("num_steps", [process.call.remote("num_steps") for process in self.processes])[0]
+
+    def watch(self) -> None:
+        """From now on the way to the policy loss is noted."""
+        self.wait("watch", [process.call.remote("watch") for process in self.processes])
+
+    def stacks(self) -> list[list[Call]]:
+        """The ways that rank 0 noted, each outermost first; nothing more is noted."""
+        return self.wait("stacks", [process.call.remote("stacks") for process in self.processes])[0]
 
 
 class FlippedAdvantages:
-    """An advantage stage with the sign of all advantages turned: the negative control."""
+    """Advantages with their sign turned: the negative control."""
 
     def __init__(self, trainer: RLTrainer, plane: DataPlane, num_rows: int) -> None:
-        self._stage, self._plane, self._rows = trainer.advantages, plane, range(num_rows)
+        self._advantages, self._plane, self._rows = trainer.advantages, plane, range(num_rows)
 
     @property
     def entropy_threshold(self) -> float | None:
-        return self._stage.entropy_threshold
+        return self._advantages.entropy_threshold
 
-    def run(self, iteration: int, *, kl_coef: float) -> Metrics:
-        metrics = self._stage.run(iteration, kl_coef=kl_coef)
+    def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
+        metrics = self._advantages.compute(iteration, kl_coef=kl_coef)
         batch, _ = self._plane.get("metrics", ["advantages"], indexes=self._rows, timeout_s=60.0)
         self._plane.put({"advantages": [-row for row in batch["advantages"]]}, self._rows, overwrite=True)
         return metrics
@@ -146,14 +124,16 @@ class World:
         self._stack = contextlib.ExitStack()
         self._kept: dict[tuple, tuple[RewardGroup, DataPlane]] = {}
         self.reward_model, self.held_out = task / "reward_model", task / "heldout.jsonl"
-        cfg, plan = self._load("ppo_tiny_cpu", [f"rl_config.reward_model={self.reward_model}"])
+        run = self._load("ppo_tiny_cpu", [f"rl_config.reward_model={self.reward_model}"], folder / "world")
         self._tokenizer = load_tokenizer(task / "model")
-        self._stack.enter_context(cluster(plan.world_size, "cpu"))
-        plane = open_data_plane(cfg, plan)
+        here = Path(__file__).parent  # worker processes import `variant_worker` and what it needs
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+        self._stack.enter_context(cluster(run.plan.world_size, "cpu"))
+        plane = open_data_plane(run.config, run.plan)
         try:
-            self.workers = WorkerGroup(VariantWorker, cfg, plan, "cpu", folder / "world", plane)
+            self.workers = VariantGroup(run, plane)
             self._stack.callback(self.workers.close)
-            self.workers.set_up(plane, uuid.uuid4().hex[:12])
+            self.workers.set_up()
         except BaseException:
             self.close()
             raise
@@ -165,10 +145,10 @@ class World:
             plane.close()
         self._stack.close()
 
-    def _load(self, config_name: str, overrides: Sequence[str]) -> tuple[RunConfig, BatchPlan]:
+    def _load(self, config_name: str, overrides: Sequence[str], folder: Path) -> ResolvedRun:
         critic = _critic_overrides(self._task) if "ppo" in config_name else []
         cfg = load_run_config(config_name, None, [*task_overrides(self._task), *critic, *self._shared, *overrides])
-        return cfg, build_batch_plan(cfg)
+        return dataclasses.replace(resolve(cfg, platform="cpu"), folder=folder)
 
     def run(self, config_name: str, *overrides: str, iterations: int = 1, flip: bool = False) -> Run:
         """A run file has run from the first weights on.
@@ -176,27 +156,28 @@ class World:
         Args:
             flip: with the sign of the advantages turned.
         """
-        cfg, plan = self._load(config_name, [*overrides, f"megatron_training.train_iters={iterations}"])
-        rewards, plane = self._services(cfg, plan)
-        self.workers.restart(cfg, plan, plane)
-        run_dir = self._folder / f"{config_name}-{uuid.uuid4().hex[:6]}"
-        run_dir.mkdir(parents=True)
-        with self._journal(cfg, plan, run_dir) as journal:
-            trainer = assemble(cfg, plan, plane, self.workers, self.workers, rewards, self._inputs(cfg), journal, {})
+        folder = self._folder / f"{config_name}-{uuid.uuid4().hex[:6]}"
+        folder.mkdir(parents=True)
+        run = self._load(config_name, [*overrides, f"megatron_training.train_iters={iterations}"], folder)
+        rewards, plane = self._services(run)
+        self.workers.restart(run, plane)
+        services = Services(plane, self.workers, self.workers, rewards)
+        with self._logger(run) as logger:
+            trainer = assemble(run, services, self._inputs(run.config), logger, {})
             if flip:
-                trainer.advantages = FlippedAdvantages(trainer, plane, plan.num_train_samples)
+                trainer.advantages = FlippedAdvantages(trainer, plane, run.plan.num_train_samples)
             trainer.fit()
-        return Run(run_dir, plan, journal.first, self.workers.weights()[0], self.workers.num_steps()[0], plane)
+        return Run(folder, run.plan, logger.first, self.workers.weights(), self.workers.num_steps(), plane)
 
-    def _services(self, cfg: RunConfig, plan: BatchPlan) -> tuple[RewardGroup, DataPlane]:
+    def _services(self, run: ResolvedRun) -> tuple[RewardGroup, DataPlane]:
         """Reward worker and data plane; those of an earlier run where they suit."""
-        rl = cfg.rl_config
+        cfg, plan, rl = run.config, run.plan, run.config.rl_config
         key = (cfg.generate_config.sampling_config.max_tokens, plan.n_samples_per_prompt, plan.dispatch_sizes[_REWARD_DISPATCH])
         key += (rl.data_strategy, *(str(value) for name, value in vars(rl).items() if name.startswith(_REWARD_KEYS)))
         if key not in self._kept:
             plane = open_data_plane(cfg, plan)
-            env = worker_environment(cfg, "cpu")
-            rewards = RewardGroup(cfg, plan, plane, str(self._task / "model"), self._folder / "world", env)
+            world = dataclasses.replace(run, folder=self._folder / "world")
+            rewards = RewardGroup(world, plane, str(self._task / "model"))
             self._kept[key] = rewards, plane
         return self._kept[key]
 
@@ -216,14 +197,14 @@ class World:
         return Inputs(self._tokenizer, str(self._task / "model"), prompts(actor.data_path), held_out)
 
     @contextlib.contextmanager
-    def _journal(self, cfg: RunConfig, plan: BatchPlan, run_dir: Path) -> Iterator[RolloutJournal]:
-        trackers = make_trackers(cfg.rl_config, run_dir, {})
-        with IterationProgress(plan.train_iters, stream=io.StringIO()) as progress:
-            journal = RolloutJournal(cfg, plan, run_dir, trackers, progress, self._tokenizer)
+    def _logger(self, run: ResolvedRun) -> Iterator[RolloutLogger]:
+        trackers = make_trackers(run.config.rl_config, run.folder, {})
+        with IterationProgress(run.plan.train_iters, stream=io.StringIO()) as progress:
+            logger = RolloutLogger(run, trackers, progress, self._tokenizer)
             try:
-                yield journal
+                yield logger
             finally:
-                journal.close()
+                logger.close()
 
 
 class Run:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from call_path import listed, watching
+from ray.actor import ActorMethod
 
 from mindspeed_rl.algorithms.rollout_file import load_rollout_batch
 from mindspeed_rl.cli.parity import replay
-from mindspeed_rl.trainers.run import DATA_PLANE_USERS
+from mindspeed_rl.trainers.rl_parts import DATA_PLANE_USERS
 from mindspeed_rl.trainers.schedule import DisagreementError
 
 if TYPE_CHECKING:
@@ -303,3 +306,19 @@ def test_without_a_guaranteed_order_the_same_responses_come(world: World, plain:
     run = world.run(GRPO, "rl_config.guarantee_order=false", "rl_config.actor_rollout_dispatch_size=8", iterations=3)
     assert run.column("grpo/score/mean")[0] == plain.column("grpo/score/mean")[0]
     np.testing.assert_allclose(run.weights["actor"], plain.weights["actor"], atol=1e-3)
+
+
+# --- how far it is to the loss -------------------------------------------------------------------------------------------
+
+
+def test_the_way_from_the_loop_to_the_policy_loss_is_the_documented_one(world: World) -> None:
+    asks_for_an_update = inspect.unwrap(ActorMethod._remote).__code__
+    world.workers.watch()
+    with watching(asks_for_an_update, lambda frame: "update_actor" in frame.f_locals["args"][:1]) as driver:
+        world.run(GRPO)
+    worker = world.workers.stacks()
+    documented = [(file, name.split(".")[-1]) for file, name in listed()]
+    assert documented[0] == ("mindspeed_rl/cli/train.py", "main")  # the command, which this test is in place of
+    assert driver and worker
+    for ours, theirs in zip(driver, worker):
+        assert ours + theirs == documented[1:]

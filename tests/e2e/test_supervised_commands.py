@@ -17,7 +17,7 @@ import pytest
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
-from mindspeed_rl.config import RunConfig, build_batch_plan, load_run_config
+from mindspeed_rl.config import RunConfig, load_run_config, resolve
 
 # preprocessing imports Megatron into this process, which trains afterwards
 platform.select("cpu")
@@ -76,22 +76,24 @@ def load(work: Path, stage: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path, stage: str) -> None:
-    from mindspeed_rl.observability.timers import Timers
-    from mindspeed_rl.workers.supervised_phases import SupervisedPhases
+    from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     cfg = load(work, stage, "megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
-    phases = SupervisedPhases(cfg, build_batch_plan(cfg), Timers())
-    losses = [phases.train().results()["train/loss"] for _ in range(2)]
+    worker = SupervisedWorker(resolve(cfg, platform="cpu"), rank=0)
+    losses = [worker.train().metrics.results()["train/loss"] for _ in range(2)]
     assert all(0 < loss < 10 for loss in losses) and losses[0] != losses[1]
-    if phases.held_out is not None:
-        assert phases.evaluate().results()["eval/loss"] > 0
+    if worker.held_out is not None:
+        assert worker.evaluate().metrics.results()["eval/loss"] > 0
 
 
 def run(work: Path, *overrides: str) -> tuple[Path, list[dict]]:
     """Runs stage sft through Ray with two workers; returns the run folder and the lines of metrics.jsonl."""
-    from mindspeed_rl.trainers.run_supervised import run_supervised
+    from mindspeed_rl.trainers.start import started
 
-    folder = run_supervised(load(work, "sft", "megatron_training.split='95,5,0'", *overrides))
+    sft = resolve(load(work, "sft", "megatron_training.split='95,5,0'", *overrides), platform="cpu")
+    with started(sft) as trainer:
+        trainer.fit()
+    folder = sft.folder
     return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.sft import InstructionDataset, InstructionSample
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.stage import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def token_loss(micro_batch: MicroBatch, log_probs: Tensor, *others: Tensor) -> LossOutput:
+def token_loss(inputs: LossInputs) -> LossOutput:
     """-log p summed over the tokens of `loss_mask`, and their number."""
-    mask = micro_batch.columns["loss_mask"] & micro_batch.response_mask
-    return LossOutput(-torch.where(mask, log_probs, 0.0).sum(), mask.sum())
+    mask = inputs.columns["loss_mask"] & inputs.mask
+    return LossOutput(-torch.where(mask, inputs.outputs[0], 0.0).sum(), mask.sum())
 
 
 def labelled_rows(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> Rows:
@@ -75,8 +74,8 @@ class Instruction(Stage):
         rows = labelled_rows(pieces)
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, group_sizes)
 
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
-        return token_loss(micro_batch, *outputs)
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        return token_loss(inputs)
 
 
 def check_resets(config: MegatronConfig) -> None:

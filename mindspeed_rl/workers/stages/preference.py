@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mindspeed_rl.algorithms.preference_losses import DPOSettings, PreferenceBatch, SimPOSettings, dpo_loss, simpo_loss
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.preference import PreferenceDataset, PreferencePair
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.instruction import labelled_rows
 from mindspeed_rl.workers.stages.stage import Stage
 
@@ -43,11 +42,11 @@ class _Preference(Pairs):
         rows = labelled_rows(sides)
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, [PAIR] * len(items))
 
-    def _answers(self, micro_batch: MicroBatch, log_probs: Tensor) -> PreferenceBatch:
-        """Sums and lengths of the answers, and the reference's sums where the micro-batch has them."""
-        mask = micro_batch.columns["loss_mask"] & micro_batch.response_mask
-        sums, lengths = torch.where(mask, log_probs, 0.0).sum(1), mask.sum(1)
-        reference = micro_batch.columns.get("ref_log_probs")
+    def _answers(self, inputs: LossInputs) -> PreferenceBatch:
+        """Sums and lengths of the answers, and the reference's sums where the rows have them."""
+        mask = inputs.columns["loss_mask"] & inputs.mask
+        sums, lengths = torch.where(mask, inputs.outputs[0], 0.0).sum(1), mask.sum(1)
+        reference = inputs.columns.get("ref_log_probs")
         return PreferenceBatch(
             *(sums[side::PAIR] for side in range(PAIR)),
             *(lengths[side::PAIR] for side in range(PAIR)),
@@ -64,8 +63,8 @@ class DirectPreference(_Preference):
         super().__init__(config, tokenizer)
         self._settings = DPOSettings.from_config(config)
 
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
-        return dpo_loss(self._answers(micro_batch, outputs[0]), self._settings)
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        return dpo_loss(self._answers(inputs), self._settings)
 
 
 class SimplePreference(_Preference):
@@ -75,5 +74,5 @@ class SimplePreference(_Preference):
         super().__init__(config, tokenizer)
         self._settings = SimPOSettings.from_config(config)
 
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
-        return simpo_loss(self._answers(micro_batch, outputs[0]), self._settings)
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        return simpo_loss(self._answers(inputs), self._settings)

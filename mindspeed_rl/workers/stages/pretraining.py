@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.data.pretrain import PretrainData, build_pretrain_datasets
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.instruction import check_resets, token_loss
 from mindspeed_rl.workers.stages.stage import Dataset, Stage
 
@@ -79,5 +79,5 @@ class Pretraining(Stage):
             group_sizes.append(len(ends))
         return Rows(input_ids, [1] * len(input_ids), {"loss_mask": masks}, targets, group_sizes)
 
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
-        return token_loss(micro_batch, *outputs)
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        return token_loss(inputs)

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mindspeed_rl.algorithms.preference_losses import pairwise_reward_loss, process_reward_loss
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.preference import PreferencePair
 from mindspeed_rl.data.process_reward import ProcessRewardDataset, ProcessRewardSample
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.instruction import token_loss
 from mindspeed_rl.workers.stages.preference import PAIR, Pairs
 from mindspeed_rl.workers.stages.stage import Stage
@@ -36,8 +35,8 @@ class OutcomeReward(Pairs):
         nothing = [torch.zeros(1, dtype=torch.int64)] * len(ids)
         return Rows(ids, [len(row) for row in ids], targets=nothing, group_sizes=[PAIR] * len(items))
 
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
-        scores = outputs[0][:, 0]
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        scores = inputs.outputs[0][:, 0]
         return pairwise_reward_loss(scores[0::PAIR], scores[1::PAIR])
 
 
@@ -89,8 +88,8 @@ class ProcessReward(Stage):
             raise ValueError(f"reward_tokens: the data judges a step as {text!r}, none of {self.config.reward_tokens}.")
         return matches.argmax(1)
 
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
+    def loss(self, inputs: LossInputs) -> LossOutput:
         if self.choices is None:
-            return token_loss(micro_batch, *outputs)
-        mask = micro_batch.columns["loss_mask"] & micro_batch.response_mask
-        return process_reward_loss(torch.stack(outputs, dim=-1), micro_batch.columns["judgements"], mask)
+            return token_loss(inputs)
+        mask = inputs.columns["loss_mask"] & inputs.mask
+        return process_reward_loss(torch.stack(inputs.outputs, dim=-1), inputs.columns["judgements"], mask)

@@ -8,12 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from torch import Tensor
-
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.data.samplers import BatchSampler
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.order import share_of
 from mindspeed_rl.workers.stages import STAGES
 
@@ -93,8 +91,8 @@ class Stage(ABC):
         """What the engine computes for these items."""
 
     @abstractmethod
-    def loss(self, micro_batch: MicroBatch, *outputs: Tensor) -> LossOutput:
-        """The loss of a micro-batch; `outputs` are the head's, each [rows, width]."""
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """The loss of a micro-batch."""
 
     def num_tokens(self, item: Any) -> int:
         """Tokens that the engine computes for an item."""
@@ -144,7 +142,3 @@ def shares(
             items = [dataset[number] for number in batch]
             mine = share_of(range(len(items)), num_ranks, rank, [num_tokens(item) for item in items])
             yield [items[position] for position in mine]
-
-
-#: (micro-batch, the head's outputs) -> loss
-Loss = Callable[..., LossOutput]

@@ -87,7 +87,7 @@ def main() -> None:
 
     from megatron.core import parallel_state
 
-    from mindspeed_rl.algorithms.records import LossOutput
+    from mindspeed_rl.algorithms.records import LossInputs, LossOutput
     from mindspeed_rl.engine import parallel
     from mindspeed_rl.engine.batching import Rows
     from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
@@ -110,10 +110,10 @@ def main() -> None:
         lengths = [int(n) for n in torch.randint(6, 30, (16,), generator=generator)]
         return Rows([torch.randint(0, 128, (n,), generator=generator) for n in lengths], [3] * len(lengths))
 
-    def negative_log_likelihood(micro_batch, log_probs, entropy) -> LossOutput:
-        loss = -torch.where(micro_batch.response_mask, log_probs, 0.0).sum()
-        seen.append((loss.item(), int(micro_batch.response_mask.sum())))
-        return LossOutput(loss, micro_batch.response_mask.sum())
+    def negative_log_likelihood(inputs: LossInputs) -> LossOutput:
+        loss = -torch.where(inputs.mask, inputs.outputs[0], 0.0).sum()
+        seen.append((loss.item(), int(inputs.mask.sum())))
+        return LossOutput(loss, inputs.mask.sum())
 
     folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{os.environ['RANK']}")
     folder.mkdir()
@@ -146,7 +146,7 @@ def main() -> None:
     for step in range(first_step, settings.get("steps", 3)):
         seen.clear()
         mine = list(range(16))[(step % 2) * 8 : (step % 2) * 8 + 8][rank::size]
-        outcome = engine.step(whole.select(mine), batching, negative_log_likelihood)
+        outcome = engine.train_step(whole.select(mine), batching, negative_log_likelihood)
         counted = parallel.is_output_source()
         steps.append({"loss": sum(l for l, _ in seen) if counted else 0.0, "count": sum(c for _, c in seen) if counted else 0,
                       "grad_norm": outcome.grad_norm})  # fmt: skip

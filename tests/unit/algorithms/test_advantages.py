@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.advantages import token_rewards, whiten
 from mindspeed_rl.algorithms.records import AdvantageInputs
 from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.objective import resolve
+from mindspeed_rl.config.objective import objective_of
 
 SIZE, ROWS, LENGTH = 3, 12, 7
 
@@ -275,7 +275,7 @@ def test_the_metrics_cover_response_tokens_only():
 
 def test_the_objective_takes_its_numbers_from_the_run_file():
     config = RLConfig(scale_rewards="none", adv_epsilon=0.1, gamma=0.5, lam=0.25, adv_estimator="gae", advantage_whiten=False)
-    made = resolve(config, "ray_ppo")
+    made = objective_of(config, "ray_ppo")
     got = (made.scale_rewards, made.adv_epsilon, made.gamma, made.lam, made.advantage_whiten)
     assert got == ("none", 0.1, 0.5, 0.25, False)
 

@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.records import PolicyBatch
 from mindspeed_rl.catalogue import CORRECTIONS, POLICY_LOSSES
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.loader import apply_second_spellings
-from mindspeed_rl.config.objective import resolve
+from mindspeed_rl.config.objective import objective_of
 from mindspeed_rl.observability.metrics import merge
 
 ROWS, LENGTH = 6, 5
@@ -427,7 +427,7 @@ def test_tensors_of_other_shapes_are_refused():
 def test_settings_follow_the_run_file_and_its_stage(stage, changes, expected):
     rl = RLConfig(**changes)
     apply_second_spellings(rl, None, {"rl_config": frozenset(changes)})
-    made = resolve(rl, stage, max_response_length=77)
+    made = objective_of(rl, stage, max_response_length=77)
     values = made.numbers() | {"kl_coef": made.kl_in_loss}
     assert {name: values[name] for name in expected} == expected
     assert made.max_response_length == 77

@@ -17,10 +17,10 @@ import torch
 
 import mindspeed_rl
 from mindspeed_rl import catalogue
-from mindspeed_rl.algorithms.records import AdvantageInputs, LossInputs
+from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyInputs
 from mindspeed_rl.catalogue.records import NEEDS, Algorithm, check_parameters
 from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import resolve
+from mindspeed_rl.config.objective import objective_of
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
 FAMILIES = (catalogue.POLICY_LOSSES, catalogue.ADVANTAGES, catalogue.KL_ESTIMATORS, catalogue.CORRECTIONS)
@@ -28,7 +28,7 @@ RECORDS = {f"{record.key}-{name}": record for table in FAMILIES for name, record
 
 
 def objective_of(stage: str = "ray_grpo", **keys: Any) -> Objective:
-    return resolve(RLConfig(**{"n_samples_per_prompt": 4, **keys}), stage, max_response_length=8)
+    return objective_of(RLConfig(**{"n_samples_per_prompt": 4, **keys}), stage, max_response_length=8)
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
@@ -123,7 +123,7 @@ def test_the_formula_of_a_policy_loss_is_what_its_function_computes(loss_type: s
                 for name, value in (("ratio", ratio), ("log_probs", -0.7), ("advantages", advantage))
             }
             mask = torch.ones(1, 1, dtype=torch.bool)
-            losses, _ = made.loss.load()(LossInputs(**tensors, mask=mask, old_log_probs=tensors["log_probs"]), made)
+            losses, _ = made.loss.load()(PolicyInputs(**tensors, mask=mask, old_log_probs=tensors["log_probs"]), made)
             assert losses.item() == pytest.approx(value_of(text, r=ratio, A=advantage, log_pi=-0.7))
 
 

@@ -12,12 +12,12 @@ import transformers
 from megatron.core.parallel_state import RankGenerator
 from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.resources import parallel_groups
 from mindspeed_rl.config.sizes import Layout
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.recompute import RecomputingMLP
@@ -26,12 +26,12 @@ from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
 
 
-def negative_log_prob(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
-    return LossOutput(-(log_probs * micro_batch.response_mask).sum(), micro_batch.response_mask.sum())
+def negative_log_prob(inputs: LossInputs) -> LossOutput:
+    return LossOutput(-(inputs.outputs[0] * inputs.mask).sum(), inputs.mask.sum())
 
 
 def steps(engine: TrainEngine, count: int) -> list[float]:
-    return [engine.step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for _ in range(count)]
+    return [engine.train_step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for _ in range(count)]
 
 
 def weights(engine: TrainEngine) -> list[Tensor]:

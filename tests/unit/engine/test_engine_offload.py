@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossOutput
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 
@@ -17,8 +17,8 @@ ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
 LAYOUTS = [{}, {"use_distributed_optimizer": True}, {"bf16": True}, {"bf16": True, "use_distributed_optimizer": True}]
 
 
-def negative_log_prob(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
-    return LossOutput(-(log_probs * micro_batch.response_mask).sum(), micro_batch.response_mask.sum())
+def negative_log_prob(inputs: LossInputs) -> LossOutput:
+    return LossOutput(-(inputs.outputs[0] * inputs.mask).sum(), inputs.mask.sum())
 
 
 def weights(engine: TrainEngine) -> Iterator[Tensor]:
@@ -36,7 +36,7 @@ def optimizer_state(engine: TrainEngine) -> Iterator[Tensor]:
 
 def stepped(make_engine: Callable[..., TrainEngine], keys: dict) -> TrainEngine:
     engine = make_engine(**keys)
-    engine.step(ROWS, MicroBatching(1), negative_log_prob)
+    engine.train_step(ROWS, MicroBatching(1), negative_log_prob)
     return engine
 
 
@@ -64,7 +64,7 @@ def test_training_goes_on_as_if_nothing_had_been_offloaded(make_engine: Callable
     offloader.offload(params=True)
     offloader.onload(params=True)
     offloader.onload(params=True, grads=True, optimizer=True)
-    results = [engine.step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for engine in (rested, busy)]
+    results = [engine.train_step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for engine in (rested, busy)]
     assert results[0] == results[1]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(rested), weights(busy)))
 

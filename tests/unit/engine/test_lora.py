@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import MicroBatch, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, load_checkpoint
 from mindspeed_rl.engine.lora import AdaptedModule, LoraSettings, adapters_disabled, save_peft
@@ -99,8 +99,8 @@ def log_probs(engine: TrainEngine) -> Tensor:
     return torch.cat(engine.forward(ROWS, EACH)[0])
 
 
-def negative_log_prob(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossOutput:
-    return LossOutput(-(log_probs * micro_batch.response_mask).sum(), micro_batch.response_mask.sum())
+def negative_log_prob(inputs: LossInputs) -> LossOutput:
+    return LossOutput(-(inputs.outputs[0] * inputs.mask).sum(), inputs.mask.sum())
 
 
 def adapters_of(engine: TrainEngine) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def test_training_moves_the_adapters_and_nothing_else(moe: Path) -> None:
     engine = make_engine(moe)
     base, adapters = base_of(engine), adapters_of(engine)
     for _ in range(2):
-        engine.step(ROWS, EACH, negative_log_prob)
+        engine.train_step(ROWS, EACH, negative_log_prob)
     assert_same(base_of(engine), base)
     moved = [name for name, tensor in adapters_of(engine).items() if not torch.equal(tensor, adapters[name])]
     assert moved == list(adapters)
@@ -225,7 +225,7 @@ def test_training_follows_peft_on_the_hf_model(dense: Path) -> None:
     ours, theirs, norms = [], [], []
     for _ in range(8):
         ours.append(-log_probs(engine).mean())
-        norms.append(engine.step(ROWS, EACH, negative_log_prob).grad_norm)
+        norms.append(engine.train_step(ROWS, EACH, negative_log_prob).grad_norm)
         loss = -hf_log_probs(twin).mean()
         theirs.append(loss.detach())
         optimizer.zero_grad()
@@ -246,7 +246,7 @@ def test_recomputation_does_not_change_the_step(dense: Path) -> None:
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     ):
         engine = make_engine(dense, **keys)
-        engine.step(ROWS, EACH, negative_log_prob)
+        engine.train_step(ROWS, EACH, negative_log_prob)
         results.append(adapters_of(engine))
     for other in results[1:]:
         for name, tensor in results[0].items():
@@ -272,7 +272,7 @@ def test_grouped_experts_train_as_experts_one_by_one(moe: Path) -> None:
     for grouped in (False, True):
         engine = make_engine(moe, moe_grouped_gemm=grouped)
         for _ in range(3):
-            engine.step(ROWS, EACH, negative_log_prob)
+            engine.train_step(ROWS, EACH, negative_log_prob)
         finals.append(dict(WeightStream(engine.model).named_tensors()))
     for name, tensor in finals[0].items():
         torch.testing.assert_close(finals[1][name], tensor, atol=2e-6, rtol=1e-5)
@@ -297,9 +297,9 @@ def test_a_value_head_trains_beside_the_adapters(dense: Path) -> None:
 def test_a_resumed_run_goes_on_bit_for_bit(dense: Path, tmp_path: Path, only_adapters: bool, keys: dict) -> None:
     keys = {**keys, "lora_ckpt_filter": only_adapters}
     engine = make_engine(dense, **keys)
-    engine.step(ROWS, EACH, negative_log_prob)
+    engine.train_step(ROWS, EACH, negative_log_prob)
     CheckpointSaver(engine, tmp_path).save(1, {})
-    engine.step(ROWS, EACH, negative_log_prob)
+    engine.train_step(ROWS, EACH, negative_log_prob)
     assert holds_base(tmp_path) is not only_adapters
     # with the base in the checkpoint, whatever the model held before does not matter
     weights = hf_weights(dense)
@@ -307,7 +307,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(dense: Path, tmp_path: Path, only_ada
         weights = MemorySource({name: torch.zeros_like(tensor) for name, tensor in weights.tensors.items()})
     resumed = make_engine(dense, weights=weights, **keys)
     load_checkpoint(resumed, tmp_path)
-    resumed.step(ROWS, EACH, negative_log_prob)
+    resumed.train_step(ROWS, EACH, negative_log_prob)
     assert_same(adapters_of(resumed), adapters_of(engine))
     assert_same(base_of(resumed), base_of(engine))
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_adapters_alone_is_small(dense: Path, tmp_path: Path) ->
 
 def test_adapters_start_from_a_checkpoint_that_has_none(dense: Path, tmp_path: Path) -> None:
     plain = make_engine(dense, lora_target_modules=None)
-    plain.step(ROWS, EACH, negative_log_prob)
+    plain.train_step(ROWS, EACH, negative_log_prob)
     CheckpointSaver(plain, tmp_path).save(1, {})
     engine = make_engine(dense, finetune=True)
     fresh = adapters_of(engine)

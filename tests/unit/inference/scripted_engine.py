@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.inference.requests import Piece, Request
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 
 
 class ScriptedEngine:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.inference.chat import History, run_chat
 from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 
 
 def make_history(tokenizer: PreTrainedTokenizerFast, max_turns: int, max_prompt_tokens: int = 10_000) -> History:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.inference.generation import GenerationSettings, generate, read_jsonl
 from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 
 GREEDY = Sampling(0.0, 16, ())

@@ -28,7 +28,7 @@ from mindspeed_rl.inference.tasks import TASKS, task_class
 from mindspeed_rl.inference.tasks.base import Task, TaskOptions
 from mindspeed_rl.inference.tasks.bbh import bbh_match
 from mindspeed_rl.rewards.scorer import import_scorer
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 
 SAMPLE = TEST_DATA / "gsm8k" / "sample.jsonl"
 PLANETS = ["Which planet is nearest to the sun?", "Mercury", "Venus", "Earth", "Mars", "A"]

@@ -147,11 +147,11 @@ def test_the_launcher_gives_npu_workers_the_fitted_file_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mindspeed_rl.config import load_run_config
-    from mindspeed_rl.workers import launch
+    from mindspeed_rl.workers import cluster
 
     monkeypatch.chdir(tmp_path)
-    rl = launch.worker_environment(load_run_config("grpo_qwen25_7b_A3"), "npu")
+    rl = cluster.worker_environment(load_run_config("grpo_qwen25_7b_A3"), "npu")
     assert "PYTORCH_NPU_ALLOC_CONF" not in rl and rl["HCCL_CONNECT_TIMEOUT"] == "1800"
     assert doctor_variables.problems({name: value for name, value in rl.items() if name in doctor_variables.NAMES}) == []
-    supervised = launch.worker_environment(load_run_config("dpo_qwen3_30b_a3b_A3"), "npu")
+    supervised = cluster.worker_environment(load_run_config("dpo_qwen3_30b_a3b_A3"), "npu")
     assert supervised["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"

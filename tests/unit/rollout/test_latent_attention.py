@@ -33,13 +33,16 @@ reference.save_pretrained(folder / "weights")
 
 from safetensors.torch import load_file
 
-from mindspeed_rl import platform
-from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.resharding.proof import bit_sum, check_delivery
-from mindspeed_rl.rollout.records import GenerationRequest, Sampling
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl import adaptors, platform
 
 platform.select("cpu")
+adaptors.apply("rollout")  # before vLLM is imported
+
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.resharding.proof import bit_sum, check_delivery
+from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
 sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=6, stop_token_ids=())
 settings = GenerateConfig(infer_tensor_parallel_size=1, max_model_len=128, max_num_seqs=4, dtype="float32")
 engine = VllmEngine(folder, settings, sampling, run_id="latent", kv_bytes_per_token=1 << 14)

@@ -12,9 +12,8 @@ from supervised_samples import EOS, NETWORK, PAD, text
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from mindspeed_rl.config import build_batch_plan, build_run_config
-from mindspeed_rl.observability.timers import Timers
-from mindspeed_rl.workers.supervised_phases import SupervisedPhases
+from mindspeed_rl.config import build_run_config, resolve
+from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +31,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(one_process_world: None, tiny_model: Path) -> Callable[..., SupervisedPhases]:
-    """(stage, data prefix, keys of megatron_training, rl_config=...) -> the stage, ready to train in fp32."""
+def start(one_process_world: None, tiny_model: Path) -> Callable[..., SupervisedWorker]:
+    """(stage, data prefix, keys of megatron_training, rl_config=...) -> its worker, ready to train in fp32."""
 
-    def make(stage: str, data: Any, *, rl_config: Mapping[str, Any] | None = None, **keys: Any) -> SupervisedPhases:
+    def make(stage: str, data: Any, *, rl_config: Mapping[str, Any] | None = None, **keys: Any) -> SupervisedWorker:
         training = {
             "stage": stage,
             "bf16": False,
@@ -56,6 +55,6 @@ def start(one_process_world: None, tiny_model: Path) -> Callable[..., Supervised
         }
         tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": dict(rl_config)} if rl_config else {})
         cfg = build_run_config(tree, config_name="test")
-        return SupervisedPhases(cfg, build_batch_plan(cfg), Timers())
+        return SupervisedWorker(resolve(cfg, platform="cpu"), rank=0)
 
     return make

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
-from mindspeed_rl.trainers.run import open_run_prompts
+from mindspeed_rl.trainers.rl_parts import open_run_prompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MAP_KEYS = "map_keys={prompt: question, query: '', response: answer}"

@@ -14,34 +14,35 @@ from supervised_samples import answers, instruction_row, write_columns
 from mindspeed_rl.config import MegatronConfig, RLConfig
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.trainers.run_supervised import check_data
-from mindspeed_rl.trainers.supervised import SupervisedJournal, SupervisedTrainer
-from mindspeed_rl.workers.supervised_phases import SupervisedPhases
-from mindspeed_rl.workers.worker import WorkerReport
+from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
+from mindspeed_rl.trainers.supervised_parts import check_data
+from mindspeed_rl.workers.reports import WorkerReport
+from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
 class OneWorker:
-    """The calls of a WorkerGroup, made in this process."""
+    """The calls of a SupervisedGroup, made in this process."""
 
-    def __init__(self, phases: SupervisedPhases) -> None:
-        self.phases = phases
+    def __init__(self, worker: SupervisedWorker) -> None:
+        self.worker = worker
 
     def __getattr__(self, name: str) -> Callable[..., list[WorkerReport]]:
-        return lambda *arguments: [WorkerReport(getattr(self.phases, name)(*arguments), self.phases.timers.drain())]
+        return lambda *arguments: [getattr(self.worker, name)(*arguments)]
 
 
-def run(phases: SupervisedPhases, folder: Path) -> tuple[list[dict], str]:
+def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:
     """(lines of metrics.jsonl, console) of a whole run."""
     console = io.StringIO()
-    config, plan = phases.config, phases.plan
-    journal = SupervisedJournal(
+    config, plan = worker.config, worker.run.plan
+    logger = SupervisedLogger(
         folder,
         make_trackers(RLConfig(), folder, {}),
         IterationProgress(plan.train_iters, stream=console, every=config.log_interval),
+        num_devices=1,
     )
-    evaluates = phases.held_out is not None
-    SupervisedTrainer(OneWorker(phases), config, plan, journal, evaluates=evaluates).fit()
-    journal.close()
+    evaluates = worker.held_out is not None
+    SupervisedTrainer(worker.run, OneWorker(worker), logger, evaluates=evaluates).fit()
+    logger.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], console.getvalue()
 
 
@@ -68,10 +69,10 @@ def test_saves_and_evaluations_come_at_their_intervals_and_at_the_end(
 
 
 def test_skip_train_evaluates_and_changes_nothing(start: Callable[..., Any], prefix: Path, tmp_path: Path) -> None:
-    phases = start("sft", prefix, train_iters=7, skip_train=True, split="1,1,0", save=str(tmp_path / "save"))
-    lines, _ = run(phases, tmp_path)
+    worker = start("sft", prefix, train_iters=7, skip_train=True, split="1,1,0", save=str(tmp_path / "save"))
+    lines, _ = run(worker, tmp_path)
     assert len(lines) == 1 and lines[0]["eval/loss"] > 0 and "train/loss" not in lines[0]
-    assert phases.consumed == 0 and not (tmp_path / "save").exists()
+    assert worker.consumed == 0 and not (tmp_path / "save").exists()
 
 
 def config(**keys: Any) -> MegatronConfig:

@@ -13,7 +13,7 @@ from supervised_samples import adamw, answers, instruction_row, log_probs, pair_
 from torch.nn.functional import logsigmoid
 from transformers import Qwen2ForCausalLM
 
-from mindspeed_rl.workers.supervised_phases import SupervisedPhases
+from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 STEPS, BATCH, LR, MIN_LR, DECAY = 30, 8, 1e-3, 1e-4, 0.1
 
@@ -48,9 +48,9 @@ def train_plainly(
     return curve
 
 
-def train_here(stage: SupervisedPhases) -> list[tuple[float, float]]:
+def train_here(stage: SupervisedWorker) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step with the engine."""
-    results = [stage.train().results() for _ in range(STEPS)]
+    results = [stage.train().metrics.results() for _ in range(STEPS)]
     return [(result["train/loss"], result["train/grad_norm"]) for result in results]
 
 
@@ -139,6 +139,6 @@ def test_other_preference_losses_start_and_move_as_their_formulas_say(
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        found = trained.train().results()
+        found = trained.train().metrics.results()
         assert found["train/loss"] == pytest.approx(value.item(), rel=1e-4)
         assert found["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)

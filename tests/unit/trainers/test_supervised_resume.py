@@ -12,7 +12,7 @@ import pytest
 import torch
 from supervised_samples import answers, instruction_row, pair_row, write_columns
 
-from mindspeed_rl.workers.supervised_phases import SupervisedPhases
+from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 # with its network keys the model has dropout, so that random generators matter
 NETWORK_KEYS = {
@@ -32,14 +32,14 @@ NETWORK_KEYS = {
 }
 
 
-def steps(stage: SupervisedPhases, count: int) -> list[dict[str, float]]:
+def steps(stage: SupervisedWorker, count: int) -> list[dict[str, float]]:
     """Figures of the next steps that must repeat exactly."""
     names = ("train/loss", "train/grad_norm", "train/lr", "train/tokens")
-    results = [stage.train().results() for _ in range(count)]
+    results = [stage.train().metrics.results() for _ in range(count)]
     return [{name: result[name] for name in names} for result in results]
 
 
-def weights(stage: SupervisedPhases) -> dict[str, torch.Tensor]:
+def weights(stage: SupervisedWorker) -> dict[str, torch.Tensor]:
     """A copy of all parameters."""
     return {name: p.detach().clone() for m in stage.role.model.models for name, p in m.named_parameters()}
 
@@ -74,7 +74,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(start: Callable[..., Any], t
     resumed = start(
         name, prefix, **{**keys, "load": str(folder), "pretrained_checkpoint": whole.config.load, "finetune": False}
     )
-    assert resumed.resumed["iteration"] == 3
+    assert resumed.resumed_state()["iteration"] == 3
     assert steps(resumed, 3) == expected[3:]
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(resumed)[name], tensor), name
@@ -96,7 +96,7 @@ def test_finetune_starts_from_the_weights_alone(start: Callable[..., Any], tmp_p
     first.save(2)
     saved = weights(first)
     second = start("sft", prefix, load=str(tmp_path / "save"), finetune=True)
-    assert second.resumed is None and second.consumed == 0
+    assert second.resumed_state() == {} and second.consumed == 0
     assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(second).items())
 
 
@@ -108,4 +108,4 @@ def test_the_reference_of_a_resumed_dpo_run_must_be_named(start: Callable[..., A
         start("dpo", prefix, load=str(tmp_path / "save"), finetune=False)
     config = dataclasses.replace(first.config)
     named = start("dpo", prefix, load=str(tmp_path / "save"), finetune=False, ref_model=config.load)
-    assert named.train().results()["train/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert named.train().metrics.results()["train/loss"] == pytest.approx(0.693147, abs=1e-5)

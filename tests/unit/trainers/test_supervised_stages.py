@@ -62,7 +62,7 @@ def test_samples_of_a_pack_train_as_if_they_were_alone(
         micro_batch_size=micro_batch_size,
     )
     expected = -torch.cat([learnt(model, *sample) for sample in samples]).mean().item()
-    result = stage.train().results()
+    result = stage.train().metrics.results()
     assert result["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert result["train/samples"] == 8  # a pack counts as one
     assert result["train/tokens"] == sum(len(prompt) + len(answer) for prompt, answer in samples)
@@ -80,7 +80,7 @@ def test_without_reset_the_samples_of_a_pack_see_those_before_them(
         mask = torch.tensor(row["labels"][1:]) != -100
         with torch.no_grad():
             losses.append(-log_probs(model, row["input_ids"])[mask])
-    found = start("sft", prefix, pack=True).train().results()["train/loss"]
+    found = start("sft", prefix, pack=True).train().metrics.results()["train/loss"]
     assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_labels_need_not_be_the_next_tokens(start: Callable[..., Any], model: Qw
     # efficient-EOS templates train the end token where the next turn begins
     ids, labels = [5, 6, 7, 8, 9, 10, 11], [-100, -100, 7, 8, EOS, -100, 11]
     rows = [{"input_ids": ids, "attention_mask": [1] * 7, "labels": labels}] * 8
-    found = start("sft", write_columns(tmp_path / "turns", rows)).train().results()["train/loss"]
+    found = start("sft", write_columns(tmp_path / "turns", rows)).train().metrics.results()["train/loss"]
     with torch.no_grad():
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = -(table[1, 7] + table[2, 8] + table[3, EOS] + table[5, 11]) / 4
@@ -97,8 +97,8 @@ def test_labels_need_not_be_the_next_tokens(start: Callable[..., Any], model: Qw
 
 def test_padding_to_seq_length_changes_no_figure(start: Callable[..., Any], tmp_path: Path) -> None:
     prefix = write_columns(tmp_path / "sft", [instruction_row(*sample) for sample in answers(8, seed=1)])
-    short = start("sft", prefix).train().results()
-    long = start("sft", prefix, no_pad_to_seq_lengths=False).train().results()
+    short = start("sft", prefix).train().metrics.results()
+    long = start("sft", prefix, no_pad_to_seq_lengths=False).train().metrics.results()
     assert long["train/loss"] == pytest.approx(short["train/loss"], rel=1e-5)
     assert long["train/grad_norm"] == pytest.approx(short["train/grad_norm"], rel=1e-4)
     assert long["train/tokens"] == short["train/tokens"]
@@ -130,7 +130,7 @@ def test_documents_of_a_sample_see_each_other_only_without_reset(
             with torch.no_grad():
                 table = model(torch.tensor([tokens[first:end]])).logits[0].log_softmax(-1)
             losses.append(-table.gather(1, labels[first:end, None])[:, 0])
-    assert stage.train().results()["train/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert stage.train().metrics.results()["train/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_the_end_of_a_document_is_learnt(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_blends_draw_by_weight_and_hold_documents_back_for_evaluation(start: Cal
     stage = start("pretrain", [0.25, first, 0.75, second], seq_length=8, train_iters=10, split="90,10,0", eval_iters=2)
     drawn = [3 in stage.train_items[number]["tokens"].tolist() for number in range(80)]
     assert sum(drawn) == 20
-    assert stage.data().num_held_out >= 16 and stage.evaluate().results()["eval/loss"] > 0
+    assert stage.data().num_held_out >= 16 and stage.evaluate().metrics.results()["eval/loss"] > 0
 
 
 # ---------------------------------------------------------------- orm, prm
@@ -167,7 +167,7 @@ def test_an_outcome_reward_model_scores_the_last_token_and_exports_as_a_classifi
 
     margins = torch.stack([score(scorer, p + chosen) - score(scorer, p + rejected) for p, chosen, rejected in pairs])
     expected = -torch.nn.functional.logsigmoid(margins).mean()
-    result = stage.train().results()
+    result = stage.train().metrics.results()
     assert result["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert result["train/rewards/accuracies"] == pytest.approx((margins > 0).float().mean().item())
     expected.backward()
@@ -182,13 +182,13 @@ def test_an_outcome_reward_model_scores_the_last_token_and_exports_as_a_classifi
         margin = score(exported, prompt + chosen) - score(exported, prompt + rejected)
     assert margin.item() != pytest.approx(margins[0].item(), abs=1e-6)  # a step was made
     again = start("orm", prefix, load=str(tmp_path / "exported"), micro_batch_size=1, global_batch_size=1)
-    assert again.train().results()["train/rewards/margins"] == pytest.approx(margin.item(), rel=1e-4, abs=1e-6)
+    assert again.train().metrics.results()["train/rewards/margins"] == pytest.approx(margin.item(), rel=1e-4, abs=1e-6)
 
 
 def test_a_reward_model_may_start_from_a_language_model(start: Callable[..., Any], tmp_path: Path) -> None:
     prefix = write_columns(tmp_path / "pairs", [pair_row(p, a, a[::-1]) for p, a in answers(8, seed=4)])
     stage = start("orm", prefix)
-    losses = [stage.train().results()["train/loss"] for _ in range(5)]
+    losses = [stage.train().metrics.results()["train/loss"] for _ in range(5)]
     assert losses[0] == pytest.approx(0.693147, abs=1e-5)  # all scores are equal
     assert losses[-1] < losses[0]
 
@@ -223,7 +223,7 @@ def test_a_process_reward_model_judges_at_the_placeholders(
             logits, judged = logits[:, [GOOD, BAD]], (judged == BAD).long()
             right += (logits.argmax(-1) == judged).tolist()
         losses.append(torch.nn.functional.cross_entropy(logits, judged, reduction="none"))
-    result = start("prm", prefix, reward_tokens=reward_tokens).train().results()
+    result = start("prm", prefix, reward_tokens=reward_tokens).train().metrics.results()
     assert result["train/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     if reward_tokens:
         assert result["train/rewards/accuracies"] == pytest.approx(sum(right) / len(right))
@@ -247,13 +247,13 @@ def test_evaluation_is_the_token_mean_over_the_held_out_rows(
     held_out = write_columns(tmp_path / "held_out", [instruction_row(*sample) for sample in samples[8:]])
     stage = start("sft", prefix, eval_data_path=str(held_out), eval_iters=5)
     expected = -torch.cat([learnt(model, *sample) for sample in samples[8:]]).mean().item()
-    assert stage.evaluate().results() == {"eval/loss": pytest.approx(expected, rel=1e-5)}
+    assert stage.evaluate().metrics.results() == {"eval/loss": pytest.approx(expected, rel=1e-5)}
     before = {name: p.clone() for name, p in stage.role.model.models[0].named_parameters()}
     stage.evaluate()
     assert all(torch.equal(p, before[name]) for name, p in stage.role.model.models[0].named_parameters())
     few = start("sft", prefix, eval_data_path=str(held_out), eval_iters=1)
     expected = -torch.cat([learnt(model, *sample) for sample in samples[8:16]]).mean().item()
-    assert few.evaluate().results()["eval/loss"] == pytest.approx(expected, rel=1e-5)
+    assert few.evaluate().metrics.results()["eval/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_split_holds_back_rows_at_the_end(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_every_row_is_seen_once_an_epoch_and_all_epochs_shuffle_together_on_requ
         "sft", prefix, global_batch_size=5, micro_batch_size=5, train_iters=4, no_shuffle=False,
         full_shuffle_instruction_dataset=full_shuffle,
     )  # fmt: skip
-    order = stage.stage.order(10, stage.plan, 0)
+    order = stage.stage.order(10, stage.run.plan, 0)
     drawn = [number for _ in range(4) for number in next(order)]
     assert sorted(drawn) == sorted([*range(10)] * 2)
     assert (sorted(drawn[:10]) != list(range(10))) == full_shuffle
@@ -290,7 +290,7 @@ def test_positions_that_restart_without_the_attention_are_refused(start: Callabl
 
 def test_figures_of_a_step_count_every_token_and_operation(start: Callable[..., Any], tmp_path: Path) -> None:
     rows = [instruction_row(*sample) for sample in answers(8, seed=1)]
-    result = start("sft", write_columns(tmp_path / "sft", rows)).train().results()
+    result = start("sft", write_columns(tmp_path / "sft", rows)).train().metrics.results()
     lengths = [len(row["input_ids"]) for row in rows]
     assert result["train/tokens"] == sum(lengths)
     # a layer: q and o 128 x 128, k and v 64 x 128, gate, up and down 192 x 128; two layers and the head

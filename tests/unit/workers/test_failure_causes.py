@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from mindspeed_rl.workers.launch import WorkerFailed, wait_all
+from mindspeed_rl.workers.waiting import WorkerFailed, wait_all
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it from here
 

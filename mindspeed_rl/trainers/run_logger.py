@@ -12,19 +12,19 @@ from mindspeed_rl.observability.timers import Interval, timing_metrics
 from mindspeed_rl.observability.trackers import Trackers
 
 
-class Journal:
+class RunLogger:
     """Writes one record an iteration.
 
     Attributes:
-        run_dir: folder of the run.
+        folder: of the run.
         last: figures of the last iteration, with those of the last evaluation.
         first: figures of the evaluation before the first iteration.
     """
 
-    def __init__(self, run_dir: Path, trackers: Trackers, progress: IterationProgress) -> None:
-        self.run_dir = run_dir
+    def __init__(self, folder: Path, trackers: Trackers, progress: IterationProgress) -> None:
+        self.folder = folder
         self._trackers, self._progress = trackers, progress
-        self._timeline = Timeline(run_dir / "timeline.json")
+        self._timeline = Timeline(folder / "timeline.json")
         self.last: Mapping[str, float] = {}
         self.first: Mapping[str, float] = {}
 
@@ -46,6 +46,6 @@ class Journal:
         return {}
 
     def close(self) -> None:
-        """Files are complete."""
+        """Completes and closes the files."""
         self._timeline.close()
         self._trackers.close()

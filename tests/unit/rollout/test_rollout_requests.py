@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mindspeed_rl.rollout.records import Sampling
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 
 

@@ -1,34 +1,31 @@
-"""The journal of a run with rollouts: throughput by phase, and completions.jsonl."""
+"""The logger of a run with rollouts: throughput by phase, and completions.jsonl."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.completions import Completion, CompletionWriter
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.timers import throughput_metrics
 from mindspeed_rl.observability.trackers import Trackers
-from mindspeed_rl.trainers.journal import Journal
+from mindspeed_rl.trainers.run_logger import RunLogger
 
 
-class RolloutJournal(Journal):
+class RolloutLogger(RunLogger):
     """Writes one record an iteration, and the completions that are due."""
 
-    def __init__(
-        self, cfg: RunConfig, plan: BatchPlan, run_dir: Path, trackers: Trackers, progress: IterationProgress, tokenizer: Any
-    ) -> None:
-        super().__init__(run_dir, trackers, progress)
-        rl = cfg.rl_config
-        self._cfg, self._plan, self._tokenizer = cfg, plan, tokenizer
+    def __init__(self, run: Run, trackers: Trackers, progress: IterationProgress, tokenizer: Any) -> None:
+        super().__init__(run.folder, trackers, progress)
+        rl = run.rl
+        self._cfg, self._plan, self._tokenizer = run.config, run.plan, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
-        self._completions = CompletionWriter(run_dir / "completions.jsonl", interval, rl.log_completions_keep)
+        self._completions = CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
 
     def derived(self, results: Mapping[str, float]) -> dict[str, float]:
         """Seconds of the weight update, and tokens per second and device."""

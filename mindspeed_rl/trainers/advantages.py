@@ -11,7 +11,7 @@ from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
 from mindspeed_rl.algorithms.records import AdvantageInputs
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.observability.metrics import Metrics
@@ -19,7 +19,7 @@ from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.records import reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
-from mindspeed_rl.trainers.rollout_journal import RolloutJournal
+from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_record import save_rollout
 from mindspeed_rl.trainers.schedule import Schedule
 
@@ -30,7 +30,7 @@ ADVANTAGE_COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask")
 SCORE_PREFIX = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "critic"}
 
 
-class AdvantageStage:
+class Advantages:
     """Reads scored rows, writes advantages.
 
     Attributes:
@@ -39,18 +39,17 @@ class AdvantageStage:
 
     def __init__(
         self,
-        cfg: RunConfig,
-        plan: BatchPlan,
+        run: Run,
         plane: DataPlane,
-        journal: RolloutJournal,
+        logger: RolloutLogger,
         baselines: GreedyBaselines | NoBaselines,
         schedule: Schedule,
     ) -> None:
-        self._cfg, self._plan, self._plane, self._journal, self._schedule = cfg, plan, plane, journal, schedule
-        self._baselines = baselines
+        self._cfg, self._plan, self._folder = run.config, run.plan, run.folder
+        self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
         self.entropy_threshold: float | None = None
 
-    def run(self, iteration: int, *, kl_coef: float) -> Metrics:
+    def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
         """Rows have advantages, returns, scored_mask (what counts at all) and loss_mask (what trains).
 
         Raises:
@@ -94,9 +93,9 @@ class AdvantageStage:
             },
             rows,
         )
-        self._journal.completions(iteration + 1, self._plane, advantages, response_mask)
+        self._logger.completions(iteration + 1, self._plane, advantages, response_mask)
         if self._schedule.saves_rollout(iteration):
-            path = self._journal.run_dir / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
+            path = self._folder / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
             with_reference = self._schedule.needs_reference
             save_rollout(path, self._cfg, self._plane, inputs, kl_coef=kl_coef, with_reference=with_reference)
         return metrics

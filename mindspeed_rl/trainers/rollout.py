@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_rl.algorithms.masks import groups_with_signal, rows_of_groups
-from mindspeed_rl.config import BatchPlan, RunConfig
+from mindspeed_rl.config import BatchPlan, Run
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import concatenate
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.workers.integrated import WorkerReport
-from mindspeed_rl.workers.launch import RewardGroup, WorkerGroup
+from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.workers.reports import WorkerReport
 
 #: what `PromptFeed` puts into the data plane
 PROMPT_COLUMNS = ("prompt_ids", "labels", "extra")
@@ -39,7 +39,7 @@ SCORED_COLUMNS = (
 )
 
 
-class RolloutStage(Protocol):
+class Rollout(Protocol):
     """Fills the data plane with the rows that an iteration trains on."""
 
     def run(self, iteration: int) -> list[WorkerReport]:
@@ -76,14 +76,12 @@ class PromptFeed:
         )
 
 
-class PlainRollout:
-    """One draw of prompts, all groups kept."""
+class SynchronousRollout:
+    """One draw of prompts by the weights that were pushed last, all groups kept."""
 
-    def __init__(
-        self, cfg: RunConfig, plan: BatchPlan, feed: PromptFeed, workers: WorkerGroup, rewards: RewardGroup, plane: DataPlane
-    ) -> None:
-        self._cfg, self._plan = cfg, plan
-        self._feed, self._workers, self._rewards, self._plane = feed, workers, rewards, plane
+    def __init__(self, run: Run, services: Services, feed: PromptFeed) -> None:
+        self._blocking, self._num_samples = run.rl.blocking, run.plan.num_samples
+        self._actors, self._rewards, self._feed = services.actors, services.rewards, feed
 
     def run(self, iteration: int) -> list[WorkerReport]:
         return self.draw(iteration, iteration)
@@ -97,11 +95,11 @@ class PlainRollout:
     def draw(self, iteration: int, draw: int) -> list[WorkerReport]:
         """Generates and scores one draw. Scoring runs beside generation unless `blocking` is set."""
         self._feed.put(draw)
-        if self._cfg.rl_config.blocking:
-            generated = self._workers.start("generate", draw).wait()
-            return generated + self._rewards.start(self._plan.num_samples).wait()
-        scoring = self._rewards.start(self._plan.num_samples)
-        generated, scored = self._workers.start("generate", draw).wait_with(scoring)
+        if self._blocking:
+            generated = self._actors.generate(draw).wait()
+            return generated + self._rewards.start(self._num_samples).wait()
+        scoring = self._rewards.start(self._num_samples)
+        generated, scored = self._actors.generate(draw).wait_with(scoring)
         return generated + scored
 
 
@@ -113,19 +111,15 @@ class FilteredRollout:
     """
 
     def __init__(
-        self,
-        cfg: RunConfig,
-        plan: BatchPlan,
-        plain: PlainRollout,
-        plane: DataPlane,
-        model_rewards: ModelRewards | NoModelRewards,
+        self, run: Run, plane: DataPlane, draws: SynchronousRollout, model_rewards: ModelRewards | NoModelRewards
     ) -> None:
         """
         Args:
+            draws: of which groups are kept.
             model_rewards: adds its scores to every draw before groups are looked at.
         """
-        rl = cfg.rl_config
-        self._plan, self._plain, self._plane, self._model_rewards = plan, plain, plane, model_rewards
+        rl = run.rl
+        self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, draws, model_rewards
         self._metric = rl.filter_groups_metric if rl.filter_groups_enable else None
         self._limit = rl.filter_groups_max_batches if rl.filter_groups_enable else 1 + rl.max_resample_times
         self._timeout_s = rl.wait_timeout_s
@@ -139,7 +133,7 @@ class FilteredRollout:
         while num_kept < wanted:
             if draws == self._limit and self._limit > 0:
                 break
-            reports += self._plain.draw(iteration, self._draws)
+            reports += self._synchronous.draw(iteration, self._draws)
             reports += self._model_rewards.run(self._plan.num_samples)
             self._draws, draws = self._draws + 1, draws + 1
             batch, _ = self._plane.get(
@@ -185,23 +179,17 @@ def _take(column: Any, rows: Sequence[int]) -> Any:
 
 
 def make_rollout(
-    cfg: RunConfig,
-    plan: BatchPlan,
-    feed: PromptFeed,
-    workers: WorkerGroup,
-    rewards: RewardGroup,
-    plane: DataPlane,
-    model_rewards: ModelRewards | NoModelRewards,
-) -> tuple[RolloutStage, ModelRewards | NoModelRewards]:
-    """The rollout stage that the run file asks for, and the model rewards that are still to be added to what it yields.
+    run: Run, services: Services, feed: PromptFeed, model_rewards: ModelRewards | NoModelRewards
+) -> tuple[Rollout, ModelRewards | NoModelRewards]:
+    """The rollout that the run file asks for, and the model rewards that are still to be added to what it yields.
 
     A filter that looks at one reward function leaves the reward model only the groups that are kept; one that looks at the
     total reward needs the model's scores of every draw.
     """
-    rl = cfg.rl_config
-    plain = PlainRollout(cfg, plan, feed, workers, rewards, plane)
+    rl = run.rl
+    synchronous = SynchronousRollout(run, services, feed)
     if rl.filter_groups_enable:
-        return FilteredRollout(cfg, plan, plain, plane, NoModelRewards()), model_rewards
+        return FilteredRollout(run, services.plane, synchronous, NoModelRewards()), model_rewards
     if rl.dynamic_sample:
-        return FilteredRollout(cfg, plan, plain, plane, model_rewards), NoModelRewards()
-    return plain, model_rewards
+        return FilteredRollout(run, services.plane, synchronous, model_rewards), NoModelRewards()
+    return synchronous, model_rewards

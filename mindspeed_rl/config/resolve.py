@@ -1,0 +1,79 @@
+"""A run, resolved once: what its file says and everything that is decided from it, in one record that nobody changes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.objective import Objective, resolve_objective
+from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
+from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.validation import unavailable
+
+
+@dataclass(frozen=True)
+class Run:
+    """What driver and workers know of a run.
+
+    Attributes:
+        config: the run file.
+        plan: its derived numbers; `plan.world_size` counts the devices of the workers that this record is given to.
+        objective: what is optimized; None in supervised stages.
+        platform: name of the device kind, never "auto".
+        num_nodes: machines the devices are spread over.
+        folder: absolute path of the run folder, which need not exist yet.
+    """
+
+    config: RunConfig
+    plan: BatchPlan
+    objective: Objective | None
+    platform: str
+    num_nodes: int
+    folder: Path
+
+    @property
+    def rl(self) -> RLConfig:
+        """Keys of rl_config; for runs with rollouts."""
+        assert self.config.rl_config is not None
+        return self.config.rl_config
+
+    @property
+    def generate(self) -> GenerateConfig:
+        """Keys of generate_config; for runs with rollouts."""
+        assert self.config.generate_config is not None
+        return self.config.generate_config
+
+
+def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
+    """The run that a run file asks for.
+
+    Args:
+        platform: name of the device kind that the run is on, whatever `cfg.platform` leaves open.
+
+    Raises:
+        ConfigError: the run file breaks a rule, or asks for what this version does not have.
+        ValueError: the run has no length.
+    """
+    plan = build_batch_plan(cfg, num_nodes)
+    if missing := unavailable(cfg):
+        raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
+    if not plan.train_iters:
+        group, unit = ("megatron_training", "optimizer steps") if cfg.is_supervised else ("actor_config", "iterations")
+        raise ValueError(f"{group}.train_iters: not set; say how many {unit} the run has.")
+    return Run(
+        config=cfg,
+        plan=plan,
+        objective=None if cfg.is_supervised else resolve_objective(cfg),
+        platform=platform,
+        num_nodes=num_nodes,
+        folder=(Path(cfg.run_dir) if cfg.run_dir else default_folder(cfg)).resolve(),
+    )
+
+
+def default_folder(cfg: RunConfig) -> Path:
+    """runs/<run file>-<time>, below the working directory."""
+    return Path("runs", f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -1,0 +1,40 @@
+"""What both loops keep of an iteration: the metrics of its phases, and when who did what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.timers import Interval, Timers
+from mindspeed_rl.trainers.run_logger import RunLogger
+from mindspeed_rl.workers.reports import WorkerReport
+
+
+class Bookkeeping:
+    """Half of a trainer.
+
+    Attributes:
+        metrics: of the iteration that runs.
+    """
+
+    def __init__(self, logger: RunLogger) -> None:
+        self.logger = logger
+        self.timers = Timers()
+        self.metrics = Metrics()
+        self._intervals: list[Interval] = []
+
+    def collect(self, reports: Iterable[WorkerReport]) -> None:
+        """The reports of a phase belong to the iteration."""
+        for report in reports:
+            self.metrics.merge(report.metrics)
+            self._intervals.extend(report.intervals)
+
+    @contextmanager
+    def iteration(self, number: int) -> Iterator[None]:
+        """The block is iteration `number` (the first is 1); what was collected in it is written at its end."""
+        self.metrics, self._intervals = Metrics(), []
+        with self.timers("all"):
+            yield
+        self._intervals.extend(self.timers.drain())
+        self.logger.write(number, self.metrics, self._intervals)

@@ -1,0 +1,203 @@
+"""What a reinforcement-learning run is put together from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config import BatchPlan, MegatronConfig, Run, RunConfig, own_reward_devices
+from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
+from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
+from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.trackers import Trackers
+from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
+from mindspeed_rl.trainers.evaluation import Evaluator
+from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
+from mindspeed_rl.trainers.rl import RLTrainer
+from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed, make_rollout
+from mindspeed_rl.trainers.rollout_logger import RolloutLogger
+from mindspeed_rl.trainers.schedule import Schedule
+from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.workers.columns import WORKER_COLUMNS
+from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
+from mindspeed_rl.workers.model_source import find_model, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.reward_group import RewardGroup
+
+#: who uses the data plane in this loop, and the columns that each puts
+DATA_PLANE_USERS = {
+    "trainer": PROMPT_COLUMNS,
+    **WORKER_COLUMNS,
+    "dynamic_sampling": (),
+    "compute_advantage": ADVANTAGE_COLUMNS,
+    "metrics": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run reads before anything is started.
+
+    Attributes:
+        held_out: None without evaluation.
+    """
+
+    tokenizer: Any
+    tokenizer_path: str
+    prompts: PromptDataset
+    held_out: PromptDataset | None
+
+
+class RLParts:
+    """A reinforcement-learning run, put together piece by piece; see `start.started` for the order.
+
+    Attributes:
+        num_devices: of the actors, and of a reward model that has its own.
+        log_every: shows every so many iterations.
+    """
+
+    log_every = 1
+
+    def __init__(self, run: Run) -> None:
+        """Reads everything that can be wrong in files and keys.
+
+        Raises:
+            ValueError: a key or file is wrong.
+        """
+        self._run = run
+        cfg, actor = run.config, run.config.actor_config
+        source = find_model(actor, "actor_config")
+        tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
+        tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
+        prompts = open_run_prompts(cfg, actor.data_path, tokenizer, "data_path")
+        held_out = open_run_prompts(cfg, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
+        self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
+        _check_models(run, self._inputs)
+        self._apart = own_reward_devices(cfg) or 0
+        self.num_devices = run.plan.world_size + self._apart
+
+    def describe(self) -> str:
+        """What is read, and what is being started."""
+        beside = f" and {self._apart} for the reward model" if self._apart else ""
+        starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
+        return f"{self._inputs.prompts.describe()}\n{starting}"
+
+    def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+        """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
+        run, inputs = self._run, self._inputs
+        plane = open_data_plane(run.config, run.plan)
+        stack.callback(plane.close)
+        actors = ActorGroup(run, plane)
+        stack.callback(actors.close)
+        rewards = RewardGroup(run, plane, inputs.tokenizer_path)
+        stack.callback(rewards.close)
+        first = inputs.prompts[0]
+        rewards.check(first["prompt_ids"], first["label"], first["columns"])
+        scorers: ScoringGroup = actors
+        if self._apart:
+            scorers = RewardModelGroup(run, plane)
+            stack.callback(scorers.close)
+            scorers.set_up()
+        self._services = Services(plane, actors, scorers, rewards)
+        self._resumed = actors.set_up()
+        return self._resumed
+
+    def logger(self, trackers: Trackers, progress: IterationProgress) -> RolloutLogger:
+        """Where the figures of the run go."""
+        return RolloutLogger(self._run, trackers, progress, self._inputs.tokenizer)
+
+    def trainer(self, logger: RolloutLogger) -> RLTrainer:
+        """The loop, on workers that were started."""
+        return assemble(self._run, self._services, self._inputs, logger, self._resumed)
+
+
+def _check_models(run: Run, inputs: Inputs) -> None:
+    """Says where the critic's head comes from; raises for a reward model that cannot read the actor's tokens."""
+    cfg = run.config
+    if run.objective.has_critic and cfg.critic_config is not None:
+        critic = find_model(cfg.critic_config, "critic_config")
+        if lacks_score_head(critic):
+            print(f"critic: {critic.weights} has no score head; it starts with a fresh one, whose values are 0", flush=True)
+    reward = reward_model_config(cfg)
+    if reward is None:
+        return
+    folder = find_model(reward, "reward_config").hf_folder
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return
+    other = load_tokenizer(folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast)
+    if other.get_vocab() != inputs.tokenizer.get_vocab():
+        raise ValueError(
+            f"reward_config.load: the tokenizer of {folder} differs from the actor's ({inputs.tokenizer_path}), but the reward "
+            "model reads the actor's token ids."
+        )
+
+
+def open_run_prompts(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
+    """The prompts at `path`, the value of `actor_config.<key>`, read as the run file says."""
+    if not isinstance(path, str):
+        raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
+    actor = cfg.actor_config
+    return open_prompts(
+        path,
+        tokenizer,
+        max_prompt_length=cfg.rl_config.max_prompt_length,
+        dataset_additional_keys=actor.dataset_additional_keys or None,
+        settings=_raw_prompts(actor),
+    )
+
+
+def _raw_prompts(actor: MegatronConfig) -> PromptSettings:
+    """How prompts that were not preprocessed are read."""
+    columns = None
+    if actor.map_keys is not None:
+        columns = {name: column for name, column in dataclasses.asdict(actor.map_keys).items() if column is not None}
+    return PromptSettings(
+        prompt_type=actor.prompt_type,
+        prompt_type_path=_existing(actor.prompt_type_path),
+        map_keys=columns,
+        handler_name=actor.handler_name,
+        enable_thinking="none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false",
+        on_bad_row=actor.on_bad_row,
+    )
+
+
+def _existing(path: str | None) -> str | None:
+    """The template file of the run file when there is one; the built-in templates otherwise."""
+    return path if path and Path(path).is_file() else None
+
+
+def open_data_plane(cfg: RunConfig, plan: BatchPlan) -> DataPlane:
+    """The data plane that the run file asks for, for the users of this loop."""
+    rl = cfg.rl_config
+    options = {}
+    if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":
+        options["num_storage_units"] = rl.transfer_queue_data_shard_num
+    return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, DATA_PLANE_USERS, **options)
+
+
+def assemble(run: Run, services: Services, inputs: Inputs, logger: RolloutLogger, resumed: Mapping[str, Any]) -> RLTrainer:
+    """The loop of this run file on workers that are set up.
+
+    Args:
+        resumed: what `ActorGroup.set_up` returned.
+    """
+    cfg, actor, plane = run.config, run.config.actor_config, services.plane
+    model_rewards = NoModelRewards() if reward_model_config(cfg) is None else ModelRewards(run, services.scorers, plane)
+    evaluator = Evaluator(run, inputs.held_out, services, model_rewards)
+    baselines: GreedyBaselines | NoBaselines = NoBaselines()
+    if "greedy_baseline" in run.objective.needs:
+        baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
+    feed = PromptFeed(inputs.prompts, plane, run.plan, seed=actor.seed, shuffle=not actor.no_shuffle)
+    rollout, to_add = make_rollout(run, services, feed, model_rewards)
+    schedule = Schedule(run)
+    if resumed:
+        schedule.load_state_dict(resumed["run_state"])
+        rollout.load_state_dict(resumed["run_state"]["rollout"])
+    advantages = Advantages(run, plane, logger, baselines, schedule)
+    start = resumed.get("iteration", 0)
+    return RLTrainer(services.actors, rollout, baselines, to_add, advantages, evaluator, schedule, logger, start)

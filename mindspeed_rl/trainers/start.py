@@ -1,0 +1,47 @@
+"""The beginning and the end of every run: checks, run folder, cluster, workers, logger; and all of it ended afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.trainers.rl import RLTrainer
+from mindspeed_rl.trainers.rl_parts import RLParts
+from mindspeed_rl.trainers.run_folder import absolute_paths, reported
+from mindspeed_rl.trainers.supervised import SupervisedTrainer
+from mindspeed_rl.trainers.supervised_parts import SupervisedParts
+from mindspeed_rl.workers.cluster import cluster
+
+
+@contextlib.contextmanager
+def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
+    """A trainer with everything that it needs running.
+
+    Everything that can be wrong in files and keys is found before Ray starts. When the block ends, however it ends, all
+    processes are gone and the run folder has a report of the outcome.
+
+    Raises:
+        ValueError: a key or file is wrong.
+        WorkerFailed: a worker died or raised.
+    """
+    cfg = run.config
+    parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
+    with reported(run) as report, contextlib.ExitStack() as stack:
+        absolute_paths(cfg)
+        trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg))
+        print(f"run folder: {run.folder}\n{parts.describe()}", flush=True)
+        stack.enter_context(cluster(parts.num_devices, run.platform))
+        resumed = parts.start(stack)
+        start = resumed.get("iteration", 0)
+        if resumed:
+            print(f"resumed after iteration {start}", flush=True)
+        title = Path(cfg.config_name).stem
+        progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
+        logger = report.logger = parts.logger(trackers, progress)
+        stack.callback(logger.close)
+        yield parts.trainer(logger)

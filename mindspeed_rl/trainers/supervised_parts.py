@@ -1,0 +1,101 @@
+"""What a supervised run is put together from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.data.indexed import packed_columns
+from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.trackers import Trackers
+from mindspeed_rl.trainers.run_folder import is_weight
+from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
+from mindspeed_rl.workers.groups import SupervisedGroup
+from mindspeed_rl.workers.model_source import find_model, has_own_reference, load_tokenizer_of, reference_of
+
+
+class SupervisedParts:
+    """A supervised run, put together piece by piece; see `start.started` for the order.
+
+    Attributes:
+        num_devices: of the workers.
+        log_every: shows every so many iterations.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Looks at everything that can be wrong in files and keys.
+
+        Raises:
+            ValueError: a key or file is wrong.
+        """
+        self._run = run
+        config = run.config.actor_config
+        source = find_model(config, "megatron_training")
+        load_tokenizer_of(config, source)  # raises where there is none
+        check_data(config)
+        if config.stage == "dpo" and has_own_reference(config):
+            reference_of(config, source)
+        self.num_devices, self.log_every = run.plan.world_size, config.log_interval
+
+    def describe(self) -> str:
+        """What is being started."""
+        return f"starting {self.num_devices} workers on {self._run.platform} ..."
+
+    def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+        """The workers run until the stack is closed; returns the state of a resumed run, else nothing.
+
+        Raises:
+            ValueError: only an evaluation is asked for, but there is nothing to evaluate on.
+        """
+        self._workers = SupervisedGroup(self._run)
+        stack.callback(self._workers.close)
+        self._resumed = self._workers.set_up()
+        data = self._workers.data()
+        print(data, flush=True)
+        self._evaluates = data.num_held_out > 0
+        if self._run.config.actor_config.skip_train and not self._evaluates:
+            raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
+        return self._resumed
+
+    def logger(self, trackers: Trackers, progress: IterationProgress) -> SupervisedLogger:
+        """Where the figures of the run go."""
+        return SupervisedLogger(self._run.folder, trackers, progress, self.num_devices)
+
+    def trainer(self, logger: SupervisedLogger) -> SupervisedTrainer:
+        """The loop, on workers that were started."""
+        start = self._resumed.get("iteration", 0)
+        return SupervisedTrainer(self._run, self._workers, logger, evaluates=self._evaluates, start_iteration=start)
+
+
+#: columns a stage reads; Megatron's dataset of stage pretrain has one file without columns
+_COLUMNS = {
+    "sft": ("input_ids", "attention_mask", "labels"),
+    **dict.fromkeys(("dpo", "simpo"), ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")),
+    "orm": ("chosen_input_ids", "rejected_input_ids"),
+    "prm": ("input_ids", "labels"),
+}
+
+
+def check_data(config: MegatronConfig) -> None:
+    """Looks for the files that the workers will read; what is in them, the workers check.
+
+    Raises:
+        ValueError: data_path is not set, or a file or column that the stage needs does not exist.
+    """
+    for key in ("data_path", "eval_data_path"):
+        value = getattr(config, key)
+        if value is None and key == "data_path":
+            raise ValueError(f"megatron_training.data_path: not set; stage {config.stage} learns from it.")
+        for prefix in [] if value is None else value if isinstance(value, list) else [value]:
+            if config.stage == "pretrain":
+                missing = [] if is_weight(prefix) or Path(f"{prefix}.idx").expanduser().is_file() else [f"{prefix}.idx"]
+                hint = "give the whole prefix, with _text_document"
+            else:
+                found = packed_columns(Path(str(prefix)).expanduser())
+                missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[config.stage] if name not in found]
+                hint = f"found {', '.join(found) or 'no column at all'}; give the --output-prefix of preprocessing"
+            if missing:
+                raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")

@@ -1,0 +1,87 @@
+"""The Ray cluster of a run: one that it joins, or a local one of its own; and the environment of the processes on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mindspeed_rl.config import RLConfig, RunConfig
+from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.observability.logging import quiet_environment
+from mindspeed_rl.platform import environment, platform_class
+
+#: logical CPUs of a cluster we start ourselves, beside one a worker: room for data plane, rewards and the driver's tasks
+_SPARE_CPUS = 16
+#: looked for from the working directory, then beside the project's run files
+_DEFAULT_RUNTIME_ENV = RLConfig().runtime_env_path
+
+
+def _runtime_env_file(path: str) -> Path:
+    beside_project = project_configs().parent / path
+    return beside_project if not Path(path).is_file() and beside_project.is_file() else Path(path)
+
+
+def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
+    """Environment of the worker processes: quiet libraries, then the runtime_env file fitted to what a worker holds.
+
+    Raises:
+        ValueError: the file is missing, malformed, or contradicts the installed vLLM.
+    """
+    platform = platform_class(platform_name)()
+    quiet = quiet_environment(os.environ)
+    if platform_name == "cpu":
+        return quiet | platform.worker_env()
+    rl, rollout = cfg.rl_config, cfg.generate_config
+    experts = rollout.infer_expert_parallel_size if rollout is not None and rollout.enable_expert_parallel else None
+    config = cfg.actor_config if rl is not None else cfg.megatron_training
+    return quiet | environment.worker_environment(
+        environment.load_runtime_env(_runtime_env_file(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)),
+        "trainer" if rl is None else "integrated",
+        platform,
+        hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
+        expert_parallel_rollout=experts,
+        deterministic=config.npu_deterministic,
+    )
+
+
+@contextlib.contextmanager
+def cluster(num_devices: int, platform_name: str, *, deadline_s: float = 120.0) -> Iterator[None]:
+    """Connected to a Ray cluster with room for the run: the one RAY_ADDRESS names, or a local one that ends with the block.
+
+    Raises:
+        TimeoutError: the devices do not show up in time.
+    """
+    owned = not os.environ.get("RAY_ADDRESS")
+    resource = platform_class(platform_name).ray_resource
+    if owned:
+        cpus = max(os.cpu_count() or 1, num_devices) + _SPARE_CPUS
+        extra: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False}
+        if os.environ.get("MINDSPEED_RL_FAKE_DEVICES") and resource:
+            extra["resources"] = {resource: int(os.environ["MINDSPEED_RL_FAKE_DEVICES"])}
+        ray.init(log_to_driver=False, logging_level="ERROR", configure_logging=False, object_store_memory=256 << 20, **extra)
+    else:
+        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    try:
+        _wait_for_devices(resource or "CPU", num_devices, deadline_s)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _wait_for_devices(resource: str, wanted: int, deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while True:
+        found = ray.cluster_resources().get(resource, 0)
+        if found >= wanted:
+            return
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"the Ray cluster has {found:g} of the {wanted} {resource} devices the run needs, after {deadline_s:.0f} s."
+            )
+        time.sleep(0.5)

@@ -1,0 +1,259 @@
+"""The workers of a run, one a device, called together: a group for each kind of worker, a method for each of its phases.
+
+A phase `actors.update_actor(order)` runs `ActorWorker.update_actor(order)` in the process of every worker. A test holds that
+the two have the same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mindspeed_rl import adaptors
+from mindspeed_rl.config import MegatronConfig, RLConfig, Run, own_reward_devices
+from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.platform import platform_class
+from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.model_source import reward_model_config
+from mindspeed_rl.workers.order import UpdateOrder
+from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
+from mindspeed_rl.workers.reports import DataSummary, WorkerReport
+from mindspeed_rl.workers.waiting import Pending, wait_all
+
+#: how long Ray may take to place the processes, and to start the first
+_PLACEMENT_TIMEOUT_S = 120
+
+
+class WorkerGroup:
+    """Processes and their placement. Subclasses call their workers.
+
+    When one worker fails, the data plane is aborted so that nobody waits for it, and the failure is raised with the
+    worker's name.
+    """
+
+    def __init__(
+        self, settings: ProcessSettings, env: Mapping[str, str], *, num_cpus: float = 1, plane: DataPlane | None = None
+    ) -> None:
+        """Places the processes and starts them; `start_workers` must come before any phase.
+
+        Args:
+            env: environment of the processes.
+            num_cpus: Ray CPUs beside each device; where devices are CPUs themselves, 1.
+
+        Raises:
+            TimeoutError: there is no room for them.
+        """
+        size, title = settings.world_size, settings.title
+        resource = platform_class(settings.platform).ray_resource
+        cpus = 1 if resource is None else num_cpus
+        bundle = {"CPU": cpus} | ({} if resource is None else {resource: 1})
+        self._placement = placement_group([bundle] * size, strategy="PACK")
+        if not self._placement.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S):
+            raise TimeoutError(f"Ray could not place {size} {title}s with {bundle} each within {_PLACEMENT_TIMEOUT_S} s.")
+        options = {
+            "num_cpus": cpus,
+            "resources": None if resource is None else {resource: 1},
+            "runtime_env": {"env_vars": dict(env)},
+            "max_concurrency": 1,
+        }
+        self.processes: list[ActorHandle] = []
+        for rank in range(size):
+            place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+            remote = ray.remote(WorkerProcess).options(scheduling_strategy=place, **options)
+            self.processes.append(remote.remote(settings, rank))
+        self._names = [f"{title} {rank}" for rank in range(size)]
+        self._plane = plane
+
+    def start_workers(self, *arguments: Any) -> None:
+        """All workers have joined their world and built their models from these arguments."""
+        master = ray.get(self.processes[0].address.remote(), timeout=_PLACEMENT_TIMEOUT_S)
+        self.wait("set_up", [process.start.remote(master, arguments) for process in self.processes])
+
+    def wait(self, phase: str, futures: Sequence[Any]) -> list[Any]:
+        """What each worker returned.
+
+        Raises:
+            WorkerFailed: naming the worker, the phase and the cause.
+        """
+        return wait_all(futures, self._names, phase, self._plane)
+
+    def close(self) -> None:
+        """Ends all worker processes."""
+        for process in self.processes:
+            ray.kill(process)
+        with contextlib.suppress(Exception):
+            remove_placement_group(self._placement)
+
+
+class RunGroup(WorkerGroup):
+    """Workers of a training run.
+
+    Attributes:
+        target, adapted, title, log_name: see `ProcessSettings`.
+    """
+
+    target: ClassVar[str]
+    adapted: ClassVar[tuple[adaptors.Stage, ...]] = ("train",)
+    title: ClassVar[str] = "worker"
+    log_name: ClassVar[str] = "rank"
+
+    def __init__(self, run: Run, keys: MegatronConfig, plane: DataPlane | None = None) -> None:
+        """
+        Args:
+            keys: of the model by which adaptors are configured.
+        """
+        settings = ProcessSettings(
+            target=self.target,
+            adapted=self.adapted,
+            keys=keys,
+            platform=run.platform,
+            world_size=run.plan.world_size,
+            num_nodes=run.num_nodes,
+            folder=run.folder,
+            title=self.title,
+            log_name=self.log_name,
+        )
+        cpus = (run.config.rl_config or RLConfig()).num_cpus_for_placement_group
+        super().__init__(settings, worker_environment(run.config, run.platform), num_cpus=cpus, plane=plane)
+        self._run = run
+
+
+class ScoringGroup(RunGroup):
+    """Workers that hold the reward model, if the run has one."""
+
+    def compute_model_rewards(self, count: int) -> list[WorkerReport]:
+        """The first `count` rows have the reward model's score."""
+        futures = [process.call.remote("compute_model_rewards", count) for process in self.processes]
+        return self.wait("compute_model_rewards", futures)
+
+    def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[list[float] | None]:
+        """The reward model's scores, each replica's share; None from ranks that do not hand results out."""
+        return self.wait("score", [process.call.remote("score", prompts, responses) for process in self.processes])
+
+
+class ActorGroup(ScoringGroup):
+    """Actor, reference, critic, reward model and rollout engine of each device; see `ActorWorker` for what a phase does."""
+
+    target = "mindspeed_rl.workers.actor_worker:ActorWorker"
+    adapted = ("train", "rollout")
+
+    def __init__(self, run: Run, plane: DataPlane) -> None:
+        super().__init__(run, run.config.actor_config, plane)
+
+    def set_up(self) -> Mapping[str, Any]:
+        """All models and rollout engines are built; returns {"iteration", "run_state"} of a resumed run, else nothing."""
+        self.start_workers(self._run, self._plane, uuid.uuid4().hex[:12])
+        return self.resumed_state()
+
+    def resumed_state(self) -> Mapping[str, Any]:
+        """What the actor's checkpoint says when the run goes on from one, else nothing."""
+        return self.wait("resumed_state", [process.call.remote("resumed_state") for process in self.processes])[0]
+
+    def push_weights(self, version: int) -> list[WorkerReport]:
+        """The rollout engines hold the actor's weights, proven; training state is off the device where asked."""
+        return self.wait("push_weights", [process.call.remote("push_weights", version) for process in self.processes])
+
+    def generate(self, draw: int) -> Pending:
+        """All rows will have a response."""
+        futures = [process.call.remote("generate", draw) for process in self.processes]
+        return Pending(futures, self._names, "generate", self._plane)
+
+    def finish_rollout(self) -> list[WorkerReport]:
+        """Nothing more is generated in this iteration; the engines' memory belongs to training."""
+        return self.wait("finish_rollout", [process.call.remote("finish_rollout") for process in self.processes])
+
+    def answer(self, prompts: Sequence[list[int]], seed: int, greedy: bool) -> list[list[list[int]] | None]:
+        """Responses to the prompts, each replica's share; None from ranks that do not hand results out."""
+        return self.wait("answer", [process.call.remote("answer", prompts, seed, greedy) for process in self.processes])
+
+    def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
+        """The first `count` rows have the log-probs of this role, "actor" or "ref"."""
+        futures = [process.call.remote("compute_log_probs", role, count) for process in self.processes]
+        return self.wait("compute_log_probs", futures)
+
+    def compute_values(self, count: int) -> list[WorkerReport]:
+        """The first `count` rows have the critic's values."""
+        return self.wait("compute_values", [process.call.remote("compute_values", count) for process in self.processes])
+
+    def update_actor(self, order: UpdateOrder) -> list[WorkerReport]:
+        """The actor has made all optimizer steps of the iteration."""
+        return self.wait("update_actor", [process.call.remote("update_actor", order) for process in self.processes])
+
+    def update_critic(self, steps: list[list[int]]) -> list[WorkerReport]:
+        """The critic has made all its steps of the iteration."""
+        return self.wait("update_critic", [process.call.remote("update_critic", steps) for process in self.processes])
+
+    def sync_reference(self, alpha: float) -> list[WorkerReport]:
+        """The reference has moved towards the actor: ref = alpha * actor + (1 - alpha) * ref."""
+        return self.wait("sync_reference", [process.call.remote("sync_reference", alpha) for process in self.processes])
+
+    def save(self, iteration: int, run_state: dict[str, Any]) -> list[WorkerReport]:
+        """A checkpoint of every role that changes is written or on its way."""
+        return self.wait("save", [process.call.remote("save", iteration, run_state) for process in self.processes])
+
+    def finish(self) -> list[WorkerReport]:
+        """All checkpoints are complete."""
+        return self.wait("finish", [process.call.remote("finish") for process in self.processes])
+
+
+class RewardModelGroup(ScoringGroup):
+    """A reward model on devices of its own (`reward_resource`)."""
+
+    target = "mindspeed_rl.workers.reward_model:RewardModelWorker"
+    title = "reward model worker"
+    log_name = "reward_model"
+
+    def __init__(self, run: Run, plane: DataPlane) -> None:
+        keys, num_devices = reward_model_config(run.config), own_reward_devices(run.config)
+        assert keys is not None and num_devices is not None
+        super().__init__(dataclasses.replace(run, plan=dataclasses.replace(run.plan, world_size=num_devices)), keys, plane)
+
+    def set_up(self) -> None:
+        """The model is built."""
+        self.start_workers(self._run, self._plane)
+
+
+class SupervisedGroup(RunGroup):
+    """The trained model (and the reference, where the stage has one) of each device."""
+
+    target = "mindspeed_rl.workers.supervised_worker:SupervisedWorker"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, run.config.actor_config)
+
+    def set_up(self) -> Mapping[str, Any]:
+        """Data and models are there; returns {"iteration", "run_state"} of a resumed run, else nothing."""
+        self.start_workers(self._run)
+        return self.resumed_state()
+
+    def resumed_state(self) -> Mapping[str, Any]:
+        """What the checkpoint says when the run goes on from one, else nothing."""
+        return self.wait("resumed_state", [process.call.remote("resumed_state") for process in self.processes])[0]
+
+    def data(self) -> DataSummary:
+        """What the run learns from."""
+        return self.wait("data", [process.call.remote("data") for process in self.processes])[0]
+
+    def train(self) -> list[WorkerReport]:
+        """One optimizer step on the next global batch is made."""
+        return self.wait("train", [process.call.remote("train") for process in self.processes])
+
+    def evaluate(self) -> list[WorkerReport]:
+        """The loss on the held-out items."""
+        return self.wait("evaluate", [process.call.remote("evaluate") for process in self.processes])
+
+    def save(self, iteration: int) -> list[WorkerReport]:
+        """A checkpoint is written or on its way."""
+        return self.wait("save", [process.call.remote("save", iteration) for process in self.processes])
+
+    def finish(self) -> list[WorkerReport]:
+        """All checkpoints are complete."""
+        return self.wait("finish", [process.call.remote("finish") for process in self.processes])

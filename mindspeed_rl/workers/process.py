@@ -1,0 +1,121 @@
+"""The process of a device worker: prepared first, so that the module of its worker imports Megatron and vLLM at its top."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import socket
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mindspeed_rl import adaptors, platform
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.observability.logging import redirect_output, set_up_logging
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What is true of all processes of a group.
+
+    Attributes:
+        target: "module:Class" of the worker; its module is imported when the process is ready for it.
+        adapted: which libraries the target imports, in the words of `adaptors.apply`.
+        keys: of the model that the workers hold, for adaptors; None without a Megatron model.
+        platform: name of the device kind.
+        world_size: processes of the group.
+        num_nodes: machines they are spread over.
+        folder: of the run; takes run.log and logs/.
+        title: what messages call such a worker, before its rank.
+        log_name: its log file is `<log_name>_<rank>.log`.
+    """
+
+    target: str
+    adapted: tuple[adaptors.Stage, ...]
+    keys: MegatronConfig | None
+    platform: str
+    world_size: int
+    num_nodes: int
+    folder: Path
+    title: str = "worker"
+    log_name: str = "rank"
+
+
+class WorkerProcess:
+    """The one Ray actor class of device workers; nothing heavy is imported before `start`."""
+
+    def __init__(self, settings: ProcessSettings, rank: int) -> None:
+        self._settings, self._rank = settings, rank
+        self._worker: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """This host's address and a free port on it, for the rendezvous of all ranks."""
+        # not gethostbyname: on many machines a host's own name resolves to 127.0.1.1
+        host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
+        return host, _free_port(host)
+
+    def start(self, master: tuple[str, int], arguments: tuple[Any, ...]) -> None:
+        """The worker is built: `target(*arguments, rank=rank)`; collective over the group.
+
+        Args:
+            master: what `address` of rank 0 returned.
+        """
+        settings = self._settings
+        name = f"{settings.log_name}_{self._rank}"
+        redirect_output(settings.folder / "logs" / f"{name}.log")
+        set_up_logging(settings.folder / "run.log", worker=f"{settings.log_name} {self._rank}", console=False)
+        device = platform.select(settings.platform)
+        os.environ.update(
+            RANK=str(self._rank),
+            WORLD_SIZE=str(settings.world_size),
+            LOCAL_RANK=str(self._device_index(device)),
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+        )
+        prepare_process(settings.adapted, settings.keys)
+        module, _, name = settings.target.partition(":")
+        self._worker = getattr(import_module(module), name)(*arguments, rank=self._rank)
+        # What was built lives as long as the process, so the garbage collector need not look at it again: with Megatron
+        # and vLLM these are 750,000 objects, and half a second for each full collection.
+        gc.collect()
+        gc.freeze()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What the worker's method returns; see the methods of the groups for who calls what."""
+        return getattr(self._worker, method)(*arguments)
+
+    def _device_index(self, device: platform.Platform) -> int:
+        """Number of this worker's device in its process: the one Ray assigned, where devices are a Ray resource.
+
+        Ranks are counted from 0 on each node, but another job may hold the first devices.
+        """
+        if device.ray_resource is None:
+            return self._rank % -(-self._settings.world_size // self._settings.num_nodes)
+        return device.device_id_for_ray(ray.get_runtime_context().get_accelerator_ids().get(device.ray_resource, []))
+
+
+def prepare_process(adapted: tuple[adaptors.Stage, ...], keys: MegatronConfig | None) -> None:
+    """Adaptors of the selected platform are in place, as they must be before Megatron or vLLM is imported.
+
+    Args:
+        adapted, keys: see `ProcessSettings`.
+    """
+    for library in adapted:
+        adaptors.apply(library)
+    if keys is not None:
+        adaptors.configure(keys)
+
+
+def _free_port(host: str) -> int:
+    """A port nobody listens on, below those the kernel gives to outgoing connections (32768 and up): one of these could take
+    it in the seconds until the rendezvous listens there."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RuntimeError(f"rendezvous: none of 200 ports between 20000 and 32000 is free on {host}.")

@@ -1,0 +1,37 @@
+"""What workers tell the driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.timers import Interval
+
+
+@dataclass
+class WorkerReport:
+    """What a worker says after a phase: its part of the metrics, and when it did what."""
+
+    metrics: Metrics = field(default_factory=Metrics)
+    intervals: list[Interval] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What a supervised run learns from.
+
+    Attributes:
+        unit: what is counted: samples, pairs, solutions.
+        num_train, num_held_out: items to train and to evaluate on.
+        num_too_long: items of the data left out because they exceed seq_length.
+    """
+
+    unit: str
+    num_train: int
+    num_held_out: int
+    num_too_long: int
+
+    def __str__(self) -> str:
+        text = f"{self.num_train:,} {self.unit} to train on"
+        text += f", {self.num_held_out:,} to evaluate on" if self.num_held_out else ""
+        return text + (f" ({self.num_too_long:,} longer than seq_length left out)" if self.num_too_long else "")

@@ -1,0 +1,156 @@
+"""One device's worker of a supervised stage: reads its data by memory map and trains with Megatron.
+
+The methods are the phases of the loop; `groups.SupervisedGroup` calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron.core import parallel_state
+
+from mindspeed_rl import platform
+from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.config import Run
+from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.build import ModelPlan, plan_model
+from mindspeed_rl.engine.lora import adapters_disabled
+from mindspeed_rl.engine.parallel import init_distributed, is_output_source
+from mindspeed_rl.engine.train_engine import MicroBatching
+from mindspeed_rl.models.flops import ModelFlops
+from mindspeed_rl.observability.metrics import Metric, Metrics
+from mindspeed_rl.workers.device_worker import DeviceWorker
+from mindspeed_rl.workers.limits import micro_batching
+from mindspeed_rl.workers.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
+from mindspeed_rl.workers.reports import DataSummary, WorkerReport
+from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.stages.stage import make_stage, shares
+
+
+class SupervisedWorker(DeviceWorker):
+    """The trained model (and the reference, where the stage has one) of one rank.
+
+    Attributes:
+        consumed: samples that were trained on, over all replicas and since the beginning of the run.
+    """
+
+    def __init__(self, run: Run, *, rank: int) -> None:
+        """Joins the training world, opens the data and builds the models."""
+        super().__init__(run, rank)
+        cfg, plan = run.config, run.plan
+        config = self.config = cfg.actor_config
+        source = find_model(config, "megatron_training")
+        tokenizer = load_tokenizer_of(config, source)
+        self.stage = make_stage(config, tokenizer)
+        model_plan = plan_model(config, source.hf_folder, head=self.stage.head)
+        init_distributed(config, model_plan.layout.vpp)
+        self.flops = ModelFlops.of(model_plan.architecture, model_plan.network)
+        self.is_output = is_output_source()
+        self.replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        self.train_items, self.held_out = self.stage.datasets(plan)
+        self._build(model_plan, source, tokenizer.pad_token_id)
+        self.consumed = self.role.resumed["run_state"]["consumed_samples"] if self.role.resumed else 0
+        order = self.stage.order(len(self.train_items), plan, self.consumed)
+        balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance
+        num_tokens = self.stage.num_tokens if balanced else None
+        self._batches: Iterator[list[Any]] = shares(order, self.train_items, *self.replica, num_tokens)
+
+    def _build(self, model_plan: ModelPlan, source: ModelSource, pad_id: int) -> None:
+        cfg, config, size = self.run.config, self.config, self.run.plan.micro_batch_size
+        rl = cfg.rl_config
+        packed = self.stage.packed or (rl is not None and rl.use_remove_padding)
+        self.batching = MicroBatching(size) if rl is None else micro_batching(rl, "update", size)
+        width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
+        shared = {"packed": packed, "pad_id": pad_id, "temperature": 1.0, "fixed_width": width}
+        self.role = Role("megatron_training", config, model_plan, source, steps_per_iteration=1, **shared)
+        self.role.engine.choices = self.stage.choices
+        self.reference = None
+        if self.stage.needs_reference and has_own_reference(config):
+            ref_config, ref_source = reference_of(config, source)
+            plan = plan_model(ref_config, ref_source.hf_folder)
+            named = ref_config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
+            iteration = ref_config.refer_model_iter if named else None
+            self.reference = Role("ref", ref_config, plan, ref_source, steps_per_iteration=None, iteration=iteration, **shared)
+
+    def resumed_state(self) -> dict[str, Any]:
+        """{"iteration": ..., "run_state": ...} of the checkpoint when the run goes on from one, else nothing."""
+        return self.role.resumed or {}
+
+    def data(self) -> DataSummary:
+        """What the run learns from."""
+        held_out = 0 if self.held_out is None else len(self.held_out)
+        return DataSummary(self.stage.unit, len(self.train_items), held_out, self.stage.num_too_long)
+
+    # ------------------------------------------------------------------ phases
+
+    def train(self) -> WorkerReport:
+        """One optimizer step on this replica's share of the next global batch."""
+        metrics, num_samples = Metrics(), self.run.plan.num_samples
+        with self.profiler("actor_update"):
+            rows = self._rows(next(self._batches))
+            with self.timers("update"):
+                result = self.role.engine.train_step(rows, self.batching, self.stage.loss)
+                self.role.poll_save()
+        self.consumed += num_samples
+        metrics.merge(_named("train/", result.losses))
+        metrics.add_last("train/lr", result.lr)
+        metrics.add_last("train/grad_norm", result.grad_norm)
+        if self.is_output:
+            metrics.add_sum("train/samples", num_samples / self.replica[0])
+            metrics.add_sum("train/tokens", sum(rows.lengths))
+            metrics.add_sum("train/model_tflop", self.flops.training(rows.lengths) / 1e12)
+        metrics.add_max("train/memory_gib", platform.current().memory_stats().peak_gib)
+        return self._report(metrics)
+
+    def evaluate(self) -> WorkerReport:
+        """The loss on at most `eval_iters` batches of the held-out items; what does not fill all replicas is left out."""
+        num_ranks, batch = self.replica[0], self.run.plan.num_samples
+        count = min(len(self.held_out), self.config.eval_iters * batch) // num_ranks * num_ranks
+        batches = iter([list(range(first, min(first + batch, count))) for first in range(0, count, batch)])
+        metrics = Metrics()
+        with self.timers("evaluate"):
+            for items in shares(batches, self.held_out, *self.replica):
+                losses = self.role.engine.measure(self._rows(items), self.batching, self.stage.loss)
+                metrics.merge(_named("eval/", losses))
+        return self._report(metrics)
+
+    def save(self, iteration: int) -> WorkerReport:
+        """A checkpoint that a run can go on from after `iteration` steps."""
+        with self.timers("save"):
+            self.role.save(iteration, {"consumed_samples": self.consumed})
+        return self._report()
+
+    def finish(self) -> WorkerReport:
+        """Waits for background saves."""
+        self.role.finish_saves()
+        return self._report()
+
+    # ------------------------------------------------------------------ shared
+
+    def _rows(self, items: list[Any]) -> Rows:
+        """The engine's rows, with the reference's log-prob of each answer where the loss needs it."""
+        rows = self.stage.rows(items)
+        if not self.stage.needs_reference:
+            return rows
+        with self.timers("reference_model"):
+            if self.reference is not None:
+                result = self.reference.engine.forward(rows, self.batching)
+            else:
+                with adapters_disabled(self.role.model):
+                    result = self.role.engine.forward(rows, self.batching)
+        # only the last pipeline stage has them, and needs them
+        log_probs = result[0] if result is not None else [mask * 0.0 for mask in rows.columns["loss_mask"]]
+        sums = [(values * mask).sum() for values, mask in zip(log_probs, rows.columns["loss_mask"])]
+        return replace(rows, columns={**rows.columns, "ref_log_probs": sums})
+
+
+def _named(prefix: str, losses: Iterable[LossOutput]) -> Metrics:
+    """The losses and their own metrics, under names with this prefix."""
+    metrics = Metrics()
+    for loss in losses:
+        metrics.add(f"{prefix}loss", Metric("mean", loss.loss_sum.item(), loss.count.item()))
+        for name, metric in loss.metrics.items():
+            metrics.add(f"{prefix}{name}", metric)
+    return metrics
