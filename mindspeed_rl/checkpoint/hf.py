@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.records import RecordSource, TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import RecordSource, TensorRecord
 
 SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.models.weights import MemorySource, WeightOp
 
 

@@ -1,30 +1,24 @@
 """torch's zip files: opened without running what is pickled in them, tensors as records, written with holes to be filled.
 
-Megatron's rank files hold an argparse.Namespace and enums beside the tensors, and upstream writes them with pickle
-protocol 4, which ``torch.load(weights_only=True)`` refuses. The unpickler here resolves a fixed list of harmless names;
-names of Megatron, MindSpeed and NumPy become inert placeholders, everything else is an error.
+Files are read by ``torch.load`` and written by ``torch.save``; ours is only the list of names that a pickle may refer to, since
+``weights_only=True`` refuses upstream's files: their pickle protocol is 4, and their ``args`` hold enums of Megatron.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import io
-import math
-import os
 import pickle
-import sys
 import types
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mindspeed_rl.checkpoint.records import TensorRecord, contiguous_strides
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord, contiguous_strides
 
 _SAFE: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -51,6 +45,7 @@ _SAFE: dict[tuple[str, str], Any] = {
 _SAFE_REBUILDERS = (
     "_rebuild_tensor",
     "_rebuild_tensor_v2",
+    "_rebuild_tensor_v3",
     "_rebuild_parameter",
     "_rebuild_parameter_with_state",
     "_rebuild_device_tensor_from_numpy",
@@ -135,84 +130,8 @@ safe_pickle.UnpicklingError = pickle.UnpicklingError
 safe_pickle.load = lambda file, **options: SafeUnpickler(file, **options).load()
 
 
-@dataclass(frozen=True)
-class _Storage:
-    """A storage inside a torch zip file: dtype, and where its bytes start."""
-
-    path: str
-    offset: int
-    num_bytes: int
-    dtype: torch.dtype
-
-
-class _RecordUnpickler(SafeUnpickler):
-    """Unpickles the ``data.pkl`` of a torch zip file; tensors become records, their bytes stay in the file."""
-
-    def __init__(self, path: str, archive: zipfile.ZipFile, prefix: str) -> None:
-        super().__init__(archive.open(f"{prefix}/data.pkl"))
-        self._path, self._archive, self._prefix = path, archive, prefix
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, storage_type, key, _, count = pid
-        if kind != "storage":
-            raise pickle.UnpicklingError(f"unknown persistent object {kind!r}")
-        dtype = _STORAGE_DTYPES.get(storage_type)
-        if dtype is None:
-            raise pickle.UnpicklingError(f"unknown storage type {storage_type!r}")
-        offset, size = _entry_data(self._path, self._archive, f"{self._prefix}/data/{key}")
-        if size != count * dtype.itemsize:
-            raise pickle.UnpicklingError(f"storage {key} has {size} bytes; its pickle says {count * dtype.itemsize}")
-        return _Storage(self._path, offset, size, dtype)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor")):
-            return _record_of
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return _record_of_v3
-        if module == "torch._utils" and name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
-            return lambda data, *unused: data
-        return super().find_class(module, name)
-
-
-def _record_of(
-    storage: _Storage, start: int, size: Sequence[int], stride: Sequence[int], *unused: Any
-) -> TensorRecord | Tensor:
-    shape = tuple(size)
-    record = TensorRecord(storage.path, storage.offset + start * storage.dtype.itemsize, shape, storage.dtype)
-    if tuple(stride) == contiguous_strides(shape) or 0 in shape:
-        return record
-    whole = TensorRecord(storage.path, storage.offset, (storage.num_bytes // storage.dtype.itemsize,), storage.dtype).read()
-    return whole.as_strided(shape, tuple(stride), start).contiguous()
-
-
-def _record_of_v3(
-    storage: _Storage,
-    start: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    *unused: Any,
-) -> TensorRecord | Tensor:
-    # dtypes without a storage type of their own (float8) lie in untyped storages
-    return _record_of(replace(storage, dtype=dtype), start, size, stride)
-
-
-def _entry_data(path: str, archive: zipfile.ZipFile, name: str) -> tuple[int, int]:
-    """Offset and size of the bytes of a stored zip entry."""
-    info = archive.getinfo(name)
-    with open(path, "rb") as file:
-        file.seek(info.header_offset)
-        header = file.read(30)  # the local header's fixed part ends with the lengths of name and extra field
-    if len(header) < 30 or info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{path}: {name} is not stored as plain bytes")
-    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return info.header_offset + 30 + lengths, info.file_size
-
-
 def load_with_records(path: str | Path) -> Any:
-    """The content of a torch zip file with a :class:`TensorRecord` in place of every tensor.
+    """The content of a torch zip file with a :class:`TensorRecord` in place of every tensor in its (nested) dicts.
 
     A tensor that is not stored contiguously, and a file in torch's format from before 1.6, is loaded as a tensor.
 
@@ -223,98 +142,63 @@ def load_with_records(path: str | Path) -> Any:
     if not path.is_file():
         raise ValueError(f"checkpoint file {path} is missing")
     try:
-        if not _looks_zipped(path):
+        if not _is_zip(path):
             return torch.load(path, map_location="cpu", weights_only=False, pickle_module=safe_pickle)
-        with zipfile.ZipFile(path) as archive:
-            prefix = next(name.removesuffix("/data.pkl") for name in archive.namelist() if name.endswith("/data.pkl"))
-            return _RecordUnpickler(str(path), archive, prefix).load()
+        if torch.serialization._is_torchscript_zip(torch._C.PyTorchFileReader(str(path))):
+            raise ValueError(f"{path} is a TorchScript program; refusing to load it")
+        # fake tensors have no data: torch notes where in the file it would have read it
+        with FakeTensorMode():
+            content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=safe_pickle)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path}: {error}") from error
-    except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, KeyError, StopIteration) as error:
-        raise ValueError(f"{path} cannot be read as a torch checkpoint (truncated or damaged?): {error}") from error
+    except (RuntimeError, EOFError, OSError, KeyError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(f"{path} cannot be read as a torch checkpoint (truncated or damaged?): {reason}") from error
+    return _with_records(content, str(path))
 
 
-def _looks_zipped(path: Path) -> bool:
+def _is_zip(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
-@dataclass(frozen=True)
-class Hole:
-    """Stands for a tensor that will be written later."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+def _with_records(content: Any, path: str) -> Any:
+    if isinstance(content, FakeTensor):
+        return record_of(content, path)
+    if isinstance(content, dict):
+        return {key: _with_records(value, path) for key, value in content.items()}
+    return content
 
 
-@dataclass(frozen=True)
-class _HoleStorage:
-    hole: Hole
-    key: str
+def record_of(fake: Tensor, path: str, start: int = 0) -> TensorRecord | Tensor:
+    """Where the data of a tensor that was loaded under FakeTensorMode lie; the tensor itself if not in one piece.
+
+    Args:
+        start: byte of the file at which torch's zip file starts.
+    """
+    storage, shape = fake.untyped_storage(), tuple(fake.shape)
+    place = start + storage._checkpoint_offset  # type: ignore[attr-defined]
+    if fake.stride() == contiguous_strides(shape) or 0 in shape:
+        return TensorRecord(path, place + fake.storage_offset() * fake.dtype.itemsize, shape, fake.dtype)
+    whole = TensorRecord(path, place, (storage.nbytes() // fake.dtype.itemsize,), fake.dtype).read()
+    return whole.as_strided(shape, fake.stride(), fake.storage_offset()).contiguous()
 
 
-class _HolePickler(pickle.Pickler):
-    """Pickles holes the way torch pickles contiguous CPU tensors, each with a storage of its own."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.holes: list[Hole] = []
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _HoleStorage):
-            return None
-        storage_type = _STORAGE_TYPES[obj.hole.dtype]
-        return ("storage", storage_type, obj.key, "cpu", math.prod(obj.hole.shape))
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Hole):
-            return NotImplemented
-        storage = _HoleStorage(obj, str(len(self.holes)))
-        self.holes.append(obj)
-        arguments = (storage, 0, obj.shape, contiguous_strides(obj.shape), False, collections.OrderedDict())
-        return (torch._utils._rebuild_tensor_v2, arguments)
-
-
-_STORAGE_TYPES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}
-_STORAGE_DTYPES = {storage: dtype for dtype, storage in _STORAGE_TYPES.items()} | {torch.UntypedStorage: torch.uint8}
-
-
-def write_with_holes(path: str | Path, content: Any) -> None:
-    """Write what ``torch.save`` would write for ``content``, but for the bytes of the :class:`Hole` objects in it.
+def save_with_holes(content: Any, file: str | Path | IO[bytes]) -> None:
+    """Write what ``torch.save`` would write for ``content``, but for the bytes of its fake tensors.
 
     The file has its final size; on file systems that can, it is sparse.
+
+    Args:
+        file: a path, or a stream that can seek; what is before its position stays.
     """
-    pickled = io.BytesIO()
-    pickler = _HolePickler(pickled)
-    pickler.dump(content)
-    writer = torch._C.PyTorchFileWriter(str(path))
-    data = pickled.getvalue()
-    writer.write_record("data.pkl", data, len(data))
-    writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
-    for key, hole in enumerate(pickler.holes):
-        writer.write_record_metadata(f"data/{key}", hole.num_bytes)
-    writer.write_end_of_file()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(content, file)
 
 
 def create_with_holes(
     path: str | Path, content: Any, shapes: Mapping[tuple[Any, ...], tuple[torch.dtype, tuple[int, ...]]]
-) -> dict:
+) -> dict[tuple[Any, ...], TensorRecord]:
     """Write a torch zip file whose tensors are holes, and say where they are.
 
     Args:
@@ -325,12 +209,13 @@ def create_with_holes(
     Returns:
         path of keys -> record to write to.
     """
-    for keys, (dtype, shape) in shapes.items():
-        place = content
-        for key in keys[:-1]:
-            place = place.setdefault(key, {})
-        place[keys[-1]] = Hole(dtype, shape)
-    write_with_holes(path, content)
+    with FakeTensorMode():
+        for keys, (dtype, shape) in shapes.items():
+            place = content
+            for key in keys[:-1]:
+                place = place.setdefault(key, {})
+            place[keys[-1]] = torch.empty(shape, dtype=dtype)
+    save_with_holes(content, path)
     return records_at(path, shapes)
 
 
@@ -353,24 +238,3 @@ def walk_records(content: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tup
     elif isinstance(content, Mapping):
         for key, value in content.items():
             yield from walk_records(value, (*keys, str(key)))
-
-
-def tensor_envelope(dtype: torch.dtype, shape: tuple[int, ...], scratch: Path) -> tuple[bytes, bytes]:
-    """The bytes that ``torch.save`` puts before and after the data of one contiguous tensor.
-
-    Args:
-        scratch: a file name that may be overwritten.
-    """
-    write_with_holes(scratch, Hole(dtype, shape))
-    record = load_with_records(scratch)
-    with open(scratch, "rb") as file:
-        head = file.read(record.offset)
-        file.seek(record.num_bytes, os.SEEK_CUR)
-        tail = file.read()
-    os.remove(scratch)
-    return head, tail
-
-
-def load_bytes(data: bytes) -> Any:
-    """Unpickle an object that ``torch.save`` wrote, from memory, by the same rules."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=safe_pickle)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 if TYPE_CHECKING:
     import torch
 
+    from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
     from mindspeed_rl.checkpoint.lora import PeftMerge
-    from mindspeed_rl.checkpoint.plan import Destination, Plan
     from mindspeed_rl.checkpoint.source import Source
     from mindspeed_rl.models.layout import Layout
     from mindspeed_rl.models.network import Network
@@ -307,7 +307,7 @@ def _export_adapter(args: argparse.Namespace, source: Source) -> int:
 def _destination(args: argparse.Namespace, source: Source) -> Destination:
     import torch
 
-    from mindspeed_rl.checkpoint.plan import Destination
+    from mindspeed_rl.checkpoint.conversion_plan import Destination
 
     dtype: torch.dtype | None = getattr(torch, _DTYPES[args.params_dtype]) if args.params_dtype else None
     common: dict[str, Any] = {"dtype": dtype, "overwrite": args.overwrite}
@@ -374,8 +374,8 @@ class _Bar:
 def _convert(args: argparse.Namespace) -> int:
     import time
 
+    from mindspeed_rl.checkpoint.conversion_plan import make_plan
     from mindspeed_rl.checkpoint.convert import check_destination, run_plan
-    from mindspeed_rl.checkpoint.plan import make_plan
 
     _check_flags(args)
     source = _open(args)
