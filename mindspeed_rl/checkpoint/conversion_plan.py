@@ -203,7 +203,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
                 raise ValueError(
                     "torch_dist checkpoints load under any layout and hold no empty layers; leave out --noop-layers"
                 )
-            from mindspeed_rl.checkpoint.dist import plan_dist
+            from mindspeed_rl.checkpoint.dist import plan_dist  # loads torch.distributed.checkpoint, which takes a second
 
             plan = plan_dist(staging, ops, network, dtype_of)
             listed = [

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
@@ -28,12 +27,12 @@ from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget, Piece
 from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
-from mindspeed_rl.checkpoint.torch_file import Inert, SafeUnpickler, load_with_records, record_of, save_with_holes
+from mindspeed_rl.checkpoint.torch_file import Inert, SafeUnpickler, load_part_with_records, load_with_records, save_with_holes
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import distributed_name, names_to_try
 from mindspeed_rl.models.network import Network
-from mindspeed_rl.models.weights import WeightOp
+from mindspeed_rl.models.weights import WeightOp, concatenated
 
 METADATA_FILE = ".metadata"
 
@@ -99,13 +98,10 @@ class Chunk:
         found = os.path.getsize(self.path) - self.start
         if found < self.length:
             raise ValueError(f"{self.path} is truncated: {self.length} bytes expected at {self.start}, {max(found, 0)} found")
-        try:
-            with open(self.path, "rb") as file, FakeTensorMode():
-                fake = torch.load(_create_file_view(file, self.start, self.length), map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            reason = str(error).partition("\n")[0].partition(". ")[0]
-            raise ValueError(f"{self.path} is damaged at byte {self.start}: {reason}") from error
-        return record_of(fake.reshape(self.sizes), self.path, self.start)
+        with open(self.path, "rb") as file:
+            view = _create_file_view(file, self.start, self.length)
+            piece = load_part_with_records(self.path, view, self.start)
+        return piece.reshaped(*self.sizes) if isinstance(piece, TensorRecord) else piece.reshape(self.sizes)
 
     def part(self, index: tuple[int, ...]) -> Tensor:
         """What it holds at some numbers of the leading axes."""
@@ -169,8 +165,11 @@ class DistGroup:
         return self.stored_dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
+        return {name: concatenated(pieces) for name, pieces in self.pieces().items()}
+
+    def pieces(self) -> dict[str, list[Tensor]]:
         whole = self.read()
-        return self.op.to_hf(whole if self.lora is None else self.lora.merged_into(self.op, whole))
+        return self.op.hf_pieces([whole if self.lora is None else self.lora.merged_into(self.op, whole)])
 
     def read(self) -> Tensor:
         """The whole stored parameter."""
@@ -369,17 +368,14 @@ class DistPlan:
     def _write_files(self, args: argparse.Namespace) -> None:
         entries: dict[str, dcp.TensorStorageMetadata] = {}
         storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
-        mode = FakeTensorMode()
         for file in self.files:
             with file.path.open("wb") as stream:
                 for op, dtype, shape in file.items:
                     name, index, sizes = distributed_name(self.network, op)
                     stored = torch.Size((*(1 for _ in index), *shape))
                     offsets = torch.Size((*index, *(0 for _ in shape)))
-                    with mode:
-                        fake = torch.empty(stored, dtype=dtype)
                     start = stream.tell()
-                    save_with_holes(fake, stream)
+                    save_with_holes(torch.empty(stored, dtype=dtype), stream)
                     properties = dcp.TensorProperties(dtype=dtype)
                     empty = dcp.TensorStorageMetadata(properties, torch.Size((*sizes, *shape)), [])
                     entry = entries.setdefault(name, empty)
