@@ -351,10 +351,6 @@ class WeightOp:
     def __post_init__(self) -> None:
         assert len(self.hf) == len(self.splits) == len(self.shapes), f"{self.mcore}: {self.hf}, {self.splits}, {self.shapes}"
 
-    def to_mcore(self, hf_tensors: Mapping[str, Tensor]) -> Tensor:
-        """The full Megatron tensor, vocabulary padding included."""
-        return self.read_shard(MemorySource(hf_tensors), 1, 0)
-
     def to_hf(self, full: Tensor) -> dict[str, Tensor]:
         """The HF tensors, from the full Megatron tensor; padding is removed."""
         parts = self.packing.unpack(full)
@@ -370,16 +366,6 @@ class WeightOp:
 
     def _slices(self, source: TensorSource, num_shards: int, index: int) -> list[Tensor]:
         return [split.read(source, name, num_shards, index) for name, split in zip(self.hf, self.splits)]
-
-    def shard(self, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
-        """One rank's shard of the full (padded) tensor. For ``axis`` "etp" pass expert tensor size and rank."""
-        if tp_size == 1 or all(split.dim is None for split in self.splits):
-            return full
-        parts = self.packing.unpack(full)
-        shards = []
-        for name, part, split in zip(self.hf, parts, self.splits):
-            shards.append(split.without_padding().read(MemorySource({name: part}), name, tp_size, tp_rank))
-        return self.packing.pack(shards)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The full (padded) tensor from every rank's shard, in rank order."""
