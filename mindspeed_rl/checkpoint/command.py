@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from mindspeed_rl.checkpoint import lora
+from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan, make_plan
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, MegatronFolder
 from mindspeed_rl.checkpoint.megatron_args import parse_layers
 from mindspeed_rl.checkpoint.options import ConvertOptions, ParamsDtype, SourceForm
-from mindspeed_rl.checkpoint.plan import Destination, Plan, make_plan
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.network import Network

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
 from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, write_config
 from mindspeed_rl.checkpoint.jobs import Group, Job, Target, Transform, connect, same_bits
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
-from mindspeed_rl.checkpoint.plan import Destination, Plan
 from mindspeed_rl.checkpoint.source import HF_FILES, ModelOptions, Source, open_hf, open_megatron
 
 TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.records import RecordSource, TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import RecordSource, TensorRecord
+from mindspeed_rl.models import architecture_for
+from mindspeed_rl.models.architecture import ExpertNames
 
 SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -86,7 +88,8 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
 class HfFolder(RecordSource):
     """An HF checkpoint folder opened for reading; a TensorSource over the names of its tensors.
 
-    Experts that transformers stored fused (``experts.gate_up_proj`` [E, 2F, H]) are also found under their separate names.
+    Experts that transformers stored fused (``experts.gate_up_proj`` [E, 2F, H]) are also found under the separate names of the
+    architecture; ``renamed`` are the stored tensors of which this is so.
 
     Args:
         path: folder with config.json and safetensors files, one or sharded.
@@ -102,7 +105,11 @@ class HfFolder(RecordSource):
         self.path = folder
         self.config = read_json(folder / "config.json")
         stored = _read_weight_files(folder)
-        super().__init__(records=_with_separate_experts(stored), origin=str(folder))
+        separate: dict[str, TensorRecord] = {}
+        self.renamed: frozenset[str] = frozenset()
+        if any(_FUSED_EXPERTS.match(name) for name in stored):
+            separate, self.renamed = _separate_experts(stored, architecture_for(self.config).expert_names)
+        super().__init__(records={**stored, **separate}, origin=str(folder))
         self.stored_names: tuple[str, ...] = tuple(stored)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -142,37 +149,35 @@ def stored_tensor_names(folder: str | Path) -> set[str]:
     return set(_read_weight_files(Path(folder)))
 
 
-_FUSED_EXPERTS = re.compile(r"^(.+)\.experts\.(gate_up_proj|down_proj)$")
+_FUSED_EXPERTS = re.compile(r"^(.+)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
-def _with_separate_experts(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
-    """The records, and every fused expert tensor also as the separate weights it consists of.
-
-    Mixtral's separate weights are called ``block_sparse_moe.experts.0.w1`` where the fused ones are ``mlp.experts``.
-    """
-    result = dict(records)
+def _separate_experts(
+    records: Mapping[str, TensorRecord], names: ExpertNames
+) -> tuple[dict[str, TensorRecord], frozenset[str]]:
+    """The separate weights that fused expert tensors consist of, and the stored tensors that they are taken from."""
+    separate: dict[str, TensorRecord] = {}
+    renamed: set[str] = set()
     for name, record in records.items():
         match = _FUSED_EXPERTS.match(name)
         if not match or len(record.shape) != 3:
             continue
-        prefix, kind = match.groups()
-        mixtral = prefix.replace(".mlp", ".block_sparse_moe")
-        if f"{prefix}.gate.weight" in records:
-            result[f"{mixtral}.gate.weight"] = records[f"{prefix}.gate.weight"]
+        parent, kind = match.groups()
+        block, router = f"{parent}.{names.block}", f"{parent}.mlp.gate.weight"
+        renamed.add(name)
+        if names.block != "mlp" and router in records:
+            renamed.add(router)
+            separate[f"{block}.gate.weight"] = records[router]
         for expert in range(record.shape[0]):
             whole = record.rows(expert, expert + 1).reshaped(*record.shape[1:])
             half = whole.shape[0] // 2
             if kind == "gate_up_proj":
-                parts = {"gate_proj": whole.rows(0, half), "up_proj": whole.rows(half, 2 * half)}
+                parts = {names.gate: whole.rows(0, half), names.up: whole.rows(half, 2 * half)}
             else:
-                parts = {"down_proj": whole}
-            for part, piece in parts.items():
-                result[f"{prefix}.experts.{expert}.{part}.weight"] = piece
-                result[f"{mixtral}.experts.{expert}.{_MIXTRAL_NAMES[part]}.weight"] = piece
-    return result
+                parts = {names.down: whole}
+            separate |= {f"{block}.experts.{expert}.{part}.weight": piece for part, piece in parts.items()}
+    return separate, frozenset(renamed)
 
-
-_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 # ---------------------------------------------------------------------- writing
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.records import TensorRecord
-from mindspeed_rl.models.weights import MemorySource, WeightOp
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
+from mindspeed_rl.models.weights import MemorySource, WeightOp, concatenated
 
 
 class Group(Protocol):
@@ -33,6 +33,10 @@ class Group(Protocol):
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
         """Read the HF tensors; ``strict`` also compares every copy that the checkpoint holds of them."""
+        ...
+
+    def pieces(self) -> dict[str, list[Tensor]]:
+        """Tensors that, one after the other, are the bytes of each HF tensor; what ``load`` must copy stays in parts."""
         ...
 
 
@@ -58,6 +62,9 @@ class HfGroup:
     def load(self, strict: bool = False) -> dict[str, Tensor]:
         return {self.name: self.record.read()}
 
+    def pieces(self) -> dict[str, list[Tensor]]:
+        return {self.name: [self.record.read()]}
+
 
 @dataclass(frozen=True)
 class FreshGroup:
@@ -79,6 +86,9 @@ class FreshGroup:
     def load(self, strict: bool = False) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
         return {self.name: (torch.randn(self.shape, generator=generator) * self.std).to(self.dtype)}
+
+    def pieces(self) -> dict[str, list[Tensor]]:
+        return {name: [tensor] for name, tensor in self.load().items()}
 
 
 Piece = TensorRecord | Tensor
@@ -140,6 +150,12 @@ class MegatronGroup:
         return self.shards[0][0].dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
+        return {name: concatenated(pieces) for name, pieces in self._hf_pieces(strict).items()}
+
+    def pieces(self) -> dict[str, list[Tensor]]:
+        return self._hf_pieces(strict=False)
+
+    def _hf_pieces(self, strict: bool) -> dict[str, list[Tensor]]:
         shards = [read_piece(copies[0]) for copies in self.shards]
         if strict:
             for shard, copies in zip(shards, self.shards):
@@ -150,9 +166,9 @@ class MegatronGroup:
         for shard in shards:
             if tuple(shard.shape) != expected:
                 raise ValueError(f"{self.op.mcore} has shards of shape {list(shard.shape)}; expected {list(expected)}")
-        if self.lora is None:
-            return self.op.shards_to_hf(shards)
-        return self.op.to_hf(self.lora.merged_into(self.op, self.op.unshard(shards)))
+        if self.lora is not None:
+            shards = [self.lora.merged_into(self.op, self.op.unshard(shards))]
+        return self.op.hf_pieces(shards)
 
 
 class Target(Protocol):
@@ -255,6 +271,12 @@ class Job:
 
     def run(self, transform: Transform | None) -> int:
         """Read, transform and write; the bytes written."""
+        if transform is None and not self.equal and all(isinstance(target, HfTarget) for target in self.targets):
+            pieces = {name: parts for group in self.groups for name, parts in group.pieces().items()}
+            for target in self.targets:
+                assert isinstance(target, HfTarget)
+                target.record.write_pieces(pieces[target.source_name])
+            return self.num_bytes
         tensors = self.load(transform)
         for target in self.targets:
             target.write(tensors)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_rl.checkpoint.hf import read_json, read_safetensors_header
 from mindspeed_rl.checkpoint.jobs import LoraShards
 from mindspeed_rl.checkpoint.mcore import Adapters
-from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 
 _PEFT_PREFIX = "base_model.model."
 

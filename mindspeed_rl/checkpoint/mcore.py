@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, MegatronTarget, Piece
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
-from mindspeed_rl.checkpoint.records import TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout, Rank

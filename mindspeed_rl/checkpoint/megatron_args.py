@@ -33,8 +33,6 @@ class CheckpointArgs:
     noop_layers: tuple[int, ...] = ()
     moe_tp_extend_ep: bool = False
     schedule: str | None = None
-    mtp_num_layers: int = 0
-    num_layers: int | None = None
     lora_r: int | None = None
     lora_alpha: float | None = None
     hf_config: Mapping[str, Any] | None = None
@@ -87,8 +85,6 @@ def read_args(args: Any) -> CheckpointArgs:
         noop_layers=parse_layers(values.get("noop_layers"), "noop_layers"),
         moe_tp_extend_ep=bool(values.get("moe_tp_extend_ep")),
         schedule="dualpipev" if values.get("schedules_method") == "dualpipev" else None,
-        mtp_num_layers=size("mtp_num_layers") or 0,
-        num_layers=num_layers,
         lora_r=size("lora_r"),
         lora_alpha=float(alpha) if isinstance(alpha, (int, float)) else None,
         hf_config=json.loads(config) if isinstance(config, str) else None,

@@ -205,14 +205,10 @@ def _dropped(
     options: ModelOptions,
 ) -> list[str]:
     """Notices for tensors that are left behind on purpose; ValueError for those nobody knows."""
-    fused = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-    mixtral_gate = re.compile(r"\.mlp\.gate\.weight$")
     layers, real = int(config["num_hidden_layers"]), int(original["num_hidden_layers"])
     predictions, truncated, unknown = set(), set(), []
     for name in folder.stored_names:
-        if name in expected or _HARMLESS.search(name) or fused.search(name):
-            continue
-        if network.architecture == "mixtral" and mixtral_gate.search(name):
+        if name in expected or name in folder.renamed or _HARMLESS.search(name):
             continue
         layer = int(match[1]) if (match := _HF_LAYER.match(name)) else None
         if layer is not None and layer >= real:
@@ -249,7 +245,8 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     distributed = (folder / "metadata.json").is_file()
     opened: MegatronFolder | DistFolder
     if distributed:
-        from mindspeed_rl.checkpoint.dist import DistFolder  # loads torch.distributed.checkpoint, which takes a second
+        # torch.distributed.checkpoint takes a second to load, which per-rank checkpoints do not need
+        from mindspeed_rl.checkpoint.dist import DistFolder
 
         opened = DistFolder(path, options.iteration)
     else:

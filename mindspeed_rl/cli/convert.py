@@ -23,7 +23,7 @@ from mindspeed_rl.checkpoint.options import (
 from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_without_effect, say, value_of
 
 if TYPE_CHECKING:
-    from mindspeed_rl.checkpoint.plan import Plan
+    from mindspeed_rl.checkpoint.conversion_plan import Plan
 
 #: Flags of upstream's converters that change nothing here, and why.
 WITHOUT_EFFECT = {

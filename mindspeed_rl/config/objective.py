@@ -215,7 +215,9 @@ def resolve_objective(cfg: RunConfig) -> Objective:
     return objective_of(cfg.rl_config, cfg.stage or "ray_grpo", max_response_length=limit)
 
 
-def objective_of(rl: RLConfig, stage: str, *, max_response_length: int | None = None, group_size: int | None = None) -> Objective:
+def objective_of(
+    rl: RLConfig, stage: str, *, max_response_length: int | None = None, group_size: int | None = None
+) -> Objective:
     """Return the objective of a group rl_config by itself; see `resolve_objective`.
 
     Args:

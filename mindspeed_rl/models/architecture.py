@@ -32,6 +32,19 @@ class ExpertPacking:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the experts that transformers 5 may store fused as ``mlp.experts.gate_up_proj`` and ``down_proj``.
+
+    ``block`` is the module of router and experts; ``gate``, ``up``, ``down`` are the projections of one expert.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One family of models.
 
@@ -45,6 +58,7 @@ class Architecture:
         legacy: whether Megatron's pre-core ("legacy") layout can express the model.
         read_mtp_ops: (network, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
         read_copies: network -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
+        expert_names: what the rows of ``read_layer_ops`` call router and experts where transformers stores experts fused.
     """
 
     name: str
@@ -56,6 +70,7 @@ class Architecture:
     legacy: bool = False
     read_mtp_ops: Callable[[Network, int, ExpertPacking], list[WeightOp]] | None = None
     read_copies: Callable[[Network], dict[str, str]] | None = None
+    expert_names: ExpertNames = ExpertNames()
 
     def network(self, hf_config: Mapping[str, Any]) -> Network:
         """Shape facts from a config.json; ValueError names a key that is missing or has an unsupported value."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_rl.models.architecture import (
     Architecture,
+    ExpertNames,
     ExpertPacking,
     attention_ops,
     expert_ops,
@@ -53,4 +54,5 @@ MIXTRAL = Architecture(
     upstream_names=("mixtral",),
     read_network=read_network,
     read_layer_ops=layer_ops,
+    expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
 )

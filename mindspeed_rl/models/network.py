@@ -49,7 +49,6 @@ class Network:
     max_position_embeddings: int
     untie_embeddings_and_output_weights: bool
     add_qkv_bias: bool = False
-    add_dense_bias: bool = False
     qk_layernorm: bool = False
     normalization: Literal["RMSNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-6

@@ -62,6 +62,10 @@ class Packing(Protocol):
 
     def unpack(self, packed: Tensor) -> list[Tensor]: ...
 
+    def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
+        """For every HF tensor what, one after the other, are the bytes of ``unpack``'s result; views where possible."""
+        ...
+
 
 @dataclass(frozen=True)
 class Rename:
@@ -78,6 +82,9 @@ class Rename:
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         return [packed]
+
+    def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
+        return [[part] for part in self.unpack(packed)]
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,9 @@ class Concat:
     def unpack(self, packed: Tensor) -> list[Tensor]:
         unit = packed.shape[0] // sum(self.rows)
         return list(packed.split([rows * unit for rows in self.rows], dim=0))
+
+    def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
+        return [[part] for part in self.unpack(packed)]
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,11 @@ class FuseQkv:
         parts = grouped.split([self.queries_per_group * self.head_dim, self.head_dim, self.head_dim], dim=1)
         return [part.reshape(-1, *rest) for part in parts]
 
+    def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
+        group = [self.queries_per_group * self.head_dim, self.head_dim, self.head_dim]
+        views = packed.split(group * (packed.shape[0] // sum(group)))
+        return [list(views[part::3]) for part in range(3)]
+
 
 @dataclass(frozen=True)
 class GroupedFc1:
@@ -164,6 +179,9 @@ class GroupedFc1:
         stacked = packed.reshape(self.num_experts, packed.shape[0], -1)
         return [half.contiguous() for expert in stacked for half in expert.t().chunk(2, dim=0)]
 
+    def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
+        return [[part] for part in self.unpack(packed)]
+
 
 @dataclass(frozen=True)
 class GroupedFc2:
@@ -182,6 +200,9 @@ class GroupedFc2:
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         return [expert.t().contiguous() for expert in packed.chunk(self.num_experts, dim=0)]
+
+    def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
+        return [[part] for part in self.unpack(packed)]
 
 
 # ---------------------------------------------------------------------- splitting: a tensor <-> its shards
@@ -261,12 +282,29 @@ class Split:
             whole = torch.cat([piece[block] for block in range(self.blocks) for piece in pieces], dim=self.dim)
         return whole.narrow(self.dim, 0, self.size) if self.padded else whole
 
+    def join_pieces(self, shards: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """What, one after the other, are the bytes of ``join``'s result, from every shard's pieces; views where possible."""
+        if self.dim is None:
+            return list(shards[0])
+        if self.dim != 0 or self.blocks != 1:
+            return [self.join([concatenated(pieces) for pieces in shards])]
+        pieces = [piece for shard in shards for piece in shard]
+        if not self.padded:
+            return pieces
+        starts = [sum(piece.shape[0] for piece in pieces[:number]) for number in range(len(pieces))]
+        return [piece[: self.size - start] for piece, start in zip(pieces, starts) if start < self.size]
+
     def shard_shape(self, shape: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
         """The shape of one shard of a tensor of this shape."""
         if self.dim is None:
             return shape
         rows = self.padded or shape[self.dim]
         return (*shape[: self.dim], rows // num_shards, *shape[self.dim + 1 :])
+
+
+def concatenated(pieces: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other along dim 0; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 REPLICATED = Split()
@@ -313,10 +351,6 @@ class WeightOp:
     def __post_init__(self) -> None:
         assert len(self.hf) == len(self.splits) == len(self.shapes), f"{self.mcore}: {self.hf}, {self.splits}, {self.shapes}"
 
-    def to_mcore(self, hf_tensors: Mapping[str, Tensor]) -> Tensor:
-        """The full Megatron tensor, vocabulary padding included."""
-        return self.read_shard(MemorySource(hf_tensors), 1, 0)
-
     def to_hf(self, full: Tensor) -> dict[str, Tensor]:
         """The HF tensors, from the full Megatron tensor; padding is removed."""
         parts = self.packing.unpack(full)
@@ -333,16 +367,6 @@ class WeightOp:
     def _slices(self, source: TensorSource, num_shards: int, index: int) -> list[Tensor]:
         return [split.read(source, name, num_shards, index) for name, split in zip(self.hf, self.splits)]
 
-    def shard(self, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
-        """One rank's shard of the full (padded) tensor. For ``axis`` "etp" pass expert tensor size and rank."""
-        if tp_size == 1 or all(split.dim is None for split in self.splits):
-            return full
-        parts = self.packing.unpack(full)
-        shards = []
-        for name, part, split in zip(self.hf, parts, self.splits):
-            shards.append(split.without_padding().read(MemorySource({name: part}), name, tp_size, tp_rank))
-        return self.packing.pack(shards)
-
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The full (padded) tensor from every rank's shard, in rank order."""
         if len(shards) == 1 or all(split.dim is None for split in self.splits):
@@ -353,8 +377,12 @@ class WeightOp:
 
     def shards_to_hf(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         """The HF tensors from every rank's shard; ``to_hf(unshard(shards))`` without building the packed tensor."""
-        unpacked = [self.packing.unpack(shard) for shard in shards]
-        return {name: self.splits[i].join([u[i] for u in unpacked]) for i, name in enumerate(self.hf)}
+        return {name: concatenated(pieces) for name, pieces in self.hf_pieces(shards).items()}
+
+    def hf_pieces(self, shards: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+        """Tensors that, one after the other, are the bytes of each HF tensor; views of the shards unless columns were cut."""
+        unpacked = [self.packing.unpack_pieces(shard) for shard in shards]
+        return {name: self.splits[i].join_pieces([u[i] for u in unpacked]) for i, name in enumerate(self.hf)}
 
     def shard_shape(self, num_shards: int = 1) -> tuple[int, ...]:
         """The shape of one rank's shard; with 1 that of the full (padded) tensor."""

@@ -27,7 +27,7 @@ FAMILIES = (catalogue.POLICY_LOSSES, catalogue.ADVANTAGES, catalogue.KL_ESTIMATO
 RECORDS = {f"{record.key}-{name}": record for table in FAMILIES for name, record in table.items()}
 
 
-def objective_of(stage: str = "ray_grpo", **keys: Any) -> Objective:
+def made_objective(stage: str = "ray_grpo", **keys: Any) -> Objective:
     return objective_of(RLConfig(**{"n_samples_per_prompt": 4, **keys}), stage, max_response_length=8)
 
 
@@ -37,13 +37,13 @@ def test_a_record_is_importable_callable_and_complete(record: Algorithm) -> None
     assert record.needs <= record.may_need <= set(NEEDS)
     assert record.formula is not None and record.reads is not None
     keys = {*record.reads, *record.bounds, *(choice.setting for choice in record.choices.values())}
-    assert keys <= set(objective_of().numbers())
+    assert keys <= set(made_objective().numbers())
     assert pickle.loads(pickle.dumps(record)) == record
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 def test_a_formula_fills_for_every_choice(record: Algorithm) -> None:
-    numbers = objective_of().numbers() | {"clip_ratio_c": 3.0, "delta": 4.0}
+    numbers = made_objective().numbers() | {"clip_ratio_c": 3.0, "delta": 4.0}
     values = {choice.setting: [*choice.texts, numbers[choice.setting]] for choice in record.choices.values()}
     fillings = [numbers | {setting: value} for setting, those in values.items() for value in those] or [numbers]
     for filling in fillings:
@@ -112,7 +112,7 @@ def value_of(text: str, **names: Any) -> float:
 @pytest.mark.parametrize("changes", [{}, {"delta": 2.5}], ids=["plain", "delta"])
 def test_the_formula_of_a_policy_loss_is_what_its_function_computes(loss_type: str, changes: dict[str, float]) -> None:
     high = 1.5 if loss_type == "cispo_cap" else 0.28
-    made = objective_of(
+    made = made_objective(
         loss_type=loss_type, clip_higher_enable=True, clip_ratio_low=0.2, clip_ratio_high=high, tau_pos=1.3, **changes
     )
     text = made.loss.text(made.numbers())
@@ -146,7 +146,7 @@ def test_the_formula_of_a_kl_estimator_is_what_its_function_computes(name: str) 
 @pytest.mark.parametrize("mode", catalogue.CORRECTIONS)
 def test_the_formula_of_a_correction_is_what_its_function_computes(mode: str) -> None:
     low = {"rollout_importance_sampling_threshold_min": 0.7} if "mask" in mode else {}
-    made = objective_of(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.4, **low)
+    made = made_objective(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.4, **low)
     text = made.correction.text(made.numbers())
     for weights in ((0.5, 1.2, 1.6), (1.1, 1.2, 0.9), (3.0, 0.9, 0.8)):
         difference = torch.tensor([weights], dtype=torch.float64).log()
@@ -158,7 +158,7 @@ def test_the_formula_of_a_correction_is_what_its_function_computes(mode: str) ->
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_the_formula_of_group_norm_is_what_its_function_computes(scale: str) -> None:
-    made = objective_of(scale_rewards=scale, adv_epsilon=0.5)
+    made = made_objective(scale_rewards=scale, adv_epsilon=0.5)
     rewards = torch.tensor([1.0, 4.0, 0.0, 2.0], dtype=torch.float64)
     got, _ = made.advantage.load()(AdvantageInputs(rewards, torch.ones(4, 1, dtype=torch.bool), group_size=4), made)
     spread = {"std_4": lambda r: r.std(ddof=1), "std_batch": lambda r: r.std(ddof=1), "mean_4": lambda r: r.mean()}

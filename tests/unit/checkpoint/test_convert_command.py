@@ -17,9 +17,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.conversion_plan import Destination, make_plan
 from mindspeed_rl.checkpoint.convert import Silent, run_plan
 from mindspeed_rl.checkpoint.jobs import Target
-from mindspeed_rl.checkpoint.plan import Destination, make_plan
 from mindspeed_rl.checkpoint.source import ModelOptions, open_hf
 from mindspeed_rl.cli.convert import main
 from mindspeed_rl.models.layout import Layout

@@ -14,6 +14,9 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from mindspeed_rl.checkpoint.torch_file import load_with_records
 from mindspeed_rl.cli.convert import main
@@ -315,3 +318,47 @@ def test_a_poisoned_torch_dist_index_is_refused(hf: Path, tmp_path: Path, capsys
     ]
     assert main([str(word) for word in command]) == 2
     assert "refusing to load json.loads" in capsys.readouterr().err
+
+
+def test_a_torch_dist_checkpoint_is_read_in_pieces_of_many_layers_and_a_poisoned_one_is_refused(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--load-dir", hf, "--save-dir", tmp_path / "dist", "--ckpt-format", "torch_dist"]
+    assert main([str(word) for word in words]) == 0
+    folder = tmp_path / "dist/iter_0000001"
+    metadata = FileSystemReader(folder).read_metadata()
+    name = "decoder.layers.mlp.linear_fc1.weight"
+    stored = metadata.state_dict_metadata[name]
+    whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+    load({name: whole}, checkpoint_id=folder, no_dist=True)
+    # as Megatron cuts it: two layers and half of the rows a piece
+    rows = stored.size[1] // 2
+    pieces = {(layer, row, 0): whole[layer : layer + 2, row : row + rows].clone() for layer in (0, 2) for row in (0, rows)}
+    stored.chunks[:] = [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in pieces.items()]
+    for index in [index for index in metadata.storage_data if index.fqn == name]:
+        del metadata.storage_data[index]
+    with (folder / "pieces.distcp").open("wb") as file:
+        for number, (at, piece) in enumerate(pieces.items()):
+            start = file.tell()
+            torch.save(piece, file)
+            place = _StorageInfo("pieces.distcp", start, file.tell() - start)
+            metadata.storage_data[MetadataIndex(name, torch.Size(at), number)] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_converts_to(tmp_path / "dist", hf, tmp_path / "back")
+    content = (folder / "pieces.distcp").read_bytes()
+    (folder / "pieces.distcp").write_bytes(content.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", 1))
+    words = [
+        "--load-model-type",
+        "mg",
+        "--save-model-type",
+        "hf",
+        "--load-dir",
+        tmp_path / "dist",
+        "--save-dir",
+        tmp_path / "x",
+    ]
+    assert main([str(word) for word in words]) == 2
+    assert "pieces.distcp: refusing to load torch._utils._rebuild_tensor_v9" in capsys.readouterr().err
+    (folder / "pieces.distcp").write_bytes(content[:-100])
+    assert main([str(word) for word in words]) == 2
+    assert "pieces.distcp is truncated" in capsys.readouterr().err

@@ -49,9 +49,10 @@ def test_fused_qkv_holds_each_group_s_queries_then_its_key_then_its_value() -> N
         rows += [k[group * head_dim + i] for i in range(head_dim)]
         rows += [v[group * head_dim + i] for i in range(head_dim)]
     op = qkv_op(heads, groups, head_dim, hidden)
-    full = op.to_mcore({"q": q, "k": k, "v": v})
+    source = MemorySource({"q": q, "k": k, "v": v})
+    full = op.read_shard(source, 1, 0)
     assert torch.equal(full, torch.stack(rows))
-    assert torch.equal(op.shard(full, 2, 1), torch.stack(rows[12:]))
+    assert torch.equal(op.read_shard(source, 2, 1), torch.stack(rows[12:]))
     back = op.to_hf(full)
     assert torch.equal(back["q"], q) and torch.equal(back["k"], k) and torch.equal(back["v"], v)
 
@@ -68,7 +69,7 @@ def test_gate_and_up_are_divided_before_they_are_stacked() -> None:
 def test_a_tensor_of_two_blocks_is_divided_block_by_block() -> None:
     fused = torch.tensor([0.0, 1, 2, 3, 100, 101, 102, 103])[:, None]
     op = WeightOp("fc1", ("gate_up",), ((8, 1),), splits=(Split(0, blocks=2),), layer=0)
-    shards = [op.shard(fused, 2, rank) for rank in range(2)]
+    shards = [op.read_shard(MemorySource({"gate_up": fused}), 2, rank) for rank in range(2)]
     assert shards[1].flatten().tolist() == [2, 3, 102, 103]
     assert torch.equal(op.unshard(shards), fused)
 
@@ -76,7 +77,7 @@ def test_a_tensor_of_two_blocks_is_divided_block_by_block() -> None:
 def test_columns_are_divided_along_the_second_dimension() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     op = WeightOp("proj", ("o",), ((2, 3),), splits=(COLUMNS,), layer=0)
-    assert op.shard(weight, 3, 2).tolist() == [[2.0], [5.0]]
+    assert op.read_shard(MemorySource({"o": weight}), 3, 2).tolist() == [[2.0], [5.0]]
 
 
 def test_vocabulary_padding_repeats_the_last_row_and_is_removed_again() -> None:
@@ -84,10 +85,9 @@ def test_vocabulary_padding_repeats_the_last_row_and_is_removed_again() -> None:
     op = WeightOp("embedding", ("embed",), ((5, 1),), splits=(Split(0, size=5, padded=8),), place="pre")
     source = MemorySource({"embed": embedding})
     assert [op.read_shard(source, 4, rank).flatten().tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 4], [4, 4]]
-    full = op.to_mcore({"embed": embedding})
+    full = op.read_shard(source, 1, 0)
     assert full.flatten().tolist() == [0, 1, 2, 3, 4, 4, 4, 4]
     assert torch.equal(op.to_hf(full)["embed"], embedding)
-    assert op.shard(full, 4, 2).flatten().tolist() == [4, 4]
 
 
 def test_grouped_gemm_weights_follow_the_documented_reshape() -> None:
@@ -98,15 +98,16 @@ def test_grouped_gemm_weights_follow_the_documented_reshape() -> None:
     shapes = ((ffn, hidden),) * 4
     op = WeightOp("weight1", tuple(names), shapes, GroupedFc1(experts), (ROWS,) * 4, axis="etp", experts=(0, 1))
     tensors = {f"g{e}": gate[e] for e in range(experts)} | {f"u{e}": up[e] for e in range(experts)}
-    weight1 = op.to_mcore(tensors)
+    weight1 = op.read_shard(MemorySource(tensors), 1, 0)
     assert torch.equal(weight1, stacked.reshape(hidden, -1))
     assert torch.equal(op.to_hf(weight1)["u1"], up[1])
     op2 = WeightOp(
         "weight2", ("d0", "d1"), ((hidden, ffn),) * 2, GroupedFc2(experts), (COLUMNS,) * 2, axis="etp", experts=(0, 1)
     )
-    weight2 = op2.to_mcore({"d0": down[0], "d1": down[1]})
+    source = MemorySource({"d0": down[0], "d1": down[1]})
+    weight2 = op2.read_shard(source, 1, 0)
     assert torch.equal(weight2, torch.stack([down[0].t(), down[1].t()]).reshape(-1, hidden))
-    half = op2.shard(weight2, 2, 1)
+    half = op2.read_shard(source, 2, 1)
     assert torch.equal(half, torch.stack([down[0][:, 2:].t(), down[1][:, 2:].t()]).reshape(-1, hidden))
 
 
@@ -125,5 +126,23 @@ def test_groups_that_do_not_divide_over_ranks_are_refused_even_if_rows_do() -> N
 
 def test_shard_shape_is_the_shape_of_the_shard() -> None:
     op = qkv_op(heads=8, groups=4, head_dim=2, hidden=6)
-    full = op.to_mcore({"q": torch.randn(16, 6), "k": torch.randn(8, 6), "v": torch.randn(8, 6)})
-    assert op.shard_shape(1) == tuple(full.shape) and op.shard_shape(2) == tuple(op.shard(full, 2, 0).shape)
+    source = MemorySource({"q": torch.randn(16, 6), "k": torch.randn(8, 6), "v": torch.randn(8, 6)})
+    for count in (1, 2):
+        assert op.shard_shape(count) == tuple(op.read_shard(source, count, 0).shape)
+
+
+def test_the_pieces_of_hf_tensors_are_their_bytes_and_mostly_views() -> None:
+    op = qkv_op(heads=8, groups=4, head_dim=2, hidden=6)
+    tensors = {"q": torch.randn(16, 6), "k": torch.randn(8, 6), "v": torch.randn(8, 6)}
+    shards = [op.read_shard(MemorySource(tensors), 2, rank) for rank in range(2)]
+    places = [range(shard.data_ptr(), shard.data_ptr() + shard.nbytes) for shard in shards]
+    for name, pieces in op.hf_pieces(shards).items():
+        assert torch.equal(torch.cat(pieces), tensors[name])
+        assert all(any(piece.data_ptr() in place for place in places) and piece.is_contiguous() for piece in pieces)
+
+
+def test_padding_that_spans_several_shards_is_cut_off_their_pieces() -> None:
+    embedding = torch.arange(5.0)[:, None]
+    op = WeightOp("embedding", ("embed",), ((5, 1),), splits=(Split(0, size=5, padded=8),), place="pre")
+    shards = [op.read_shard(MemorySource({"embed": embedding}), 4, rank) for rank in range(4)]
+    assert [piece.flatten().tolist() for piece in op.hf_pieces(shards)["embed"]] == [[0, 1], [2, 3], [4]]

@@ -15,8 +15,8 @@ from mindspeed_rl.checkpoint.jobs import HfTarget, Target, Transform
 from mindspeed_rl.checkpoint.lora import PeftMerge
 from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
-from mindspeed_rl.checkpoint.records import TensorRecord
 from mindspeed_rl.checkpoint.source import Source
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.names import with_mindspeed_mla
@@ -203,7 +203,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
                 raise ValueError(
                     "torch_dist checkpoints load under any layout and hold no empty layers; leave out --noop-layers"
                 )
-            from mindspeed_rl.checkpoint.dist import plan_dist
+            from mindspeed_rl.checkpoint.dist import plan_dist  # loads torch.distributed.checkpoint, which takes a second
 
             plan = plan_dist(staging, ops, network, dtype_of)
             listed = [
