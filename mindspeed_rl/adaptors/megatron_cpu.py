@@ -8,7 +8,9 @@ without a GPU could only raise.
 |---|---|---|
 | jit | jit.jit_fuser | torch.compile at import time would need a C++ compiler |
 | rng | tensor_parallel.random get/set state, tracker fork | they reach into the CUDA generators |
-| type names | optimizer, distrib_optimizer, clip_grads | they compare `tensor.type()` with "torch.cuda.FloatTensor" |
+| linear layers | tensor_parallel.layers.LinearWith... | their products are slow on some processors: see `onednn_matmul.py` |
+| type names | constructors of the mixed-precision and the distributed optimizer, clip_grad_by_total_norm_fp32 | \
+they compare `tensor.type()` with "torch.cuda.FloatTensor"; inside them only, it gives the names of a GPU |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
 | experts | experts.GroupedMLP.forward | insists on bf16, as its CUDA kernel does; ours takes any type |
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.abc
 import importlib.machinery
 import queue
@@ -34,7 +37,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from mindspeed_rl.adaptors.onednn_matmul import adapt_linear_layers, product
 from mindspeed_rl.adaptors.torch_facade import facade
 
 SUPPORTED_VERSIONS = ("0.16",)
@@ -71,30 +76,24 @@ def _random(module: types.ModuleType) -> None:
     module.CudaRNGStatesTracker.fork = fork
 
 
-_TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 
 
-def _rename_types(function: Any) -> None:
-    """The function compares tensor types by their CPU names: its string constants are replaced."""
+class _TypesNamedAsOnCuda(TorchFunctionMode):
+    """While it is on, `tensor.type()` gives this thread the name that the tensor's type has on a GPU."""
 
-    def renamed(constant: Any) -> Any:
-        if isinstance(constant, str):
-            return _TYPE_NAMES.get(constant, constant)
-        if isinstance(constant, (tuple, frozenset)):
-            return type(constant)(renamed(item) for item in constant)
-        if isinstance(constant, types.CodeType):
-            return constant.replace(co_consts=tuple(renamed(item) for item in constant.co_consts))
-        return constant
-
-    function = getattr(function, "__func__", function)
-    function.__code__ = renamed(function.__code__)
+    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _TYPE_NAMES.get(result, result) if func is torch.Tensor.type and isinstance(result, str) else result
 
 
-def _rename_types_in(owner: Any) -> None:
-    for attribute in list(vars(owner).values()):
-        function = getattr(attribute, "__func__", attribute)
-        if isinstance(function, types.FunctionType):
-            _rename_types(function)
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _TypesNamedAsOnCuda():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class AdamW(torch.optim.Optimizer):
@@ -154,16 +153,18 @@ def _optimizer_package(module: types.ModuleType) -> None:
 
 
 def _optimizer(module: types.ModuleType) -> None:
-    _rename_types_in(module.Float16OptimizerWithFloat16Params)
+    owner = module.Float16OptimizerWithFloat16Params
+    owner.__init__ = _with_cuda_type_names(owner.__init__)
 
 
 def _distributed_optimizer(module: types.ModuleType) -> None:
-    _rename_types_in(module.DistributedOptimizer)
+    owner = module.DistributedOptimizer
+    owner.__init__ = _with_cuda_type_names(owner.__init__)
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = AdamW, True, True
 
 
 def _clip_grads(module: types.ModuleType) -> None:
-    _rename_types(module.clip_grad_by_total_norm_fp32)
+    module.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(module.clip_grad_by_total_norm_fp32)
 
 
 def _moe_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -183,7 +184,7 @@ def _moe_utils(module: types.ModuleType) -> None:
 def _grouped_gemm(module: types.ModuleType) -> None:
     def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
         weights = b.transpose(1, 2) if trans_b else b
-        return torch.cat([rows @ weights[expert] for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
+        return torch.cat([product(rows, weights[expert]) for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
 
     if module.grouped_gemm is None:
         module.ops = types.SimpleNamespace(gmm=gmm)
@@ -292,6 +293,7 @@ def _async_calls(module: types.ModuleType) -> None:
 
 PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "jit": _jit,
+    "tensor_parallel.layers": adapt_linear_layers,
     "tensor_parallel.random": _random,
     "optimizer": _optimizer_package,
     "optimizer.optimizer": _optimizer,
