@@ -49,11 +49,11 @@ _PREFIX = "megatron.core"
 # ---------------------------------------------------------------- named patches, one function a module
 
 
-def _jit(module: types.ModuleType) -> None:
+def _jit(module: Any) -> None:
     module.jit_fuser = lambda function: function
 
 
-def _random(module: types.ModuleType) -> None:
+def _random(module: Any) -> None:
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -82,7 +82,9 @@ _TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("F
 class _TypesNamedAsOnCuda(TorchFunctionMode):
     """While it is on, `tensor.type()` gives this thread the name that the tensor's type has on a GPU."""
 
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         return _TYPE_NAMES.get(result, result) if func is torch.Tensor.type and isinstance(result, str) else result
 
@@ -114,7 +116,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]  (torch has overloads)
         """Makes one update from the gradients in `param.grad`."""
         from torch.optim.adamw import adamw
 
@@ -148,22 +150,22 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
 
-def _optimizer_package(module: types.ModuleType) -> None:
+def _optimizer_package(module: Any) -> None:
     module.Adam, module.USING_PYTORCH_OPTIMIZER = AdamW, False
 
 
-def _optimizer(module: types.ModuleType) -> None:
+def _optimizer(module: Any) -> None:
     owner = module.Float16OptimizerWithFloat16Params
     owner.__init__ = _with_cuda_type_names(owner.__init__)
 
 
-def _distributed_optimizer(module: types.ModuleType) -> None:
+def _distributed_optimizer(module: Any) -> None:
     owner = module.DistributedOptimizer
     owner.__init__ = _with_cuda_type_names(owner.__init__)
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = AdamW, True, True
 
 
-def _clip_grads(module: types.ModuleType) -> None:
+def _clip_grads(module: Any) -> None:
     module.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(module.clip_grad_by_total_norm_fp32)
 
 
@@ -171,17 +173,17 @@ def _moe_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _token_dispatcher(module: types.ModuleType) -> None:
+def _token_dispatcher(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = _moe_to_cpu
 
 
-def _moe_utils(module: types.ModuleType) -> None:
+def _moe_utils(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = _moe_to_cpu
     if "te_general_gemm" not in vars(module):
         module.te_general_gemm = None
 
 
-def _grouped_gemm(module: types.ModuleType) -> None:
+def _grouped_gemm(module: Any) -> None:
     def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
         weights = b.transpose(1, 2) if trans_b else b
         return torch.cat([product(rows, weights[expert]) for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
@@ -191,7 +193,7 @@ def _grouped_gemm(module: types.ModuleType) -> None:
         module.grouped_gemm = types.SimpleNamespace(ops=module.ops)
 
 
-def _experts(module: types.ModuleType) -> None:
+def _experts(module: Any) -> None:
     original = module.GroupedMLP.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +208,7 @@ def _experts(module: types.ModuleType) -> None:
     module.GroupedMLP.forward = forward
 
 
-def _writer(module: types.ModuleType) -> None:
+def _writer(module: Any) -> None:
     writer = module.FileSystemWriterAsync
     results: queue.Queue[Any] = queue.Queue()
 
@@ -217,7 +219,8 @@ def _writer(module: types.ModuleType) -> None:
         ]
 
     def write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], out: queue.Queue[Any]) -> None:
-        written: dict[int, Any] | Exception = {}
+        written: dict[int, Any] = {}
+        failed: Exception | None = None
         for index, bucket in enumerate(write_buckets):
             done: queue.Queue[Any] = queue.Queue()
             count: queue.Queue[int] = queue.Queue()
@@ -225,10 +228,10 @@ def _writer(module: types.ModuleType) -> None:
             writer.write_preloaded_data(transforms, index, bucket, done, count, True, use_msc=use_msc)
             result = done.get()[1]
             if isinstance(result, Exception):
-                written = result
+                failed = result
                 break
             written[index] = result
-        out.put(written)
+        out.put(written if failed is None else failed)
 
     module._get_write_results_queue = lambda: results
     writer.preload_tensors = staticmethod(preload_tensors)
@@ -247,7 +250,7 @@ def _packed_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> t
     return torch.where(positions < half, cp_rank * half + positions, second)
 
 
-def _rope(module: types.ModuleType) -> None:
+def _rope(module: Any) -> None:
     original = module._apply_rotary_pos_emb_thd
 
     def apply_thd(
@@ -272,12 +275,12 @@ def _rope(module: types.ModuleType) -> None:
     module._apply_rotary_pos_emb_thd = apply_thd
 
 
-def _latent_attention(module: types.ModuleType) -> None:
+def _latent_attention(module: Any) -> None:
     if not isinstance(module.TELinear, type):
         module.HAVE_TE = False
 
 
-def _async_calls(module: types.ModuleType) -> None:
+def _async_calls(module: Any) -> None:
     def schedule_async_call(self: Any, request: Any) -> None:
         if request.async_fn is None:
             return
@@ -291,7 +294,7 @@ def _async_calls(module: types.ModuleType) -> None:
     module.TemporalAsyncCaller.schedule_async_call = schedule_async_call
 
 
-PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+PATCHES: dict[str, Callable[[Any], None]] = {
     "jit": _jit,
     "tensor_parallel.layers": adapt_linear_layers,
     "tensor_parallel.random": _random,
@@ -313,7 +316,7 @@ PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
 # ---------------------------------------------------------------- the hook
 
 
-def _adapt(module: types.ModuleType) -> None:
+def _adapt(module: Any) -> None:
     if vars(module).get("torch") is torch:
         module.torch = facade
     patch = PATCHES.get(module.__name__.removeprefix(_PREFIX + "."))
@@ -374,5 +377,5 @@ def apply() -> None:
         raise RuntimeError(f"megatron-core {version} is installed; the CPU adaptor is for {', '.join(SUPPORTED_VERSIONS)}.x.")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine|TransformerEngine|apex).*")
     sys.meta_path.insert(0, _MegatronFinder())
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # pyrefly: ignore[method-assign]  (what this file is for)
     _applied = True

@@ -15,7 +15,6 @@ through Python costs some microseconds a call. This can go when `mm` is as fast 
 from __future__ import annotations
 
 import functools
-import types
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx.save_for_backward(a, b)
         return matmul(a, b)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyrefly: ignore[bad-override]  (as above)
         a, b = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad
         return matmul(grad, b.t()) if needs_a else None, matmul(a.t(), grad) if needs_b else None
@@ -101,7 +100,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 class _Products(TorchFunctionMode):
     """`matmul` with a matrix on its right, and no gradient, goes to oneDNN in this thread while the mode is on."""
 
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func in (torch.matmul, Tensor.matmul) and not kwargs:
             a, b = args
             if b.dim() == 2 and a.dim() >= 2:
@@ -112,9 +113,9 @@ class _Products(TorchFunctionMode):
 def _by_products(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """A subclass of an autograd function whose own matrix products, forward and backward, go to oneDNN."""
 
-    class WithProducts(function):  # type: ignore[valid-type, misc]
+    class WithProducts(function):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
+        def forward(ctx: Any, *args: Any) -> Any:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
             with _Products():
                 return function.forward(ctx, *args)
 
@@ -127,7 +128,7 @@ def _by_products(function: type[torch.autograd.Function]) -> type[torch.autograd
     return WithProducts
 
 
-def adapt_linear_layers(module: types.ModuleType) -> None:
+def adapt_linear_layers(module: Any) -> None:
     """The linear layers of Megatron's `tensor_parallel.layers` multiply by oneDNN where that is faster."""
     if is_used():
         for name in ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight"):

@@ -32,7 +32,7 @@ def apply() -> None:
         return
     import vllm.model_executor.layers.utils as layer_utils
 
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
@@ -45,13 +45,14 @@ def _name_segments_uniquely(run_id: str) -> None:
     Only valid once torch.distributed is initialised: the init method string that carries the name is then unused.
     """
     from vllm.distributed.device_communicators import cpu_communicator
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+    from vllm.v1.executor import uniproc_executor
 
     def distributed_args(self: Any) -> tuple[str, int, int]:
         return f"env://:{run_id}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 
-    ExecutorWithExternalLauncher._distributed_args = distributed_args
-    channel = cpu_communicator._CPUSHMDistributed
+    executor: Any = uniproc_executor.ExecutorWithExternalLauncher
+    executor._distributed_args = distributed_args
+    channel: Any = cpu_communicator._CPUSHMDistributed
     if hasattr(channel, "_join_segments"):
         return
     channel._join_segments = channel._init_cpu_shm

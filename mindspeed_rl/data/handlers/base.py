@@ -57,7 +57,7 @@ class Draft:
 class EncodedRow:
     """Arrays of one row; `truncated` tells that tokens were cut off."""
 
-    columns: dict[str, np.ndarray | list[int]]
+    columns: Mapping[str, np.ndarray | list[int]]
     truncated: bool = False
 
 
@@ -82,13 +82,13 @@ class Handler(ABC):
         ValueError: map_keys holds a name this handler does not know, or a setting it needs is missing.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "labels")
+    columns: tuple[str, ...] = ("input_ids", "attention_mask", "labels")
     packed: ClassVar[bool] = True
     needs_template: ClassVar[bool] = True
     forced_template: ClassVar[str | None] = None
     add_special_tokens: ClassVar[bool] = False
     can_pack: ClassVar[bool] = False
-    length_column: ClassVar[str] = "input_ids"
+    length_column: str = "input_ids"
     default_map: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, settings: HandlerSettings) -> None:
@@ -172,8 +172,8 @@ class Handler(ABC):
         return self.template.render(conversation, self.settings.enable_thinking, effort=self.settings.reasoning_effort)
 
     @abstractmethod
-    def render(self, row: Mapping[str, Any]) -> Draft:
-        """Return the texts of a row.
+    def render(self, row: Any) -> Draft:
+        """Return the texts of a row: a mapping from column names, or a TaggedRow of a mixture.
 
         Raises:
             BadRow: the row's structure is wrong.

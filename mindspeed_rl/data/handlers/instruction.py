@@ -8,7 +8,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, Message, ToolCall, assistant, parse_tools, user
+from mindspeed_rl.data.conversation import (
+    BadRow,
+    Conversation,
+    DroppedRow,
+    Message,
+    Role,
+    ToolCall,
+    assistant,
+    parse_tools,
+    user,
+)
 from mindspeed_rl.data.encoding import TurnIds, join_turns
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -18,6 +28,7 @@ from mindspeed_rl.data.handlers.base import (
     Draft,
     EncodedRow,
     Handler,
+    HandlerSettings,
     join_lines,
 )
 
@@ -152,7 +163,7 @@ def sharegpt_messages(turns: Any, tags: Mapping[str, str]) -> tuple[str | None, 
     """
     if not isinstance(turns, (list, tuple)) or not turns:
         raise BadRow("the conversation must be a list of turns")
-    roles = {
+    roles: dict[str, Role] = {
         tags["user_tag"]: "user",
         tags["assistant_tag"]: "assistant",
         tags["observation_tag"]: "observation",
@@ -182,7 +193,7 @@ class SharegptStyleInstructionHandler(InstructionHandler):
 
     default_map: ClassVar = {"messages": "conversations", "system": "system", "tools": "tools", "tags": None}
 
-    def __init__(self, settings) -> None:
+    def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
         self.tags = sharegpt_tags(self.map["tags"])
 
