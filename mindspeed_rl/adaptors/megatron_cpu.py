@@ -9,8 +9,8 @@ without a GPU could only raise.
 | jit | jit.jit_fuser | torch.compile at import time would need a C++ compiler |
 | rng | tensor_parallel.random get/set state, tracker fork | they reach into the CUDA generators |
 | linear layers | tensor_parallel.layers.LinearWith... | their products are slow on some processors: see `onednn_matmul.py` |
-| type names | constructors of the mixed-precision and the distributed optimizer, clip_grad_by_total_norm_fp32 | \
-they compare `tensor.type()` with "torch.cuda.FloatTensor"; inside them only, it gives the names of a GPU |
+| type names | constructors of Float16OptimizerWithFloat16Params and DistributedOptimizer, clip_grad_by_total_norm_fp32 | \
+they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it gives this thread a GPU's names |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
 | experts | experts.GroupedMLP.forward | insists on bf16, as its CUDA kernel does; ours takes any type |

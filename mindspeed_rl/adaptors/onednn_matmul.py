@@ -106,7 +106,7 @@ class _Products(TorchFunctionMode):
         if func in (torch.matmul, Tensor.matmul) and not kwargs:
             a, b = args
             if b.dim() == 2 and a.dim() >= 2:
-                return matmul(a.reshape(-1, a.size(-1)), b).view(*a.shape[:-1], b.size(1))
+                return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.size(1))
         return func(*args, **(kwargs or {}))
 
 

@@ -24,7 +24,6 @@ class NpuPlatform(Platform):
     """One NPU die a rank, HCCL between them, MindSpeed's kernels inside Megatron's modules."""
 
     name = "npu"
-    device_type = "npu"
     collective_backend = "hccl"
     ray_resource = "NPU"
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"

@@ -111,6 +111,21 @@ def test_megatrons_linear_layers_multiply_by_onednn_in_both_directions(frozen: b
         torch.testing.assert_close(weight.grad, exact, atol=2e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (0, 2, 8), (3, 8), (3, 2, 8)], ids=str)
+def test_linear_layers_take_any_number_of_tokens_even_none(shape: tuple[int, ...]) -> None:
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    x, weight, bias = random(*shape).requires_grad_(), random(5, 8).requires_grad_(), random(5).requires_grad_()
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    out = layers.linear_with_grad_accumulation_and_async_allreduce(x, weight, bias, False, False, False, tp_group=group)
+    out.sum().backward()
+    found = [out.detach(), x.grad, weight.grad, bias.grad]
+    for tensor in (x, weight, bias):
+        tensor.grad = None
+    expected = torch.nn.functional.linear(x, weight, bias)
+    expected.sum().backward()
+    torch.testing.assert_close(found, [expected.detach(), x.grad, weight.grad, bias.grad])
+
+
 @used
 def test_nobody_elses_products_change() -> None:
     a, b = random(512, 256), random(256, 384)
