@@ -7,7 +7,8 @@
   segment name, and a killed job leaves it behind;
 - KV release (the storage behind `kv_caches`): sleep mode does not exist on the CPU.
 
-They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push.
+They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push, and
+`tests/unit/adaptors` fails for a patch that is no longer needed.
 """
 
 from __future__ import annotations
