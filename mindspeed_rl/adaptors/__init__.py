@@ -6,6 +6,9 @@ import importlib
 from types import ModuleType
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import MegatronConfig
@@ -14,8 +17,8 @@ Stage = Literal["train", "rollout"]
 
 #: (platform, stage) -> modules whose `apply()` runs, in order, before the library is imported
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("cpu", "train"): ("mindspeed_rl.adaptors.onednn_matmul", "mindspeed_rl.adaptors.megatron_cpu"),
-    ("cpu", "rollout"): ("mindspeed_rl.adaptors.onednn_matmul", "mindspeed_rl.adaptors.vllm_cpu"),
+    ("cpu", "train"): ("mindspeed_rl.adaptors.megatron_cpu",),
+    ("cpu", "rollout"): ("mindspeed_rl.adaptors.vllm_cpu",),
     ("npu", "train"): ("mindspeed_rl.adaptors.mindspeed",),
     ("npu", "rollout"): ("mindspeed_rl.adaptors.vllm_ascend",),
     ("cuda", "train"): (),
@@ -56,6 +59,9 @@ def configure(config: MegatronConfig) -> None:
 #: platform -> module whose kernels take the place of the engine's portable attention
 FUSED_ATTENTION: dict[str, str] = {"npu": "mindspeed_rl.adaptors.npu_attention"}
 
+#: platform -> module whose `matmul` takes the place of torch's in products that the engine computes itself
+MATMUL: dict[str, str] = {"cpu": "mindspeed_rl.adaptors.onednn_matmul"}
+
 #: platform -> module whose TRANSFORMER_SETTINGS switch Megatron's modules to their fused form
 FUSED_MODULES: dict[str, str] = {"npu": "mindspeed_rl.adaptors.mindspeed"}
 
@@ -64,6 +70,12 @@ def fused_attention() -> ModuleType | None:
     """`causal_attention`, `packed_attention` and `ring_attention` of the current platform, None where it has no own ones."""
     name = FUSED_ATTENTION.get(platform.current().name)
     return None if name is None else importlib.import_module(name)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k] times b [k, n] by the current platform's fastest kernel; without a gradient of its own."""
+    name = MATMUL.get(platform.current().name)
+    return torch.mm(a, b) if name is None else importlib.import_module(name).matmul(a, b)
 
 
 def transformer_settings() -> dict[str, Any]:

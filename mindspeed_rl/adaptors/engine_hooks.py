@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -19,9 +20,10 @@ def refresh_latent_attention(model: nn.Module) -> None:
     objects hold such) and not views, `load_weights` alone leaves the old ones in use, and every token is decoded with a
     mixture of old and new weights. They are computed into the memory that they already have.
     """
-    for module in model.modules():
+    layers: Iterator[Any] = model.modules()
+    for module in layers:
         kernel = getattr(module, "impl", None)
-        holder = kernel if hasattr(kernel, "W_UV") else module
+        holder: Any = kernel if hasattr(kernel, "W_UV") else module
         if hasattr(holder, "W_UV"):
             holder.process_weights_after_loading(module.kv_b_proj.weight.dtype)
 

@@ -8,7 +8,9 @@ without a GPU could only raise.
 |---|---|---|
 | jit | jit.jit_fuser | torch.compile at import time would need a C++ compiler |
 | rng | tensor_parallel.random get/set state, tracker fork | they reach into the CUDA generators |
-| type names | optimizer, distrib_optimizer, clip_grads | they compare `tensor.type()` with "torch.cuda.FloatTensor" |
+| linear layers | tensor_parallel.layers.LinearWith... | their products are slow on some processors: see `onednn_matmul.py` |
+| type names | constructors of Float16OptimizerWithFloat16Params and DistributedOptimizer, clip_grad_by_total_norm_fp32 | \
+they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it gives this thread a GPU's names |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
 | experts | experts.GroupedMLP.forward | insists on bf16, as its CUDA kernel does; ours takes any type |
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.abc
 import importlib.machinery
 import queue
@@ -34,7 +37,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from mindspeed_rl.adaptors.onednn_matmul import adapt_linear_layers, product
 from mindspeed_rl.adaptors.torch_facade import facade
 
 SUPPORTED_VERSIONS = ("0.16",)
@@ -44,11 +49,11 @@ _PREFIX = "megatron.core"
 # ---------------------------------------------------------------- named patches, one function a module
 
 
-def _jit(module: types.ModuleType) -> None:
+def _jit(module: Any) -> None:
     module.jit_fuser = lambda function: function
 
 
-def _random(module: types.ModuleType) -> None:
+def _random(module: Any) -> None:
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -71,30 +76,26 @@ def _random(module: types.ModuleType) -> None:
     module.CudaRNGStatesTracker.fork = fork
 
 
-_TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 
 
-def _rename_types(function: Any) -> None:
-    """The function compares tensor types by their CPU names: its string constants are replaced."""
+class _TypesNamedAsOnCuda(TorchFunctionMode):
+    """While it is on, `tensor.type()` gives this thread the name that the tensor's type has on a GPU."""
 
-    def renamed(constant: Any) -> Any:
-        if isinstance(constant, str):
-            return _TYPE_NAMES.get(constant, constant)
-        if isinstance(constant, (tuple, frozenset)):
-            return type(constant)(renamed(item) for item in constant)
-        if isinstance(constant, types.CodeType):
-            return constant.replace(co_consts=tuple(renamed(item) for item in constant.co_consts))
-        return constant
-
-    function = getattr(function, "__func__", function)
-    function.__code__ = renamed(function.__code__)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _TYPE_NAMES.get(result, result) if func is torch.Tensor.type and isinstance(result, str) else result
 
 
-def _rename_types_in(owner: Any) -> None:
-    for attribute in list(vars(owner).values()):
-        function = getattr(attribute, "__func__", attribute)
-        if isinstance(function, types.FunctionType):
-            _rename_types(function)
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _TypesNamedAsOnCuda():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class AdamW(torch.optim.Optimizer):
@@ -115,7 +116,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyrefly: ignore[bad-override]  (torch has overloads)
         """Makes one update from the gradients in `param.grad`."""
         from torch.optim.adamw import adamw
 
@@ -149,48 +150,50 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
 
-def _optimizer_package(module: types.ModuleType) -> None:
+def _optimizer_package(module: Any) -> None:
     module.Adam, module.USING_PYTORCH_OPTIMIZER = AdamW, False
 
 
-def _optimizer(module: types.ModuleType) -> None:
-    _rename_types_in(module.Float16OptimizerWithFloat16Params)
+def _optimizer(module: Any) -> None:
+    owner = module.Float16OptimizerWithFloat16Params
+    owner.__init__ = _with_cuda_type_names(owner.__init__)
 
 
-def _distributed_optimizer(module: types.ModuleType) -> None:
-    _rename_types_in(module.DistributedOptimizer)
+def _distributed_optimizer(module: Any) -> None:
+    owner = module.DistributedOptimizer
+    owner.__init__ = _with_cuda_type_names(owner.__init__)
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = AdamW, True, True
 
 
-def _clip_grads(module: types.ModuleType) -> None:
-    _rename_types(module.clip_grad_by_total_norm_fp32)
+def _clip_grads(module: Any) -> None:
+    module.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(module.clip_grad_by_total_norm_fp32)
 
 
 def _moe_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _token_dispatcher(module: types.ModuleType) -> None:
+def _token_dispatcher(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = _moe_to_cpu
 
 
-def _moe_utils(module: types.ModuleType) -> None:
+def _moe_utils(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = _moe_to_cpu
     if "te_general_gemm" not in vars(module):
         module.te_general_gemm = None
 
 
-def _grouped_gemm(module: types.ModuleType) -> None:
+def _grouped_gemm(module: Any) -> None:
     def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
         weights = b.transpose(1, 2) if trans_b else b
-        return torch.cat([rows @ weights[expert] for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
+        return torch.cat([product(rows, weights[expert]) for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
 
     if module.grouped_gemm is None:
         module.ops = types.SimpleNamespace(gmm=gmm)
         module.grouped_gemm = types.SimpleNamespace(ops=module.ops)
 
 
-def _experts(module: types.ModuleType) -> None:
+def _experts(module: Any) -> None:
     original = module.GroupedMLP.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +208,7 @@ def _experts(module: types.ModuleType) -> None:
     module.GroupedMLP.forward = forward
 
 
-def _writer(module: types.ModuleType) -> None:
+def _writer(module: Any) -> None:
     writer = module.FileSystemWriterAsync
     results: queue.Queue[Any] = queue.Queue()
 
@@ -216,7 +219,8 @@ def _writer(module: types.ModuleType) -> None:
         ]
 
     def write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], out: queue.Queue[Any]) -> None:
-        written: dict[int, Any] | Exception = {}
+        written: dict[int, Any] = {}
+        failed: Exception | None = None
         for index, bucket in enumerate(write_buckets):
             done: queue.Queue[Any] = queue.Queue()
             count: queue.Queue[int] = queue.Queue()
@@ -224,10 +228,10 @@ def _writer(module: types.ModuleType) -> None:
             writer.write_preloaded_data(transforms, index, bucket, done, count, True, use_msc=use_msc)
             result = done.get()[1]
             if isinstance(result, Exception):
-                written = result
+                failed = result
                 break
             written[index] = result
-        out.put(written)
+        out.put(written if failed is None else failed)
 
     module._get_write_results_queue = lambda: results
     writer.preload_tensors = staticmethod(preload_tensors)
@@ -246,7 +250,7 @@ def _packed_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> t
     return torch.where(positions < half, cp_rank * half + positions, second)
 
 
-def _rope(module: types.ModuleType) -> None:
+def _rope(module: Any) -> None:
     original = module._apply_rotary_pos_emb_thd
 
     def apply_thd(
@@ -271,12 +275,12 @@ def _rope(module: types.ModuleType) -> None:
     module._apply_rotary_pos_emb_thd = apply_thd
 
 
-def _latent_attention(module: types.ModuleType) -> None:
+def _latent_attention(module: Any) -> None:
     if not isinstance(module.TELinear, type):
         module.HAVE_TE = False
 
 
-def _async_calls(module: types.ModuleType) -> None:
+def _async_calls(module: Any) -> None:
     def schedule_async_call(self: Any, request: Any) -> None:
         if request.async_fn is None:
             return
@@ -290,8 +294,9 @@ def _async_calls(module: types.ModuleType) -> None:
     module.TemporalAsyncCaller.schedule_async_call = schedule_async_call
 
 
-PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+PATCHES: dict[str, Callable[[Any], None]] = {
     "jit": _jit,
+    "tensor_parallel.layers": adapt_linear_layers,
     "tensor_parallel.random": _random,
     "optimizer": _optimizer_package,
     "optimizer.optimizer": _optimizer,
@@ -311,7 +316,7 @@ PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
 # ---------------------------------------------------------------- the hook
 
 
-def _adapt(module: types.ModuleType) -> None:
+def _adapt(module: Any) -> None:
     if vars(module).get("torch") is torch:
         module.torch = facade
     patch = PATCHES.get(module.__name__.removeprefix(_PREFIX + "."))
@@ -372,5 +377,5 @@ def apply() -> None:
         raise RuntimeError(f"megatron-core {version} is installed; the CPU adaptor is for {', '.join(SUPPORTED_VERSIONS)}.x.")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine|TransformerEngine|apex).*")
     sys.meta_path.insert(0, _MegatronFinder())
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # pyrefly: ignore[method-assign]  (what this file is for)
     _applied = True

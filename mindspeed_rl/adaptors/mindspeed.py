@@ -9,6 +9,9 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | argv | sys.argv while the adaptor is imported | it parses the command line at import and takes every `--flag` for its own |
 | scan | patch_utils.sys | every patch searches all modules; transformers' lazy ones then import half the package or fail |
 
+They can go when MindSpeed's parser leaves `sys.argv` alone and its patches stop searching all modules; the programs of
+tests/npu_sim run the real one.
+
 Traps this module closes, each of them silent (measured on the simulated NPU):
 - `repatch` stores a misspelled key and goes on: keys are checked against MindSpeed's own defaults first.
 - without `use_flash_attn` Megatron's unfused attention runs; without `position_embedding_type: rope` in the same call the

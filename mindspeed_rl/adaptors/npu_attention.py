@@ -161,14 +161,16 @@ class _RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, group: dist.ProcessGroup
     ) -> Tensor:
         import torch_npu
 
         size, me = group.size(), group.rank()
         key_value = torch.stack([key, value])
-        out = log_sum = None
+        out: Any = None  # float32 [t, n, d] and [t, n] of the keys so far
+        log_sum: Any = None
+        following = key_value
         for step in range(size):
             source = (me - step) % size
             pending = None
@@ -202,17 +204,18 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         import torch_npu
 
         query, key, value, out, log_sum = ctx.saved_tensors
         size, me = ctx.group.size(), ctx.group.rank()
-        grad = grad.contiguous()
+        grad = grads[0].contiguous()
         maximum = log_sum[..., None].expand(*log_sum.shape, 8).contiguous()
         ones = torch.ones_like(maximum)
         key_value = torch.stack([key, value])
         grad_query = torch.zeros_like(query, dtype=torch.float32)
         grad_key_value = torch.zeros_like(key_value, dtype=torch.float32)
+        following = key_value
         for step in range(size):
             source = (me - step) % size
             pending = None

@@ -1,17 +1,27 @@
-"""float32 matrix products of torch by oneDNN on processors where MKL holds back its wide instructions.
+"""The trainer's float32 matrix products by oneDNN on processors where MKL holds back its wide instructions.
 
-torch's `mm` calls MKL, which takes its AVX2 code on processors that are not Intel's. Measured on one core of a Zen 5 with
-torch 2.13: MKL 85 to 100 GFLOPS, oneDNN, which torch brings along, 110 (weight gradients) to 220 (everything else).
-Small products stay with MKL: a kernel written in Python costs 12 microseconds a call.
+torch's `mm` (2.13) calls MKL, which takes its AVX2 code on processors that are not Intel's. Measured on one core of a Zen 5:
+MKL 85 to 100 GFLOPS, oneDNN, which torch brings along, 110 (weight gradients) to 220 (everything else).
+
+| patch of ours | symbol | why |
+|---|---|---|
+| linear layers | tensor_parallel.layers.LinearWith... (megatron-core 0.16), by subclasses | they multiply with torch's matmul |
+
+The engine's vocabulary product calls `matmul` itself, and the experts of `megatron_cpu` call `product`. torch's own operators
+stay as they are: vLLM in the same process multiplies as it does anywhere else. Small products stay with MKL, because the way
+through Python costs some microseconds a call. This can go when `mm` is as fast as oneDNN; a test compares them.
 """
 
 from __future__ import annotations
 
-import warnings
+import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 #: multiply-adds from which on oneDNN wins, its call from Python included
 _WORTHWHILE = 1 << 22
@@ -22,8 +32,15 @@ _LEAST_SIDE, _LEAST_GRADIENT_SIDE = 32, 64
 _PIECE = 1024
 
 
-def _by_mkl(a: Tensor, b: Tensor) -> Tensor:
-    return torch.ops.aten.mm.out(a, b, out=a.new_empty((a.size(0), b.size(1))))
+@functools.cache
+def is_used() -> bool:
+    """True where torch has MKL and oneDNN and the processor is not Intel's."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    try:
+        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
@@ -42,37 +59,77 @@ def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
     return out.addmm_(a[:, whole:], b[whole:]) if whole < k else out
 
 
+def _is_faster(a: Tensor, b: Tensor) -> bool:
+    (m, k), n = a.shape, b.size(1)
+    return a.dtype == b.dtype == torch.float32 and m * k * n >= _WORTHWHILE and min(m, k, n) >= _LEAST_SIDE
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] times b [k, n]; the kernel of aten::mm.
+    """a [m, k] times b [k, n], by oneDNN where that is faster. Has no gradient of its own: see `product`.
 
     Slices of wider tensors stay with MKL: for them oneDNN has only its reference kernel, which is 100 times slower.
     """
-    (m, k), n = a.shape, b.size(1)
-    if a.dtype != torch.float32 or m * k * n < _WORTHWHILE or min(m, k, n) < _LEAST_SIDE:
-        return _by_mkl(a, b)
+    if not is_used() or not _is_faster(a, b):
+        return torch.mm(a, b)
     if a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous()):
         return _by_onednn(a, b)
-    if a.t().is_contiguous() and b.is_contiguous() and min(m, n) >= _LEAST_GRADIENT_SIDE:
+    if a.t().is_contiguous() and b.is_contiguous() and min(a.size(0), b.size(1)) >= _LEAST_GRADIENT_SIDE:
         return _weight_gradient(a, b)
-    return _by_mkl(a, b)
+    return torch.mm(a, b)
 
 
-def _is_intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx.save_for_backward(a, b)
+        return matmul(a, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyrefly: ignore[bad-override]  (as above)
+        a, b = ctx.saved_tensors
+        needs_a, needs_b = ctx.needs_input_grad
+        return matmul(grad, b.t()) if needs_a else None, matmul(a.t(), grad) if needs_b else None
 
 
-_library: torch.library.Library | None = None
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k] times b [k, n] and its gradients, by oneDNN where that is faster."""
+    return _Product.apply(a, b)
 
 
-def apply() -> None:
-    """Replaces the kernel of aten::mm on the CPU where torch has MKL and oneDNN and the processor is not Intel's."""
-    global _library
-    if _library is not None or not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available() or _is_intel():
-        return
-    _library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():  # it warns that a kernel is replaced, which is what this does
-        warnings.simplefilter("ignore")
-        _library.impl("mm", matmul, "CPU")
+class _Products(TorchFunctionMode):
+    """`matmul` with a matrix on its right, and no gradient, goes to oneDNN in this thread while the mode is on."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.matmul, Tensor.matmul) and not kwargs:
+            a, b = args
+            if b.dim() == 2 and a.dim() >= 2:
+                return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.size(1))
+        return func(*args, **(kwargs or {}))
+
+
+def _by_products(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """A subclass of an autograd function whose own matrix products, forward and backward, go to oneDNN."""
+
+    class WithProducts(function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+            with _Products():
+                return function.forward(ctx, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            with _Products():
+                return function.backward(ctx, *grads)
+
+    WithProducts.__name__ = WithProducts.__qualname__ = function.__name__
+    return WithProducts
+
+
+def adapt_linear_layers(module: Any) -> None:
+    """The linear layers of Megatron's `tensor_parallel.layers` multiply by oneDNN where that is faster."""
+    if is_used():
+        for name in ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight"):
+            setattr(module, name, _by_products(getattr(module, name)))

@@ -136,7 +136,7 @@ def apply() -> None:
     check_environment(dict(os.environ))
 
 
-def _expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if all(weight in module._parameters for weight in _EXPERT_WEIGHTS):
             yield name, module

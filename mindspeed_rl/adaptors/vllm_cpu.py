@@ -7,7 +7,8 @@
   segment name, and a killed job leaves it behind;
 - KV release (the storage behind `kv_caches`): sleep mode does not exist on the CPU.
 
-They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push.
+They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push, and
+`tests/unit/adaptors` fails for a patch that is no longer needed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def apply() -> None:
         return
     import vllm.model_executor.layers.utils as layer_utils
 
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
@@ -45,13 +46,14 @@ def _name_segments_uniquely(run_id: str) -> None:
     Only valid once torch.distributed is initialised: the init method string that carries the name is then unused.
     """
     from vllm.distributed.device_communicators import cpu_communicator
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+    from vllm.v1.executor import uniproc_executor
 
     def distributed_args(self: Any) -> tuple[str, int, int]:
         return f"env://:{run_id}", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 
-    ExecutorWithExternalLauncher._distributed_args = distributed_args
-    channel = cpu_communicator._CPUSHMDistributed
+    executor: Any = uniproc_executor.ExecutorWithExternalLauncher
+    executor._distributed_args = distributed_args
+    channel: Any = cpu_communicator._CPUSHMDistributed
     if hasattr(channel, "_join_segments"):
         return
     channel._join_segments = channel._init_cpu_shm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class TextEncoder:
         self._add_special_tokens = add_special_tokens
         self.eos_id: int = tokenizer.eos_token_id
         self._special: dict[str, int] = {}
-        self._backend = None
+        self._backend: Any = None
         if tokenizer.is_fast:
             self._backend = tokenizer.backend_tokenizer
             self._backend.no_truncation()
@@ -56,7 +56,7 @@ class TextEncoder:
             text = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}.get(token.name, token.name)
             if text is None:
                 raise ValueError(f"the chat template needs a {token.name}, which the tokenizer does not have")
-            number = tokenizer.convert_tokens_to_ids(text)
+            number: Any = tokenizer.convert_tokens_to_ids(text)  # of one token: its number, or None
             if number is None or (number == tokenizer.unk_token_id and text != tokenizer.unk_token):
                 raise ValueError(f"the chat template needs the token {text!r}, which the tokenizer does not have")
             self._special[token.name] = number

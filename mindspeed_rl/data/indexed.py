@@ -14,7 +14,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def megatron_import() -> Iterator[None]:
         yield
 
 
-def _megatron():
+def _megatron() -> ModuleType:
     """Import megatron-core's module late: it takes seconds, and an adaptor may have to come before it."""
     with megatron_import():
         from megatron.core.datasets import indexed_dataset
@@ -57,7 +58,7 @@ class IndexedWriter:
     def __init__(self, path_prefix: str | Path) -> None:
         self._module = _megatron()
         self.path_prefix = str(path_prefix)
-        self._builder = self._module.IndexedDatasetBuilder(self.path_prefix + ".bin", dtype=np.int32)
+        self._builder: Any = self._module.IndexedDatasetBuilder(self.path_prefix + ".bin", dtype=np.int32)
         # The builder keeps Python lists: about 100 bytes a row. These hold 12.
         self._builder.sequence_lengths = array("i")
         self._builder.document_indices = array("q", [0])

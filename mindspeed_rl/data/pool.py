@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -55,7 +55,9 @@ def _encode_in_worker(chunk: Chunk) -> ChunkResult:
     return encode_chunk(_worker_handler, chunk, on_bad_row=_worker_on_bad_row)
 
 
-def encode_chunks(handler: Handler, chunks: Iterator[Chunk], *, workers: int, on_bad_row: str) -> Iterator[ChunkResult]:
+def encode_chunks(
+    handler: Handler, chunks: Iterator[Chunk], *, workers: int, on_bad_row: str
+) -> Generator[ChunkResult, None, None]:
     """Yield the chunks' results in order. At most three chunks a worker are under way, so memory stays flat.
 
     The workers are forked with the handler in memory; the tokenizer's own threads are off, one worker is one core.

@@ -124,6 +124,7 @@ def build_handler(config: PreprocessConfig) -> Handler:
         raise ValueError(f"{config.handler_name} always uses prompt_type={forced!r}; drop prompt_type={config.prompt_type!r}")
     if config.pack and not kind.can_pack:
         raise ValueError(f"pack has no meaning for {config.handler_name}; it is for supervised tuning")
+    assert config.tokenizer_name_or_path is not None  # PreprocessConfig has checked it
     tokenizer = load_tokenizer(
         config.tokenizer_name_or_path, trust_remote_code=config.trust_remote_code, use_fast=not config.tokenizer_not_use_fast
     )
@@ -332,7 +333,7 @@ def _pack(
     writers = {name: IndexedWriter(prefix) for name, prefix in packed.items()}
     pad_id = handler.settings.tokenizer.pad_token_id
     for pack in packs:
-        samples = [(inputs[index], labels[index]) for index in pack]
+        samples: Any = [(inputs[index], labels[index]) for index in pack]
         row = pack_row(samples, config.seq_length, pad_id=pad_id, neat=config.neat_pack)
         for name, values in zip(("input_ids", "attention_mask", "labels"), row, strict=True):
             writers[name].add_documents(values, [len(values)])

@@ -106,7 +106,7 @@ def build_pretrain_datasets(
         blend=(prefixes, weights),
         split=data.split,
         path_to_cache=data.cache_dir,
-        tokenizer=_TokenizerFacts(tokenizer),
+        tokenizer=_TokenizerFacts(tokenizer),  # pyrefly: ignore[bad-argument-type]  (all that GPTDataset asks of one)
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,

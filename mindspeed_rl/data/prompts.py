@@ -99,7 +99,9 @@ class _IndexedPrompts:
             raise ValueError(f"{prefix}_packed_labels_document holds the labels of supervised tuning, not reference answers")
 
     def _text(self, index: int, column: str) -> str:
-        return self._tokenizer.decode(self.rows.row(index, column).tolist(), skip_special_tokens=True)
+        text = self._tokenizer.decode(self.rows.row(index, column).tolist(), skip_special_tokens=True)
+        assert isinstance(text, str)  # a list for a batch
+        return text
 
     def __getitem__(self, index: int) -> PromptItem:
         return PromptItem(

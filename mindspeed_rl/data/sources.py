@@ -203,7 +203,8 @@ def _saved_dataset(path: Path) -> Source:
     loaded = load_from_disk(str(path), keep_in_memory=False)
     if isinstance(loaded, DatasetDict):
         if "train" not in loaded and len(loaded) != 1:
-            raise ValueError(f"input={str(path)!r} has the splits {', '.join(loaded)}; give the folder of one of them")
+            splits = ", ".join(map(str, loaded))
+            raise ValueError(f"input={str(path)!r} has the splits {splits}; give the folder of one of them")
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     return Source("dataset", (str(path),), dataset=loaded.with_format("arrow"))
 
@@ -211,7 +212,7 @@ def _saved_dataset(path: Path) -> Source:
 def _hub_dataset(name: str, cache_dir: str | None, streaming: bool, options: Mapping[str, Any]) -> Source:
     from datasets import load_dataset
 
-    arguments = {"split": "train", **options}
+    arguments: dict[str, Any] = {"split": "train", **options}
     try:
         loaded = load_dataset(name, cache_dir=cache_dir, streaming=streaming, **arguments)
     except (OSError, ValueError) as error:

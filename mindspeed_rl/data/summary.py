@@ -47,7 +47,8 @@ class Counts:
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> Counts:
-        return Counts(**{**value, "dropped": Counter(value["dropped"])})
+        fields: dict[str, Any] = {**value, "dropped": Counter(value["dropped"])}
+        return Counts(**fields)
 
 
 def histogram(lengths: np.ndarray, *, width: int = 40, bins: int = 10) -> str:
@@ -80,15 +81,15 @@ def marked_text(
     """Decoded sample with every run of trained tokens between ⟦ and ⟧; without labels nothing is marked."""
     ids = [int(token) for token in input_ids]
     if labels is None:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-    text = []
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+    text: list[str] = []
     start = 0
     trained = [int(label) != IGNORE_INDEX for label in labels]
     while start < len(ids):
         stop = start
         while stop < len(ids) and trained[stop] == trained[start]:
             stop += 1
-        run = tokenizer.decode(ids[start:stop], skip_special_tokens=False)
+        run = str(tokenizer.decode(ids[start:stop], skip_special_tokens=False))
         text.append(f"{TRAINED_OPEN}{run}{TRAINED_CLOSE}" if trained[start] else run)
         start = stop
     return "".join(text)

@@ -303,16 +303,20 @@ class HfTemplate:
         self._tokenizer = tokenizer
         self._terminator = self._find_terminator()
 
-    def _apply(self, messages: list[dict], tools: Sequence[dict], thinking: Thinking, *, prompt: bool) -> str:
+    def _apply(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], thinking: Thinking, *, prompt: bool
+    ) -> str:
         from jinja2 import TemplateError
 
-        extra = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
+        extra: dict[str, Any] = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **extra
             )
         except TemplateError as error:
             raise BadRow(f"the tokenizer's chat template refuses the conversation: {error}") from error
+        assert isinstance(text, str)  # token ids with tokenize=True
+        return text
 
     def _find_terminator(self) -> str:
         answer = "0123456789"
@@ -373,7 +377,9 @@ class HfTemplate:
             turns.append(Turn(joined([whole[position:]]), ()))
         return Rendering(tuple(turns))
 
-    def _check_tools_are_written(self, messages: list[dict], tools: Sequence[dict], thinking: Thinking) -> None:
+    def _check_tools_are_written(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], thinking: Thinking
+    ) -> None:
         text = self._apply(messages, tools, thinking, prompt=True)
         missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
         if missing:

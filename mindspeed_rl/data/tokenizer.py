@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     if looks_local and not folder.is_dir():
         raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder) if looks_local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast
         )
     except (OSError, ValueError) as error:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from mindspeed_rl import adaptors
+
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     if group is not None and group.size() > 1:
@@ -19,7 +21,7 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, softcap: float | None) -> Tensor:
     """[n, v] float32; the last `padding` columns (vocabulary padding of this rank) get no probability."""
-    logits = (hidden @ weight.t()).float()
+    logits = adaptors.matmul(hidden, weight.t()).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if temperature != 1.0:
@@ -99,9 +101,9 @@ class _VocabLogProbs(torch.autograd.Function):
                 # padding has no gradient, so its stand-in value does not matter here
                 grad_logits *= 1.0 - (logits * temperature / softcap).clamp(-1.0, 1.0).square()
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[part] = grad_logits @ weight
+            grad_hidden[part] = adaptors.matmul(grad_logits, weight)
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[part]
+                grad_weight += adaptors.matmul(grad_logits.t(), hidden[part])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None

@@ -57,7 +57,6 @@ class Platform(ABC):
     """
 
     name: ClassVar[str]
-    device_type: ClassVar[str]
     collective_backend: ClassVar[str]
     #: name of the Ray custom resource that stands for one device, or None when devices are Ray CPUs
     ray_resource: ClassVar[str | None]

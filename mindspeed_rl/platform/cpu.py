@@ -17,7 +17,6 @@ class CpuPlatform(Platform):
     """Ranks are processes of this machine (or of several); they talk over gloo."""
 
     name = "cpu"
-    device_type = "cpu"
     collective_backend = "gloo"
     ray_resource = None
 

@@ -15,7 +15,6 @@ class CudaPlatform(Platform):
     """One GPU a rank, NCCL between them."""
 
     name = "cuda"
-    device_type = "cuda"
     collective_backend = "nccl"
     ray_resource = "GPU"
     visible_devices_env = "CUDA_VISIBLE_DEVICES"

@@ -24,7 +24,6 @@ class NpuPlatform(Platform):
     """One NPU die a rank, HCCL between them, MindSpeed's kernels inside Megatron's modules."""
 
     name = "npu"
-    device_type = "npu"
     collective_backend = "hccl"
     ray_resource = "NPU"
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
@@ -119,7 +118,8 @@ class NpuPlatform(Platform):
             raise ValueError('Ray assigned no NPU to this worker; ask for resources={"NPU": 1}.')
         if not os.environ.get("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"):
             return 0
-        visible = os.environ.get(self.visible_devices_env, "")
+        assert self.visible_devices_env is not None  # a subclass's own name, declared in the base
+        visible = os.environ.get(self.visible_devices_env)
         if not visible:
             return int(assigned[0])
         order = visible.split(",")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.weights import WeightOp
@@ -27,6 +27,10 @@ class PlanItem:
     numel: int
 
 
+#: over which ranks the shards of a weight are gathered
+Group = Literal["tp", "expert"]
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Weights that travel in one gather and one broadcast.
@@ -39,7 +43,7 @@ class Bucket:
         numel: elements of one rank's flat buffer.
     """
 
-    group: Literal["tp", "expert"]
+    group: Group
     stage: int
     dtype: str
     items: tuple[PlanItem, ...]
@@ -67,7 +71,7 @@ def plan_buckets(ops: Sequence[WeightOp], held: Mapping[str, HeldWeight], layout
         RuntimeError: nobody holds a weight.
     """
     experts = {_expert_key(op, op.experts[0]): op.mcore for op in ops if op.axis == "etp"}
-    pending: dict[tuple[str, int, str], list[tuple[tuple[str, ...], HeldWeight]]] = {}
+    pending: dict[tuple[Group, int, str], list[tuple[tuple[str, ...], HeldWeight]]] = {}
     for op in ops:
         if op.copy_of_tied:
             continue
@@ -77,7 +81,8 @@ def plan_buckets(ops: Sequence[WeightOp], held: Mapping[str, HeldWeight], layout
         if op.axis == "etp":
             if op.experts[0] // layout.experts_per_group:
                 continue  # travels in the slot of its sibling in the first group of experts
-            group, names = "expert", expert_siblings(op, experts, layout)
+            group: Group = "expert"
+            names = expert_siblings(op, experts, layout)
         else:
             group, names = "tp", (op.mcore,)
         pending.setdefault((group, stage_of(op, layout), weight.dtype), []).append((names, weight))
@@ -117,7 +122,7 @@ def stage_of(op: WeightOp, layout: Layout) -> int:
     return layout.last_chunk[0]
 
 
-def expert_siblings(op: WeightOp, experts: Mapping[tuple, str], layout: Layout) -> tuple[str, ...]:
+def expert_siblings(op: WeightOp, experts: Mapping[tuple[Any, ...], str], layout: Layout) -> tuple[str, ...]:
     """Global names that the ranks of the expert gather group hold where the first of them holds `op`.
 
     The group's ranks are ordered with the expert tensor rank running fastest.
@@ -128,7 +133,7 @@ def expert_siblings(op: WeightOp, experts: Mapping[tuple, str], layout: Layout) 
     return tuple(name for name in names for _ in range(layout.expert_tp_size))
 
 
-def _expert_key(op: WeightOp, expert: int) -> tuple:
+def _expert_key(op: WeightOp, expert: int) -> tuple[Any, ...]:
     """Where an expert weight stands: layer, kind (its name without numbers) and expert."""
     kind = ".".join(part for part in op.mcore.split("[")[0].split(".") if not part.isdigit())
     return op.place, op.layer, kind, expert

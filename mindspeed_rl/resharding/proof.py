@@ -81,6 +81,7 @@ def trained_sums(
             if split.dim is None and weight.shard:
                 continue
             if split.padded:
+                assert split.dim is not None
                 first = weight.shard * part.size(split.dim)
                 part = part.narrow(split.dim, 0, min(max(split.size - first, 0), part.size(split.dim)))
             sums[index[name]] = bit_sum(part if op.buffer else part.to(dtype)) if part.numel() else 0

@@ -77,10 +77,11 @@ class WeightStream:
             if bucket.group == "tp"
             else parallel_state.get_expert_tensor_and_model_parallel_group()
         )
+        pp_group = parallel_state.get_pipeline_model_parallel_group()
+        assert group is not None and pp_group is not None  # by default Megatron asserts that a group was made
         size, rank = group.size(), group.rank()
         device = next(iter(self._weights.values())).tensor.device
         gathered = torch.empty(size, bucket.numel, dtype=_DTYPES[bucket.dtype], device=device)
-        pp_group = parallel_state.get_pipeline_model_parallel_group()
         if parallel_state.get_pipeline_model_parallel_rank() == bucket.stage:
             mine = gathered[rank]
             for item in bucket.items:
@@ -106,7 +107,7 @@ class WeightStream:
             tensors = op.shards_to_hf(shards[:1] if whole else shards)
         else:
             tp_size = self._model.plan.layout.expert_tp_size
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for first in range(0, len(shards), tp_size):
                 op = self._ops[names[first]]
                 tensors |= op.shards_to_hf(shards[first : first + tp_size])

@@ -171,8 +171,8 @@ class Handler(ABC):
         return self.template.render(conversation, self.settings.enable_thinking, effort=self.settings.reasoning_effort)
 
     @abstractmethod
-    def render(self, row: Mapping[str, Any]) -> Draft:
-        """Return the texts of a row.
+    def render(self, row: Any) -> Draft:
+        """Return the texts of a row: a mapping from column names, or a TaggedRow of a mixture.
 
         Raises:
             BadRow: the row's structure is wrong.

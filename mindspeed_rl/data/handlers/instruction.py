@@ -28,6 +28,7 @@ from mindspeed_rl.data.handlers.base import (
     Draft,
     EncodedRow,
     Handler,
+    HandlerSettings,
     join_lines,
 )
 
@@ -192,7 +193,7 @@ class SharegptStyleInstructionHandler(InstructionHandler):
 
     default_map: ClassVar = {"messages": "conversations", "system": "system", "tools": "tools", "tags": None}
 
-    def __init__(self, settings) -> None:
+    def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
         self.tags = sharegpt_tags(self.map["tags"])
 

@@ -157,7 +157,9 @@ class MixedSource:
         while True:
             tag = turn % len(streams) if shares is None else int(random.choice(len(streams), p=shares))
             turn += 1
-            path, number, row = waiting[tag]
+            following = waiting[tag]
+            assert following is not None  # used-up streams begin again, or the mixture has ended
+            path, number, row = following
             yield TaggedRow(tag, row, f"{path}, row {number}")
             waiting[tag] = next(streams[tag], None)
             if waiting[tag] is None:

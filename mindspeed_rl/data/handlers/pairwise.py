@@ -17,6 +17,7 @@ from mindspeed_rl.data.handlers.base import (
     Draft,
     EncodedRow,
     Handler,
+    HandlerSettings,
 )
 from mindspeed_rl.data.handlers.instruction import alpaca_question, sharegpt_messages, sharegpt_tags
 from mindspeed_rl.data.indexed import IGNORE_INDEX
@@ -124,7 +125,7 @@ class SharegptStylePairwiseHandler(PairwiseHandler):
         "tags": None,
     }
 
-    def __init__(self, settings) -> None:
+    def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
         self.tags = sharegpt_tags(self.map["tags"])
 

@@ -18,6 +18,7 @@ from mindspeed_rl.data.handlers.base import (
     Draft,
     EncodedRow,
     Handler,
+    HandlerSettings,
 )
 from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages
 from mindspeed_rl.data.templates import Rendering, Turn
@@ -39,7 +40,7 @@ class PromptHandler(Handler):
     columns = ("input_ids", "attention_mask")
     writes_label: ClassVar[bool] = False
 
-    def __init__(self, settings) -> None:
+    def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
         keys = [key for key in settings.dataset_additional_keys if key != LABELS]
         extra = ([LABELS] if self.writes_label or len(keys) < len(settings.dataset_additional_keys) else []) + keys

@@ -1,11 +1,19 @@
-"""The replaced kernel of aten::mm computes what the original does, whatever the shapes, types and strides."""
+"""The trainer's products are torch's whatever the shapes, types and strides, and nobody else's products change."""
 
 from __future__ import annotations
 
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed_rl.adaptors.onednn_matmul import _PIECE, _WORTHWHILE, matmul
+from mindspeed_rl.adaptors.onednn_matmul import _PIECE, _WORTHWHILE, is_used, matmul, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 SHAPES = {
@@ -49,9 +57,92 @@ def test_other_types_and_empty_products_stay_as_they_were() -> None:
     assert torch.equal(matmul(torch.ones(2, 0), torch.ones(0, 3)), torch.zeros(2, 3))
 
 
-def test_gradients_of_linear_layers_are_those_of_float64() -> None:
+def test_gradients_of_a_product_are_those_of_float64() -> None:
     x, weight = random(4096, 64).requires_grad_(), random(96, 64).requires_grad_()
     seed = random(4096, 96)
-    torch.nn.functional.linear(x, weight).backward(seed)
+    product(x, weight.t()).backward(seed)
     torch.testing.assert_close(x.grad, (seed.double() @ weight.double()).float().detach(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(weight.grad, (seed.double().t() @ x.double()).float().detach(), atol=2e-3, rtol=1e-5)
+
+
+class Called(TorchDispatchMode):
+    """Names of the operators that ran while it was on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def products_of(call: Callable[[], object]) -> list[str]:
+    with Called() as called:
+        call()
+    return [name for name in called.names if name in ("aten::mm", "mkldnn::_linear_pointwise")]
+
+
+ONEDNN, MKL = "mkldnn::_linear_pointwise", "aten::mm"
+used = pytest.mark.skipif(not is_used(), reason="torch's own products are fast on this processor")
+
+
+@used
+@pytest.mark.parametrize("frozen", [False, True])
+def test_megatrons_linear_layers_multiply_by_onednn_in_both_directions(frozen: bool) -> None:
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    x, weight = random(512, 2, 128).requires_grad_(), random(96, 128).requires_grad_(not frozen)
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+    def there_and_back() -> None:
+        if frozen:
+            out = layers.linear_with_frozen_weight(x, weight, None, False, False, False, group)
+        else:
+            out = layers.linear_with_grad_accumulation_and_async_allreduce(
+                x, weight, None, False, False, False, tp_group=group
+            )
+        out.backward(seed)
+
+    seed = random(512, 2, 96)
+    assert products_of(there_and_back) == [ONEDNN] * (2 if frozen else 3)
+    torch.testing.assert_close(x.grad, (seed.double() @ weight.double()).float().detach(), atol=1e-4, rtol=1e-5)
+    if not frozen:
+        exact = (seed.double().flatten(0, 1).t() @ x.double().flatten(0, 1)).float().detach()
+        torch.testing.assert_close(weight.grad, exact, atol=2e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (0, 2, 8), (3, 8), (3, 2, 8)], ids=str)
+def test_linear_layers_take_any_number_of_tokens_even_none(shape: tuple[int, ...]) -> None:
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    x, weight, bias = random(*shape).requires_grad_(), random(5, 8).requires_grad_(), random(5).requires_grad_()
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    out = layers.linear_with_grad_accumulation_and_async_allreduce(x, weight, bias, False, False, False, tp_group=group)
+    out.sum().backward()
+    found = [out.detach(), x.grad, weight.grad, bias.grad]
+    for tensor in (x, weight, bias):
+        tensor.grad = None
+    expected = torch.nn.functional.linear(x, weight, bias)
+    expected.sum().backward()
+    torch.testing.assert_close(found, [expected.detach(), x.grad, weight.grad, bias.grad])
+
+
+@used
+def test_nobody_elses_products_change() -> None:
+    a, b = random(512, 256), random(256, 384)
+    assert products_of(lambda: a @ b) == products_of(lambda: torch.nn.functional.linear(a, b.t())) == [MKL]
+    assert products_of(lambda: matmul(a, b)) == [ONEDNN]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@used
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="measured with AVX-512 only")
+def test_torchs_products_are_still_slower() -> None:
+    # once this fails on a processor with AVX-512, the module has nothing left to do there
+    a, b = random(1024, 768), random(768, 2048)
+    ratios = [seconds(lambda: torch.mm(a, b)) / seconds(lambda: matmul(a, b)) for _ in range(20)]
+    assert statistics.median(ratios) > 1.2

@@ -1,7 +1,11 @@
-"""What the CPU hooks do with the KV cache between rollouts."""
+"""What the CPU hooks do with the KV cache between rollouts, and which patches vLLM's CPU build still needs."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -41,3 +45,11 @@ def test_releasing_or_restoring_twice_changes_nothing() -> None:
     cache.fill_(2.0)
     hooks.restore_cache(llm)
     assert torch.equal(cache, torch.full((64,), 2.0))
+
+
+def test_every_patch_is_still_needed() -> None:
+    program = Path(__file__).with_name("unadapted_vllm.py")
+    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    needed = json.loads(result.stdout.splitlines()[-1])
+    assert {patch for patch, is_needed in needed.items() if not is_needed} == set()

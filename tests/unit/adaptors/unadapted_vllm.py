@@ -1,0 +1,30 @@
+"""Looks at vLLM's CPU build as it is installed, without its adaptor: prints, as JSON, which patches are needed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+
+os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
+
+import torch
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+layer = torch.nn.Linear(64, 64, bias=False)
+before = layer.weight.numel()
+dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+print(
+    json.dumps(
+        {
+            "live weights": layer.weight.numel() < before,
+            "shared memory name": ExecutorWithExternalLauncher._distributed_args(None)[0] == "env://",
+            "shared memory left behind": "unlink" not in inspect.getsource(_CPUSHMDistributed),
+            "KV release": not current_platform.is_sleep_mode_available(),
+        }
+    )
+)
