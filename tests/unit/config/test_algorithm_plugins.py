@@ -18,7 +18,7 @@ from sample_runs import prompt_level
 from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyBatch
-from mindspeed_rl.config import ConfigError, RunConfig, build_batch_plan, formula, resolve_objective, validate
+from mindspeed_rl.config import ConfigError, RunConfig, formula, resolve, resolve_objective, validate
 from mindspeed_rl.config.effects import keys_without_effect
 from mindspeed_rl.config.explain import explain
 from mindspeed_rl.trainers.schedule import Schedule
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run_of(**rl: Any) -> RunConfig:
-    return prompt_level(megatron_training={"stage": "ray_ppo"}, rl_config=rl, critic_config={"load": "somewhere"})
+    return prompt_level(megatron_training={"stage": "ray_ppo", "train_iters": 1}, rl_config=rl, critic_config={"load": "somewhere"})
 
 
 def test_both_pages_have_the_same_example() -> None:
@@ -68,8 +68,9 @@ def test_what_a_plugin_needs_is_switched_on(folder: Path) -> None:
     assert (objective.needs_reference, objective.has_critic, objective.kl_place) == (True, True, None)
     phases = [phase["phase"] for phase in explain(cfg)["resources"]["phases"]]
     assert {"ref_log_probs", "values", "update_critic"} <= set(phases) and "old_log_probs" not in phases
-    schedule = Schedule(cfg, build_batch_plan(cfg))
-    assert schedule.needs_reference and schedule.loss_reads_reference and schedule.has_critic
+    schedule = Schedule(resolve(cfg, platform="cpu"))
+    assert schedule.needs_reference and schedule.has_critic
+    assert "ref_log_probs" in schedule.update_order(0, None).columns
     assert not schedule.needs_old_log_probs
     assert {violation.rule for violation in validate(prompt_level(rl_config=ADVANTAGE))} == {"critic_group"}
 
@@ -80,9 +81,8 @@ def test_a_loss_that_needs_old_log_probs_and_entropies_gets_them_with_one_step_a
             f"from my_algorithms import ANCHORED\nimport dataclasses\nL = dataclasses.replace(ANCHORED, needs={{{need!r}}})\n"
         )
         (folder / f"loss_{need}.py").write_text(source)
-        cfg = run_of(loss_type=f"loss_{need}:L")
-        plan = build_batch_plan(cfg)
-        assert plan.on_policy and Schedule(cfg, plan).needs_old_log_probs
+        run = resolve(run_of(loss_type=f"loss_{need}:L"), platform="cpu")
+        assert run.plan.on_policy and Schedule(run).needs_old_log_probs
 
 
 def test_the_loss_of_the_page_gives_the_numbers_of_its_formula(folder: Path) -> None:
