@@ -7,7 +7,7 @@ import ast
 import pytest
 from call_path import ROOT
 
-FLOORS = ("workers", "trainers", "rollout", "engine", "inference")
+FLOORS = ("workers", "trainers", "rollout", "engine")
 
 
 def deferred_imports(source: str) -> list[str]:
