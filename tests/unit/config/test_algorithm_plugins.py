@@ -47,7 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run_of(**rl: Any) -> RunConfig:
-    return prompt_level(megatron_training={"stage": "ray_ppo", "train_iters": 1}, rl_config=rl, critic_config={"load": "somewhere"})
+    stage = {"stage": "ray_ppo", "train_iters": 1}
+    return prompt_level(megatron_training=stage, rl_config=rl, critic_config={"load": "somewhere"})
 
 
 def test_both_pages_have_the_same_example() -> None:
