@@ -41,28 +41,29 @@ def k3(x: Tensor) -> Tensor:
     return torch.expm1(-x) + x
 
 
-def k3_with_k2_gradient(x: Tensor) -> Tensor:
-    """Return k3 whose derivative is that of k2."""
-    return k2(x) + (k3(x) - k2(x)).detach()
-
-
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, clamp: bool = False) -> Tensor:
     """Return the per-token KL estimate.
 
     Args:
         log_probs: [B, R], of the policy that sampled; the gradient goes through it.
         ref_log_probs: [B, R].
-        clamp: limit x and the value as the estimator's record says: to +-20 and +-10 for the k3 kinds, as MindSpeed-RL does
-            for low_var_kl, and not at all for the others; beyond it the gradient is zero.
+        clamp: limit x and the value as the estimator's record says: to +-20 and +-10 for the k3 kinds, as MindSpeed-RL and
+            verl do for low_var_kl, and not at all for the others. Beyond it the gradient is zero, except where the record
+            names another function for the gradient, which is never limited (k3+).
 
     Returns:
         [B, R]; meaningless where the caller's mask is False.
     """
     function, x = estimator.load(), log_probs - ref_log_probs
-    if not clamp or estimator.clamp is None:
-        return function(x)
-    ratio_limit, value_limit = estimator.clamp
-    return function(x.clamp(-ratio_limit, ratio_limit)).clamp(-value_limit, value_limit)
+    if clamp and estimator.clamp is not None:
+        ratio_limit, value_limit = estimator.clamp
+        value = function(x.clamp(-ratio_limit, ratio_limit)).clamp(-value_limit, value_limit)
+    else:
+        value = function(x)
+    if estimator.gradient is None:
+        return value
+    slope = estimator.load_gradient()(x)
+    return slope + (value - slope).detach()
 
 
 class FixedKL:

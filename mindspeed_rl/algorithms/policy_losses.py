@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import Level
     from mindspeed_rl.config import Objective
 
+#: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them
+LOG_RATIO_LIMIT = 20.0
 
 def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, asymmetric, with an optional second bound for negative advantages.
@@ -88,7 +90,9 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     advantages = torch.where(mask, batch.advantages, 0)
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
-    log_ratio = log_probs - old_log_probs
+    drift = log_probs - old_log_probs
+    # e^99 is infinite in float32, and infinity times 0 is no gradient
+    log_ratio = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     inputs = PolicyInputs(
         ratio=importance_ratio(log_ratio, mask, objective.level),
@@ -103,7 +107,8 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     policy, clipped = objective.loss.load()(inputs, objective)
     metrics: dict[str, Terms] = {
         "actor/pg_clipfrac": masked_mean(clipped, mask),
-        "actor/ppo_kl": masked_mean(-log_ratio, mask),
+        "actor/ppo_kl": masked_mean(-drift, mask),
+        "actor/log_ratio_clamped": masked_mean(drift.abs() > LOG_RATIO_LIMIT, mask),
     }
     if batch.entropy_threshold is not None:
         ranked = batch.entropy if batch.old_entropy is None else batch.old_entropy

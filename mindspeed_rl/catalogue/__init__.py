@@ -197,7 +197,8 @@ _K1 = KlEstimator(target=f"{_KL}:k1", formula="log pi - log pi_ref")
 _K2 = KlEstimator(target=f"{_KL}:k2", formula="(log pi - log pi_ref)^2 / 2")
 _K3 = KlEstimator(target=f"{_KL}:k3", clamp=_LIMITS, formula="exp(d) - d - 1, d = log pi_ref - log pi")
 _K3_PLUS = KlEstimator(
-    target=f"{_KL}:k3_with_k2_gradient",
+    target=f"{_KL}:k3",
+    gradient=f"{_KL}:k2",
     clamp=_LIMITS,
     formula="value exp(d) - d - 1, gradient of d^2 / 2, d = log pi_ref - log pi",
 )

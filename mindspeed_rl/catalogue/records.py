@@ -193,12 +193,22 @@ class KlEstimator(Algorithm):
 
     Attributes:
         clamp: (limit of x, limit of the value) with kl_clamp; None: kl_clamp does nothing.
+        gradient: "module:function" of x whose gradient is taken in place of the value's; None: the value's own.
     """
 
     clamp: tuple[float, float] | None = None
+    gradient: str | None = None
 
     key: ClassVar[str] = "kl_penalty"
     parameters: ClassVar[tuple[str, ...]] = ("x",)
+
+    def load_gradient(self) -> Callable[..., Any]:
+        """Return the torch function whose gradient is taken.
+
+        Raises:
+            ValueError: it cannot be imported.
+        """
+        return _imported(self.gradient or self.target, self.folders)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,17 @@ def test_low_var_kl_is_clamped_to_ten_only_on_request():
     assert gradient[0] == pytest.approx(1.0 - math.exp(4.0))
 
 
+@pytest.mark.parametrize("x", [-4.0, -30.0, -99.0, 99.0])
+def test_k3_plus_keeps_the_gradient_of_k2_beyond_the_clamp(x):
+    """It exists to pull a policy back that has gone far; there a clamped k3 has no gradient at all."""
+    for dtype in (torch.float32, torch.float64):
+        log_probs = torch.tensor([x], dtype=dtype, requires_grad=True)
+        value = kl_penalty(log_probs, torch.zeros(1, dtype=dtype), "k3+", clamp=True)
+        value.sum().backward()
+        assert value.item() == pytest.approx(10.0, rel=1e-4)
+        assert log_probs.grad.item() == pytest.approx(x)
+
+
 def test_the_clamp_leaves_the_other_estimators_alone():
     for kind in ("k1", "k2", "abs"):
         assert at([-40.0], kind, clamp=True)[0][0] == at([-40.0], kind)[0][0]

@@ -203,6 +203,23 @@ def test_clip_by_hand():
     assert output.metrics["actor/ppo_kl"].result() == pytest.approx(-(2 * math.log(1.5) + 2 * math.log(0.5)) / 4)
 
 
+@pytest.mark.parametrize("loss_type", POLICY_LOSSES)
+@pytest.mark.parametrize("log_ratio", [99.0, -99.0, 300.0])
+def test_a_policy_that_has_run_away_gives_finite_losses_and_gradients_in_float32(loss_type, log_ratio):
+    for advantage in (1.0, -1.0):
+        log_probs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+        batch = PolicyBatch(
+            log_probs,
+            torch.full((1, 2), advantage),
+            torch.ones(1, 2, dtype=torch.bool),
+            old_log_probs=torch.tensor([[-1.0 - log_ratio, -1.0]]),
+        )
+        output = policy_loss(batch, objective(**settings_for(loss_type)))
+        output.loss_sum.backward()
+        assert torch.isfinite(output.loss_sum) and torch.isfinite(log_probs.grad).all()
+        assert output.metrics["actor/log_ratio_clamped"].result() == 0.5
+
+
 def test_clip_higher_moves_only_the_upper_bound():
     output, _ = one_row([1.5, 0.5], [1.0, -1.0], loss_type="dapo", clip_ratio_low=0.2, clip_ratio_high=0.28)
     assert output.loss_sum.item() == pytest.approx(-1.28 + 0.8)
