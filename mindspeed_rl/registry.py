@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Returns the known name most like `name`, or None when nothing is close."""
-    found = difflib.get_close_matches(str(name), list(known), n=1)
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the known name most like `name`, or None when none is as close as `cutoff`: from 0, unlike, to 1, the same."""
+    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
@@ -24,23 +24,24 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return "" if near is None else f"; did you mean {near!r}?"
 
 
-def load(target: str, subject: str) -> Any:
+def load(target: str, subject: str, wraps: type[Exception] = ImportError) -> Any:
     """Imports what "module:object" names; the object may be an attribute of an attribute, such as "module:Class.method".
 
     Args:
         subject: what the target is for, as the message begins with it, such as "rl_config.judge_parser".
+        wraps: what the module may raise while it is imported so that a ValueError tells of it; anything else passes.
 
     Raises:
-        ValueError: not of that form, no such module, or nothing of that name in it. What the module itself raises while it
-            is imported passes, except for a missing import.
+        ValueError: not of that form, no such module, or nothing of that name in it.
     """
     module_name, colon, path = target.partition(":")
     if not colon:
         raise ValueError(f"{subject}: '{target}' is not of the form module:function")
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{subject}: cannot import the module '{module_name}': {error}") from error
+    except wraps as error:
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{subject}: cannot import the module '{module_name}': {reason}") from error
     for name in path.split("."):
         if not hasattr(found, name):
             raise ValueError(f"{subject} cannot be imported: the module '{module_name}' has no '{path}'")

@@ -85,7 +85,7 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     Raises:
         ValueError: a term that the objective switches on lacks its tensor.
     """
-    mask, response_mask = batch.loss_mask, batch.response_mask
+    mask, response_mask = batch.mask, batch.response_mask
     log_probs = torch.where(mask, batch.log_probs, 0)
     advantages = torch.where(mask, batch.advantages, 0)
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)

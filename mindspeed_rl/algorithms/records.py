@@ -150,8 +150,6 @@ class PolicyBatch:
         )
 
     def __post_init__(self) -> None:
-        if self.loss_mask is None:
-            self.loss_mask = self.response_mask
         shape = self.log_probs.shape
         if self.log_probs.dim() != 2:
             raise ValueError(f"log_probs must be [B, R], not {list(shape)}")
@@ -160,9 +158,14 @@ class PolicyBatch:
             value = getattr(self, name)
             if value is not None and value.shape != shape:
                 raise ValueError(f"{name} is {list(value.shape)} but log_probs is {list(shape)}")
-        for name in ("response_mask", "loss_mask"):
-            if getattr(self, name).dtype != torch.bool:
-                raise ValueError(f"{name} must be bool, not {getattr(self, name).dtype}")
+        for name, mask in (("response_mask", self.response_mask), ("loss_mask", self.mask)):
+            if mask.dtype != torch.bool:
+                raise ValueError(f"{name} must be bool, not {mask.dtype}")
+
+    @property
+    def mask(self) -> Tensor:
+        """Which tokens train: [B, R] bool."""
+        return self.response_mask if self.loss_mask is None else self.loss_mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
+
+from mindspeed_rl import registry
 
 Level = Literal["token", "sequence", "sequence_token"]
 Normalizer = Literal["sequence", "token", "constant"]
@@ -120,7 +120,7 @@ class Algorithm:
         Raises:
             ValueError: it cannot be imported.
         """
-        return _imported(self.target, self.folders)
+        return _imported(self.target, f"target {self.target!r}", self.folders)
 
     def may_read(self, name: str) -> bool:
         """True unless the record says that the function does not read this key of rl_config."""
@@ -247,8 +247,8 @@ def find(table: Mapping[str, Record], kind: type[Record], name: str, folders: Se
         return table[name]
     if ":" not in name:
         raise ValueError(f"rl_config.{unknown_name(kind.key, name, table)}, or module:NAME")
+    found = _imported(name, f"rl_config.{kind.key} {name!r}", folders)
     try:
-        found = _imported(name, folders)
         if isinstance(found, Algorithm):
             if not isinstance(found, kind):
                 raise ValueError(f"it is a {type(found).__name__}, but a {kind.__name__} is wanted")
@@ -275,21 +275,13 @@ def check_parameters(record: Algorithm) -> None:
 
 def unknown_name(key: str, name: object, known: Mapping[str, object] | Sequence[str]) -> str:
     """Return the sentence that names a wrong value, the nearest right one and all right ones."""
-    nearest = difflib.get_close_matches(str(name), list(known), n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    near = registry.nearest(name, known)
+    hint = "" if near is None else f"did you mean {near!r}? "
     return f"{key}: unknown value {name!r}; {hint}known values: {', '.join(known)}"
 
 
-def _imported(target: str, folders: Sequence[str]) -> Any:
+def _imported(target: str, subject: str, folders: Sequence[str]) -> Any:
     """The object that "module:NAME" spells out; the folders stay on sys.path, for what the module imports later."""
-    module_name, _, name = target.partition(":")
     # behind what is installed, so that a file of the working directory never hides a library
     sys.path.extend(folder for folder in folders if folder not in sys.path)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        raise ValueError(f"{module_name} has no {name!r}") from error
+    return registry.load(target, subject, wraps=Exception)  # a user's module may raise anything

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from mindspeed_rl.cli.options import Parser, add_silent, as_options, note_without_effect, say
-from mindspeed_rl.config.loader import PLATFORMS
+from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.rollout.requests import Sampling

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform as host_platform
 import resource
@@ -236,7 +237,7 @@ def _environment(settings: LaunchSettings, done_file: Path) -> dict[str, str]:
     return environment
 
 
-def _end(process: subprocess.Popen, grace_s: float = 20.0) -> None:
+def _end(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
     """Ends a process that was started in a session of its own, and that session with it."""
     if process.poll() is None:
         process.terminate()
@@ -248,7 +249,7 @@ def _end(process: subprocess.Popen, grace_s: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def _ray_node(settings: LaunchSettings, folder: Path) -> Iterator[subprocess.Popen]:
+def _ray_node(settings: LaunchSettings, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """This node's part of the cluster, as a child process that ends with the block."""
     log = open(folder / "ray.log", "w+")
     process = subprocess.Popen(
@@ -288,7 +289,7 @@ def missing_nodes(settings: LaunchSettings, joined: Sequence[str]) -> str:
     return ", ".join(f"node {rank}" + (f" ({settings.hosts[rank]})" if settings.hosts else "") for rank in absent)
 
 
-def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen, folder: Path) -> dict[str, str]:
+def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen[bytes], folder: Path) -> dict[str, str]:
     """Connects to the cluster and returns when all nodes are there: Ray's node id -> name.
 
     Raises:
@@ -306,7 +307,7 @@ def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen, folder:
                 contextlib.suppress(ConnectionError, RuntimeError, OSError),
                 socket.create_connection((settings.master, settings.port), 1),
             ):
-                ray.init(address=settings.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+                ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
                 _end_on_sigterm()  # ray.init has put a handler of its own in its place
                 connected = True
         names = _ranks(ray.nodes()) if connected else {}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import sys
 
-from mindspeed_rl import __version__
+from mindspeed_rl import __version__, registry
 
 #: command -> module and what it does
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -36,11 +34,11 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        near = registry.nearest(argv[0], COMMANDS)
+        hint = "" if near is None else f" Did you mean '{near}'?"
         print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    return registry.load(f"{COMMANDS[argv[0]][0]}:main", f"command '{argv[0]}'")(argv[1:])
 
 
 if __name__ == "__main__":

@@ -92,18 +92,18 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
         policy_loss(_policy_batch(objective, columns, log_probs, advantages, threshold, slice(start, start + size)), objective)
         for start in range(0, num_rows, size)
     ]
-    count = int(sum(output.count for output in outputs))
+    count = sum(int(output.count) for output in outputs)
     if not count:
         raise ValueError("the rollout batch has no token that trains")
-    loss_sum = sum(output.loss_sum for output in outputs)
-    (loss_sum / count).backward()
+    loss_sum = sum((output.loss_sum for output in outputs), start=log_probs.new_zeros(()))
+    (gradients,) = torch.autograd.grad(loss_sum / count, log_probs)
     return Replay(
         loss=loss_sum.item() / count,
         loss_sum=loss_sum.item(),
         count=count,
         advantages=advantages,
         returns=returns,
-        gradients=log_probs.grad,
+        gradients=gradients,
         metrics=merge([metrics, *(output.metrics for output in outputs)]).results(),
         objective=objective,
     )

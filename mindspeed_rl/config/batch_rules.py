@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mindspeed_rl.config.sizes import DISPATCH_KEYS, Number, Sizes, shown
+from mindspeed_rl.config.sizes import DISPATCH_KEYS, Layout, Number, Sizes, shown
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _positive(sizes: Sizes) -> Iterator[Breach]:
             yield Breach("positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1")
 
 
-def _uneven(role: str, layout) -> Breach:
+def _uneven(role: str, layout: Layout) -> Breach:
     group = f"{role}_config"
     return Breach(
         f"{role}_replicas",
@@ -327,10 +327,10 @@ def _dispatch(sizes: Sizes) -> Iterator[Breach]:
         )
 
 
-def dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number]]:
+def dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:
     """Return for each dispatch key the rows of an iteration it must divide and the most it may be."""
     rows, trained = sizes.rollout_samples, sizes.train_samples
-    bounds: dict[str, tuple[int, Number]] = {
+    bounds: dict[str, tuple[int, Number | float]] = {
         "actor_rollout_dispatch_size": (rows, rows / sizes.rollout.dp_size),
         "actor_logprob_dispatch_size": (trained, trained / sizes.actor.dp_size),
         "ref_dispatch_size": (rows, rows / (sizes.ref or sizes.actor).dp_size),

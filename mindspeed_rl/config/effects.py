@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import named_estimator, resolve_objective
+from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.schema import default_of
 from mindspeed_rl.config.sizes import read_sizes, world_size
@@ -58,7 +59,7 @@ def keys_without_effect(cfg: RunConfig) -> dict[str, str]:
     return found
 
 
-def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field) -> str:
+def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field[Any]) -> str:
     facts = field.metadata
     name = field.name
     if path in ("rl_config", "generate_config", "generate_config.sampling_config") and cfg.is_supervised:
@@ -169,7 +170,8 @@ def _is_on_policy(cfg: RunConfig) -> bool:
 
 
 def _rl_reason(cfg: RunConfig, name: str) -> str:
-    rl = cfg.rl_config
+    rl, stage = cfg.rl_config, cfg.stage
+    assert rl is not None and stage is not None  # one of its keys was set
     if cfg.is_supervised:
         return "use_wandb is true" if name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb else ""
     objective = resolve_objective(cfg)
@@ -191,14 +193,14 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name in _LOSS_KEYS and not objective.loss.may_read(name), loss_type),
         (name in _OFF_POLICY_KEYS and _is_on_policy(cfg), "each rollout makes one optimizer step, in which the ratio is 1"),
         (name == "token_level_loss" and rl.loss_type is not None, "loss_type is set"),
-        (name == "token_level_loss" and STAGES[cfg.stage].sequence_loss_type is None, f"stage is {cfg.stage}"),
-        (name in kl_keys and objective.kl_place is None, _no_kl(cfg)),
-        (name in reference_keys and not objective.needs_reference, _no_kl(cfg)),
-        (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(cfg)),
+        (name == "token_level_loss" and STAGES[stage].sequence_loss_type is None, f"stage is {stage}"),
+        (name in kl_keys and objective.kl_place is None, _no_kl(rl, stage)),
+        (name in reference_keys and not objective.needs_reference, _no_kl(rl, stage)),
+        (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(rl, stage)),
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
         (name == "eval_greedy" and cfg.actor_config.eval_data_path is None, "eval_data_path is not set"),
-        (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, _no_kl(cfg)),
+        (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, _no_kl(rl, stage)),
         (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
         (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),
         (name == "dynamic_sampling_dispatch_size" and not rl.filter_groups_enable, "filter_groups_enable is false"),
@@ -225,7 +227,7 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
     return next((reason for is_idle, reason in conditions if is_idle), "")
 
 
-def _no_kl(cfg: RunConfig) -> str:
-    if cfg.rl_config.init_kl_coef == 0:
+def _no_kl(rl: RLConfig, stage: str) -> str:
+    if rl.init_kl_coef == 0:
         return "init_kl_coef is 0"
-    return f"stage {cfg.stage} has a KL term only with use_kl_in_reward"
+    return f"stage {stage} has a KL term only with use_kl_in_reward"

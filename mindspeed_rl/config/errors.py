@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+
+from mindspeed_rl import registry
 
 
 class ConfigError(ValueError):
@@ -24,8 +25,7 @@ class ConfigError(ValueError):
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """Return the known name most like `name`, or None when nothing is close."""
-    matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return matches[0] if matches else None
+    return registry.nearest(name, known, cutoff=0.5)  # keys are long, so that half a key is a hint
 
 
 def unknown_key(path: str, value: object, known: Iterable[str], synonyms: dict[str, str] | None = None) -> str:

@@ -28,8 +28,9 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
     violations = validate(cfg, num_nodes)
     known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
     sizes = read_sizes(cfg, num_nodes) if known else None
-    readable = sizes is not None and sizes.can_divide
-    has_rollout = readable and sizes.counting != "samples"
+    if sizes is not None and not sizes.can_divide:
+        sizes = None
+    rollout = None if sizes is None or sizes.counting == "samples" else sizes
     return {
         "valid": not violations,
         "errors": [str(violation) for violation in violations],
@@ -50,9 +51,9 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
             "model": cfg.actor_config.model,
             "platform": cfg.platform,
         },
-        "batch": batch_table(sizes, cfg.actor_config.train_iters) if readable else {},
-        "dispatch_sizes": {name: shown(size) for name, size in sizes.dispatch_sizes().items()} if has_rollout else {},
-        "resources": resources(cfg, sizes) if readable else {},
+        "batch": {} if sizes is None else batch_table(sizes, cfg.actor_config.train_iters),
+        "dispatch_sizes": {} if rollout is None else {name: shown(size) for name, size in rollout.dispatch_sizes().items()},
+        "resources": {} if sizes is None else resources(cfg, sizes),
         "formula": formula(cfg),
         "changed_keys": changed_keys(cfg),
         "keys_without_effect": keys_without_effect(cfg),

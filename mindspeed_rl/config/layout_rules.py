@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.megatron import MegatronConfig, joined
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import world_size
 from mindspeed_rl.config.violation import Violation
@@ -130,8 +130,9 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
         )
 
 
-def layer_numbers(text: str | None) -> list[int] | None:
+def layer_numbers(layers: str | int | list[int] | None) -> list[int] | None:
     """Return the numbers of a comma-separated list, or None when the text is not such a list."""
+    text = joined(layers)
     try:
         return [int(item) for item in text.split(",")] if text else []
     except ValueError:

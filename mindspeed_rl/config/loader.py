@@ -12,12 +12,11 @@ from mindspeed_rl.config.generate import ENGINE_SAMPLING, GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import unusable_plugins
 from mindspeed_rl.config.rl import RLConfig
-from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.config.schema import build, normalized
 from mindspeed_rl.config.spellings import SYNONYMS, apply_second_spellings
 
-PLATFORMS = ("auto", "npu", "cpu", "cuda")
 ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "vit_config")
 TOP_LEVEL = ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "profiler_config", "msprobe_config")
 

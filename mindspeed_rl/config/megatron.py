@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from mindspeed_rl.config.network import NetworkKeys
 from mindspeed_rl.config.schema import key
 
-RL_STAGES = ("ray_grpo", "ray_dapo", "ray_ppo")
+RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
+SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "orm", "prm"]
+RL_STAGES: tuple[RLStage, ...] = get_args(RLStage)
+SUPERVISED_STAGES: tuple[SupervisedStage, ...] = get_args(SupervisedStage)
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-SUPERVISED_STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
 
 _NPU = ("npu",)
 _ONE_ENGINE = "Megatron-core is the only engine"
@@ -265,9 +267,8 @@ class MegatronConfig(
 ):
     """One role's training engine. `megatron_training` holds what all roles share."""
 
-    stage: Literal["ray_grpo", "ray_dapo", "ray_ppo", "pretrain", "sft", "dpo", "simpo", "orm", "prm"] | None = key(
-        None, "what is trained and with which loss"
-    )
+    # one Literal, so that a wrong stage is answered with the nearest of all
+    stage: Literal[RLStage, SupervisedStage] | None = key(None, "what is trained and with which loss")
     model: str | None = key(None, "name of the model block whose keys are applied first")
     global_batch_size: int | None = key(
         None,
@@ -291,8 +292,8 @@ class MegatronConfig(
 
     def __post_init__(self) -> None:
         """Write both layer lists as text and derive the padding, as upstream does."""
-        self.num_layer_list = _joined(self.num_layer_list)
-        self.noop_layers = _joined(self.noop_layers)
+        self.num_layer_list = joined(self.num_layer_list)
+        self.noop_layers = joined(self.noop_layers)
         self.pad_to_multiple_of = self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
@@ -311,7 +312,7 @@ class MegatronConfig(
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
 
-def _joined(layers: str | int | list[int] | None) -> str | None:
+def joined(layers: str | int | list[int] | None) -> str | None:
     """Return a layer list as comma-separated text."""
     if layers is None or isinstance(layers, str):
         return layers

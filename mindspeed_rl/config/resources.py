@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rl.config.megatron import MegatronConfig
@@ -95,7 +96,7 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         phases = [{"phase": "train", "devices": everyone, "holds": f"{cfg.stage} on Megatron {actor}"}]
         return phases
     rl, generate, objective = cfg.rl_config, cfg.generate_config, resolve_objective(cfg)
-    has_critic = sizes.critic is not None and objective.has_critic
+    critic = sizes.critic if objective.has_critic else None
     kept = []
     if generate is not None:
         kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
@@ -121,11 +122,11 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         )
     if objective.needs_old_log_probs(on_policy=sizes.steps_per_rollout * sizes.epochs == 1):
         phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
-    if has_critic:
-        phases.append({"phase": "values", "devices": everyone, "holds": f"critic on Megatron {_engine(sizes.critic)}"})
+    if critic is not None:
+        phases.append({"phase": "values", "devices": everyone, "holds": f"critic on Megatron {_engine(critic)}"})
     phases.append({"phase": "advantages", "devices": "host", "holds": rl.adv_estimator})
-    if has_critic:
-        phases.append({"phase": "update_critic", "devices": everyone, "holds": f"critic on Megatron {_engine(sizes.critic)}"})
+    if critic is not None:
+        phases.append({"phase": "update_critic", "devices": everyone, "holds": f"critic on Megatron {_engine(critic)}"})
     phases.append(
         {"phase": "update_actor", "devices": everyone, "holds": f"actor weights, gradients, optimizer on Megatron {actor}"}
     )
@@ -149,5 +150,5 @@ def short(groups: list[list[int]]) -> str:
     return f"{text} and {rest} more" if rest > 0 else text
 
 
-def _trim(group: list[int]) -> list[int | str]:
+def _trim(group: list[int]) -> Sequence[int | str]:
     return group if len(group) <= 8 else [*group[:3], "...", group[-1]]

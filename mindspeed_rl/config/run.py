@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.rl import RLConfig
+
+#: what `platform` of a run file may say: auto, or a device kind that `mindspeed_rl.platform` knows
+PlatformName = Literal["auto", "npu", "cpu", "cuda"]
+PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
 
 @dataclass(kw_only=True)
@@ -27,7 +31,7 @@ class RunConfig:
 
     config_name: str
     config_dir: str
-    platform: Literal["auto", "npu", "cpu", "cuda"] = "auto"
+    platform: PlatformName = "auto"
     run_dir: str | None = None
     megatron_training: MegatronConfig
     actor_config: MegatronConfig

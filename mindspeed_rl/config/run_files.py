@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mindspeed_rl.config.errors import ConfigError, nearest
 
@@ -60,7 +59,8 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
             warnings.simplefilter("ignore", UserWarning)  # Hydra asks for `_self_` in defaults; upstream's run files have none.
             with initialize_config_dir(version_base=None, config_dir=str(directory)):
                 composed = hydra_compose(name, overrides=items)
-        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        # what Hydra composes is a mapping, and its keys are text
+        return cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except MissingConfigException as error:
         missing = (error.missing_cfg_file or "").removesuffix(".yaml")
         group, _, block = missing.rpartition("/")
@@ -74,7 +74,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
 
 def _as_forced(item: str) -> str:
     """Let "group.key=value" also add a key the file does not have; the schema decides whether the key exists."""
-    key = re.match(r"[^=]*", item).group()
+    key = item.partition("=")[0]
     if "=" not in item and not item.startswith("~"):
         raise ConfigError([f"override {item!r} is not of the form group.key=value"])
     if item[0] in "+~" or key.startswith("hydra.") or key == "model" or "@" in key:

@@ -10,11 +10,12 @@ back), 0.18 s of CPU instead of 0.09 s to import the package, and 65 ms instead 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, Literal
 
 from mindspeed_rl.config.errors import unknown_key, unknown_value
@@ -47,16 +48,16 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@cache
+@functools.cache
 def field_types(group: type) -> dict[str, Any]:
     """Return the resolved type of every field of a group, in declaration order."""
     hints = typing.get_type_hints(group)
     return {field.name: hints[field.name] for field in dataclasses.fields(group)}
 
 
-def default_of(field: dataclasses.Field) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return the value a field has when nothing sets it."""
-    return field.default_factory() if field.default is dataclasses.MISSING else field.default
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def normalized(mapping: Mapping[Any, Any]) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def build(
     return group(**arguments), frozenset(arguments)
 
 
-def _refusal(field: dataclasses.Field, value: Any, where: str) -> str | None:
+def _refusal(field: dataclasses.Field[Any], value: Any, where: str) -> str | None:
     """Return the sentence for a value of the right type that the key's own declaration rules out; None for any other."""
     names = field.metadata["names"]
     if names and isinstance(value, str) and value not in names and ":" not in value:
@@ -143,7 +144,7 @@ def _read_union(value: Any, members: tuple[Any, ...], where: str, errors: list[s
         result = _read(value, member, where, wrong)
         if not wrong:
             return result
-    errors.append(_wrong_type(where, value, typing.Union[members]))  # noqa: UP007 - built at run time
+    errors.append(_wrong_type(where, value, functools.reduce(operator.or_, members)))
     return value
 
 

@@ -183,7 +183,7 @@ def _load_raw(
             if keys is None:
                 keys = (LABELS,) if _has_answer(first, settings) else ()
             kind = handler_class(settings.handler_name or _handler_for(first, keys, settings.map_keys))
-            handler = kind(
+            reader = kind(
                 HandlerSettings(
                     tokenizer=tokenizer,
                     template=template,
@@ -192,10 +192,11 @@ def _load_raw(
                     enable_thinking=settings.enable_thinking,
                 )
             )
-            if not isinstance(handler, PromptHandler):
+            if not isinstance(reader, PromptHandler):
                 raise ValueError(
                     f"handler_name={settings.handler_name!r} reads no prompts; use PPO-, R1- or Math17kAlpacaStyle..."
                 )
+            handler = reader
         drafts = []
         for number, row in numbered:
             try:

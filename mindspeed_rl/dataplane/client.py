@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import ray
@@ -12,6 +11,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
+from mindspeed_rl import registry
 from mindspeed_rl.dataplane import ALIASES, DATA_STRATEGIES
 from mindspeed_rl.dataplane.columns import Batch, Ragged, pack
 from mindspeed_rl.dataplane.rows import Users, check_name
@@ -19,6 +19,8 @@ from mindspeed_rl.dataplane.transfer_dock import TransferDock
 
 # Requests that may wait in the dock at the same time; each is a coroutine, not a thread.
 MAX_WAITING_REQUESTS = 10_000
+
+Answer = TypeVar("Answer")
 
 
 class DataPlane(Protocol):
@@ -94,23 +96,23 @@ def make_data_plane(
     """
     strategy = ALIASES.get(data_strategy, data_strategy)
     check_name("data_strategy", strategy, DATA_STRATEGIES)
-    module, name = DATA_STRATEGIES[strategy].split(":")
-    engine = getattr(import_module(module), name)
+    engine = registry.load(DATA_STRATEGIES[strategy], f"data_strategy '{strategy}'")
     return engine.create(num_prompts, n_samples_per_prompt, users, **engine_options)
 
 
 class TransferDockClient:
     """A `DataPlane` on a TransferDock actor."""
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: ActorHandle[TransferDock]) -> None:
         self._actor = actor
 
     @classmethod
     def create(cls, num_prompts: int, n_samples_per_prompt: int, users: Users) -> TransferDockClient:
         """Starts the actor. It asks for no CPU of its own, so it never competes with the workers for placement."""
         # `wait` is a coroutine, which makes this an asyncio actor: all methods share one thread and need no lock.
-        remote = ray.remote(num_cpus=0, max_concurrency=MAX_WAITING_REQUESTS)(TransferDock)
-        return cls(remote.remote(num_prompts, n_samples_per_prompt, users))
+        remote = ray.remote(TransferDock).options(num_cpus=0, max_concurrency=MAX_WAITING_REQUESTS)
+        # Ray declares the actor's own class as a second kind of result, so that editors complete its methods.
+        return cls(cast("ActorHandle[TransferDock]", remote.remote(num_prompts, n_samples_per_prompt, users)))
 
     def put(self, data: Mapping[str, Sequence[Any] | Ragged], indexes: Sequence[int], *, overwrite: bool = False) -> None:
         packed = {name: pack(rows) for name, rows in data.items()}
@@ -139,7 +141,7 @@ class TransferDockClient:
         ray.kill(self._actor)
 
 
-def _answer(reference: ObjectRef) -> Any:
+def _answer(reference: ObjectRef[Answer]) -> Answer:
     try:
         return ray.get(reference)
     except RayTaskError as error:

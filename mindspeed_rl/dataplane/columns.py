@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ _BIT_PATTERN = {torch.bfloat16: torch.int16}
 _INT32 = np.iinfo(np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compares by content, and so has no hash
 class Ragged(Sequence[torch.Tensor]):
     """A column of rows of differing length, held as one array of values and one of offsets.
 
@@ -34,6 +34,12 @@ class Ragged(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Ragged: ...
+
     def __getitem__(self, index: int | slice) -> torch.Tensor | Ragged:
         if isinstance(index, slice):
             return self.take(range(*index.indices(len(self))))
@@ -50,12 +56,11 @@ class Ragged(Sequence[torch.Tensor]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ragged):
             return NotImplemented
-        same_shape = (self.offsets is None) == (other.offsets is None) and (
-            self.offsets is None or np.array_equal(self.offsets, other.offsets)
-        )
+        if self.offsets is None or other.offsets is None:
+            same_shape = self.offsets is other.offsets
+        else:
+            same_shape = np.array_equal(self.offsets, other.offsets)
         return self.dtype == other.dtype and same_shape and np.array_equal(self.values, other.values)
-
-    __hash__ = None
 
     def tensor(self) -> torch.Tensor:
         """All rows end to end [total]."""
@@ -67,7 +72,7 @@ class Ragged(Sequence[torch.Tensor]):
         """[rows] int64, values in each row; 1 for scalars."""
         return np.ones(len(self), dtype=np.int64) if self.offsets is None else np.diff(self.offsets)
 
-    def take(self, rows: Sequence[int]) -> Ragged:
+    def take(self, rows: Sequence[int] | np.ndarray) -> Ragged:
         """The given rows, in the given order."""
         rows = np.asarray(rows, dtype=np.int64)
         if self.offsets is None:
@@ -103,7 +108,7 @@ Column = Ragged | list[Any]
 Batch = dict[str, Column]
 
 
-def pack(rows: Sequence[Any]) -> Column:
+def pack(rows: Sequence[Any] | torch.Tensor | np.ndarray) -> Column:
     """One row per entry, tensors and numbers packed into a `Ragged`, anything else kept as a list of objects.
 
     Args:
@@ -146,16 +151,17 @@ def concatenate(columns: Sequence[Column]) -> Column:
     kinds = {kind(column) for column in columns}
     if len(kinds) > 1:
         raise ValueError(f"The parts of a column differ in kind: {', '.join(sorted(kinds))}.")
-    if not isinstance(columns[0], Ragged):
+    packed = [column for column in columns if isinstance(column, Ragged)]
+    if not packed:
         return [row for column in columns for row in column]
     # int32 and int64 parts of an int64 column meet here; numpy widens.
-    values = np.concatenate([column.values for column in columns])
-    if columns[0].offsets is None:
-        return Ragged(values, None, columns[0].dtype)
-    return Ragged(values, _offsets(np.concatenate([column.lengths() for column in columns])), columns[0].dtype)
+    values = np.concatenate([column.values for column in packed])
+    if packed[0].offsets is None:
+        return Ragged(values, None, packed[0].dtype)
+    return Ragged(values, _offsets(np.concatenate([column.lengths() for column in packed])), packed[0].dtype)
 
 
-def take(column: Column, places: Sequence[int]) -> Column:
+def take(column: Column, places: Sequence[int] | np.ndarray) -> Column:
     """The given entries, in the given order."""
     if len(places) == len(column) and np.array_equal(places, np.arange(len(column))):
         return column

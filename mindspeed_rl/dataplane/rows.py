@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import numpy as np
+
+from mindspeed_rl import registry
 
 #: who puts and asks, by name, and the columns that each puts
 Users = Mapping[str, Sequence[str]]
@@ -109,8 +110,8 @@ def check_unwritten(name: str, written: Sequence[int]) -> None:
 def check_name(kind: str, name: str, known: Collection[str]) -> None:
     """Raises a ValueError that lists the known names and the nearest one unless `name` is known."""
     if name not in known:
-        nearest = get_close_matches(name, known, n=1)
-        hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+        near = registry.nearest(name, known)
+        hint = "" if near is None else f" Did you mean '{near}'?"
         raise ValueError(f"Unknown {kind} '{name}'.{hint} Known: {', '.join(sorted(known))}.")
 
 

@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import ray
@@ -54,19 +54,17 @@ class RowRules(BaseSampler):
         super().__init__()
         self.n_samples_per_prompt = n_samples_per_prompt
 
-    def sample(
-        self, ready_indexes: list[int], batch_size: int, *args: Any, partition: Any, operation: str, **arguments: Any
-    ) -> tuple[list[int], list[int]]:
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **arguments: Any) -> tuple[list[int], list[int]]:
         """Rows served and consumed, as TransferQueue's global indexes; nothing when the request cannot be served.
 
         Args:
             ready_indexes: global indexes with all fields ready and not consumed by this consumer.
             batch_size: unused: always 0, so that TransferQueue leaves the decision to us.
             *args: unused.
-            partition: TransferQueue's DataPartitionStatus.
-            operation: "get" (arguments: the fields of a `Request`) or "check_put" (kinds, rows, overwrite).
-            **arguments: of the operation.
+            **arguments: `partition`, TransferQueue's DataPartitionStatus; `operation`, "get" or "check_put"; and what that
+                takes: the fields of a `Request`, or kinds, rows and overwrite.
         """
+        partition, operation = arguments.pop("partition"), arguments.pop("operation")
         if operation == "check_put":
             self._check_put(partition, **arguments)
             return [], []
@@ -239,7 +237,9 @@ class TransferQueueClient:
             raise ValueError(sentence) from None
 
     def _rows_of(self, global_indexes: Sequence[int]) -> list[int]:
-        return [int(key) for key in _client().kv_retrieve_keys(list(global_indexes), self._partition)]
+        # TransferQueue declares metadata as the result, but returns what its docstring says
+        keys = cast("list[str]", _client().kv_retrieve_keys(list(global_indexes), self._partition))
+        return [int(key) for key in keys]
 
     def _capacity(self) -> int:
         return len(self._consumed(self._consumers[0]))
@@ -253,7 +253,7 @@ class TransferQueueClient:
 
     def _missing_rows(self, name: str) -> list[int]:
         indexes, status = _client().get_production_status([name], self._partition)
-        if indexes is None:
+        if indexes is None or status is None:
             return list(range(self._capacity()))
         unready = indexes[status[:, 0] == 0].tolist()
         return sorted(self._rows_of(unready)) if unready else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 # How two partial (value, count) pairs of one metric become one.
 REDUCTIONS: dict[str, Callable[[float, float], float]] = {
@@ -33,8 +32,10 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
-            nearest = get_close_matches(self.reduction, REDUCTIONS, n=1)
-            hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+            from mindspeed_rl import registry  # not at the top: losses load metrics, and little else
+
+            near = registry.nearest(self.reduction, REDUCTIONS)
+            hint = "" if near is None else f" Did you mean '{near}'?"
             raise ValueError(f"Unknown reduction '{self.reduction}'.{hint} Known: {', '.join(REDUCTIONS)}.")
 
     def merged(self, other: Metric) -> Metric:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 
 #: key of rl_config that asks for a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
@@ -134,8 +135,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any])
         wanted.remove("use_tensorboard")
     trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
     for key in wanted:
-        module, name = TRACKERS[key].split(":")
-        trackers.append(getattr(import_module(module), name)(rl_config, run_dir, config))
+        trackers.append(registry.load(TRACKERS[key], f"rl_config.{key}")(rl_config, run_dir, config))
     return Trackers(trackers)
 
 

@@ -7,9 +7,10 @@ may return is written down in `scorer.py`. A new built-in scorer is one function
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
+
+from mindspeed_rl import registry
 
 REWARDS: dict[str, str | Callable[..., Any]] = {
     # MindSpeed-RL's verifiers
@@ -69,9 +70,7 @@ def find(name: str) -> str | Callable[..., Any]:
         return REWARDS[name]
     if ":" in name:
         return name
-    nearest = difflib.get_close_matches(name, REWARDS, n=1)
-    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
     raise ValueError(
-        f"unknown reward function '{name}'{hint} Known: {', '.join(sorted(REWARDS))}; "
+        f"unknown reward function '{name}'{registry.did_you_mean(name, REWARDS)} Known: {', '.join(sorted(REWARDS))}; "
         "or give module:function, or a file that registers the name in external_plugins"
     )

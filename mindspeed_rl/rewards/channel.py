@@ -30,6 +30,7 @@ def pack(message: dict[str, Any]) -> bytes:
         body = msgpack.packb(message, default=_plain, unicode_errors="surrogatepass")
     except (OverflowError, ValueError) as error:
         raise ValueError(f"cannot send to a reward worker: {error}") from error
+    assert body is not None  # only a Packer that collects its messages returns none
     return _HEADER.pack(len(body)) + body
 
 

@@ -132,8 +132,8 @@ def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple
             passed.append(_after_mark(result, mark) == json.loads(json.dumps(wanted)))
         else:
             result = _run(program, _text(given), deadline)
-            ran = result is not None and result.status == 0 and not result.timed_out
-            passed.append(ran and _lines(result.output.decode("utf-8", "replace")) == _lines(_text(wanted)))
+            output = result.output if result is not None and result.status == 0 and not result.timed_out else None
+            passed.append(output is not None and _lines(output.decode("utf-8", "replace")) == _lines(_text(wanted)))
         missing = result.missing if result else missing
     return passed, missing
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from mindspeed_rl.rewards.channel import Channel, pack
 from mindspeed_rl.rewards.jobs import Batch, Failure, Job, cut, leftovers
-from mindspeed_rl.rewards.records import RewardSettings
+from mindspeed_rl.rewards.records import RewardSettings, State
 from mindspeed_rl.rewards.worker import Kind
 
 _LOAD_LIMIT_S = 300.0  # a plug-in may import a large library
@@ -231,7 +231,7 @@ class Dispatcher:
             worker.job, worker.deadline, worker.ready = None, math.inf, message["healthy"]
             self._finish(job)
 
-    def _replace(self, worker: _Worker, state: str, reason: str) -> None:
+    def _replace(self, worker: _Worker, state: State, reason: str) -> None:
         """A worker has died: the call it was making has failed, its other calls go to others, another worker is forked."""
         if worker.channel is not None:
             self._read_worker(worker)  # what it said before it died
@@ -290,7 +290,8 @@ class Dispatcher:
         if len(job.rows) > 1 and not self._kinds[job.functions[0]].batched:
             self._jobs.extendleft(leftovers(job, alone=True))
             return
-        job.failed, job.open, job.attempt = dict.fromkeys(job.open, ("failed", reason)), {}, 1
+        failure: Failure = ("failed", reason)
+        job.failed, job.open, job.attempt = dict.fromkeys(job.open, failure), {}, 1
         self._finish(job)
 
     def _finish(self, job: Job, alone: bool = False) -> None:

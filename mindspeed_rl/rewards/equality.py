@@ -280,10 +280,11 @@ _UNORDERED = ("set", "list", "union")
 
 def _as_collections(given: str, wanted: str, depth: int) -> bool | None:
     a, b = (_collection(_without_membership(text)) for text in (given, wanted))
-    if a is None and b is None:
-        return None
     if a is None or b is None:
-        single, (kind, items) = (given, b) if b is not None else (wanted, a)  # type: ignore[misc]
+        single, several = (given, b) if a is None else (wanted, a)
+        if several is None:
+            return None
+        kind, items = several
         # {5} is written for 5; a tuple is nothing but itself
         return kind in ("set", "list") and len(items) == 1 and _same(single, items[0], depth + 1)
     if len(a[1]) != len(b[1]) or len(a[1]) > _MOST_ITEMS:
@@ -409,7 +410,7 @@ def parse_formula(formula: str) -> list[Any]:
     if len(formula) > LONGEST_ANSWER or _nesting(formula) > _DEEPEST or _is_endless(formula):
         return []
     try:
-        return parse(f"\\boxed{{{formula}}}", _BOX, parsing_timeout=None)
+        return parse(f"\\boxed{{{formula}}}", _BOX, parsing_timeout=0)  # 0: no limit of its own
     except TooCostly:
         raise
     except Exception:  # a parser of arbitrary text may fail in arbitrary ways; what it cannot read is no formula

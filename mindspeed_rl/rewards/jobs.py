@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings
+from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
 from mindspeed_rl.rewards.totals import overlong_penalty, weighted_total
 from mindspeed_rl.rewards.worker import Kind
@@ -16,7 +16,7 @@ _MAX_ROWS_PER_JOB = 32
 
 Call = tuple[int, int]
 """Row of the batch, index of the function."""
-Failure = tuple[str, str]
+Failure = tuple[State, str]
 """State and words."""
 
 
@@ -48,7 +48,7 @@ class Batch:
         """Returns what became of a sample."""
         parts: dict[str, float] = {}
         notes: dict[str, str] = {}
-        failure = None
+        failure: Failure | None = None
         for index, name in enumerate(functions):
             value = self.values.get((row, index))
             if value is not None:

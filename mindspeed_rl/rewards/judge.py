@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from mindspeed_rl import registry
 from mindspeed_rl.rewards.records import RewardSample, RewardSettings
-from mindspeed_rl.rewards.scorer import import_target
 
 _API_KEY_VARIABLE = "JUDGE_API_KEY"
 _ATTEMPTS = 4
@@ -182,7 +182,7 @@ def _read_template(path: str | None) -> str:
 
 
 def _import_parser(name: str | None) -> Any:
-    return parse_score if name is None else import_target(name, "rl_config.judge_parser")
+    return parse_score if name is None else registry.load(name, "rl_config.judge_parser")
 
 
 def mean_of_parts(reply: str) -> Mapping[str, float]:

@@ -63,7 +63,7 @@ _PREDICTION = (ExprExtractionConfig(), LatexExtractionConfig())
 def _parsed(text: str, *arguments: Any, **options: Any) -> list[Any]:
     """math-verify's reading of a text; [] for none, and for what it cannot read."""
     try:
-        return parse(text, *arguments, parsing_timeout=None, **options)
+        return parse(text, *arguments, parsing_timeout=0, **options)  # 0: no limit of its own
     except TooCostly:
         raise
     except Exception:  # a parser of arbitrary text may fail in arbitrary ways; what it cannot read is no answer

@@ -176,10 +176,12 @@ def _same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
     x, y = a.value * scale, b.value
     if x == y:
         return True
-    if scale != 1 or (a.decimals is None and b.decimals is None):
+    if scale != 1:
         return False
     if a.decimals is None or b.decimals is None:
         exact, decimal, decimals = (x, y, b.decimals) if a.decimals is None else (y, x, a.decimals)
+        if decimals is None:
+            return False
         return exact.denominator != 1 and decimals >= _FRACTION_DECIMALS and _rounds_to(exact, decimal, decimals)
     if a.decimals == b.decimals or x.denominator == 1 or y.denominator == 1:
         return False

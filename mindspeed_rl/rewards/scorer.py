@@ -20,7 +20,6 @@ entry "score", or the sum of its numbers where there is none; its texts become n
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
@@ -28,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.rewards import find
 from mindspeed_rl.rewards.records import RewardSample, RewardSettings
 
@@ -67,23 +67,24 @@ class Scorer:
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], settings: RewardSettings) -> Scorer:
         """Wraps a function or a class."""
+        made: object = function
         if inspect.isclass(function):
             constructor = inspect.signature(function).parameters
-            function = function(**{key: settings for key in ("settings", "args") if key in constructor})
-        if not callable(function):
-            raise ValueError(f"reward function '{name}' is {function!r}, which cannot be called")
-        parameters = inspect.signature(function).parameters.values()
+            made = function(**{key: settings for key in ("settings", "args") if key in constructor})
+        if not callable(made):
+            raise ValueError(f"reward function '{name}' is {made!r}, which cannot be called")
+        parameters = inspect.signature(made).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        called = function if inspect.isroutine(function) else type(function).__call__
+        called = made if inspect.isroutine(made) else type(made).__call__
         return cls(
             name=name,
-            function=function,
+            function=made,
             batched=any(p.name in _BATCH_PARAMETERS for p in named),
             is_async=inspect.iscoroutinefunction(called),
             wanted=None if takes_all else frozenset(p.name for p in named),
             required=frozenset(p.name for p in named if p.default is p.empty),
-            timeout_s=getattr(function, "timeout_s", None),
+            timeout_s=getattr(made, "timeout_s", None),
         )
 
     def call(self, samples: Sequence[RewardSample], settings: RewardSettings) -> Any:
@@ -177,24 +178,4 @@ def import_scorer(name: str) -> Callable[..., Any]:
         ValueError: unknown name, module or attribute.
     """
     entry = find(name)
-    return import_target(entry, f"reward function '{name}'") if isinstance(entry, str) else entry
-
-
-def import_target(target: str, owner: str) -> Callable[..., Any]:
-    """Returns what `module:attribute` names; `owner` begins the sentence if it cannot be.
-
-    Raises:
-        ValueError: not of that form, no such module or no such attribute.
-    """
-    module_name, colon, attribute = target.partition(":")
-    if not colon:
-        raise ValueError(f"{owner}: '{target}' is not of the form module:function")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{owner}: cannot import the module '{module_name}': {error}") from error
-    for step in attribute.split("."):
-        if not hasattr(found, step):
-            raise ValueError(f"{owner}: the module '{module_name}' has no '{attribute}'")
-        found = getattr(found, step)
-    return found
+    return registry.load(entry, f"reward function '{name}'") if isinstance(entry, str) else entry

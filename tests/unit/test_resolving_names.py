@@ -46,6 +46,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
         registry.target_of(SHAPES, "zzz", "--shape zzz")
     assert registry.did_you_mean("squar", SHAPES) == "; did you mean 'square'?"
     assert registry.did_you_mean("zzz", SHAPES) == ""
+    assert registry.nearest("circus", SHAPES, cutoff=0.5) == "circle" and registry.nearest("circus", SHAPES, cutoff=0.9) is None
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,8 @@ def test_a_target_that_is_not_there_says_what_is_missing(target: str, error: str
 def test_what_a_module_itself_raises_is_not_taken_for_a_missing_name() -> None:
     with pytest.raises(AttributeError, match="of the module itself"):
         registry.load("broken:f", "shape")
+    with pytest.raises(ValueError, match="^shape: cannot import the module 'broken': AttributeError: of the module itself"):
+        registry.load("broken:f", "shape", wraps=Exception)
 
 
 def test_a_class_must_derive_from_what_is_wanted() -> None:

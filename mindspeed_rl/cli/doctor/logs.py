@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_rl.cli.doctor import messages
@@ -56,7 +56,7 @@ def read_log(path: str | Path) -> list[LogFinding]:
             continue
         if message.key in first:
             seen = first[message.key]
-            first[message.key] = LogFinding(**{**vars(seen), "count": seen.count + 1})
+            first[message.key] = replace(seen, count=seen.count + 1)
             continue
         first[message.key] = LogFinding(
             key=message.key,

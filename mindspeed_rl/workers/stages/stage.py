@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from mindspeed_rl import registry
 from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.data.samplers import BatchSampler
@@ -119,8 +119,8 @@ class Stage(ABC):
 
 def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage:
     """The stage that the run file names."""
-    module, name = STAGES[config.stage].split(":")
-    return getattr(import_module(module), name)(config, tokenizer)
+    assert config.stage is not None  # a run file that trains without rollouts names one
+    return registry.load(STAGES[config.stage], f"stage {config.stage}")(config, tokenizer)
 
 
 def shares(

@@ -1,6 +1,7 @@
 """Packed columns read like the lists they were made of."""
 
 import pickle
+from collections.abc import Hashable
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ def test_ragged_rows_read_like_a_list_of_tensors():
     assert [row.tolist() for row in column[1:]] == [[], [3.0]]
     with pytest.raises(IndexError):
         column[3]
+
+
+def test_a_column_compares_by_content_and_so_has_no_hash():
+    assert pack([1, 2]) == pack([1, 2]) != pack([1, 3])
+    assert pack([torch.tensor([1, 2])]) != pack([1, 2]) and not isinstance(pack([1, 2]), Hashable)
 
 
 @pytest.mark.parametrize(
