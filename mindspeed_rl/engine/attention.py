@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mindspeed_rl import adaptors
+from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.sequence_layout import PackedLayout
 
 
@@ -51,7 +52,7 @@ class _AllToAll(torch.autograd.Function):
     """Piece i of dimension 0 goes to rank i of the group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx.group = group
         x = x.contiguous()  # empty_like of a permuted tensor keeps its strides, and the exchange would scramble it
         out = torch.empty_like(x)
@@ -59,7 +60,7 @@ class _AllToAll(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]  (as above)
         return _AllToAll.apply(grad, ctx.group), None
 
 
@@ -86,7 +87,7 @@ class _RingShift(torch.autograd.Function):
     """The tensor of the previous rank; in backward its gradient goes back there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
         ctx.group, ctx.step = group, step
         ranks = dist.get_process_group_ranks(group)
         me = ranks.index(dist.get_rank())
@@ -101,7 +102,7 @@ class _RingShift(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]  (as above)
         return _RingShift.apply(grad, ctx.group, -ctx.step), None, None
 
 
@@ -162,7 +163,7 @@ def ring_attention(
     for found in partial:
         log_sums = torch.stack([log_sum for _, log_sum in found])
         weights = (log_sums - log_sums.logsumexp(0)).exp()[..., None]
-        outputs.append(sum(weight * out for weight, (out, _) in zip(weights, found)))
+        outputs.append(sum((weight * out for weight, (out, _) in zip(weights, found)), start=log_sums.new_zeros(())))
     out = torch.cat(outputs, dim=2).to(query.dtype)
     # every rank has to run the backward of every shift, also where the last block was not needed
     out = out + (kv * 0).sum().to(out.dtype)
@@ -208,7 +209,7 @@ class CoreAttention(nn.Module):
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         if dropout and group is not None:
             raise ValueError(f"attention_dropout: {dropout} with context_parallel_size > 1 is not supported; set it to 0.")
-        fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()
+        fork = parallel.rng_tracker().fork() if dropout else contextlib.nullcontext()
         with fork:
             if packed_seq_params is not None:
                 return self._packed(query, key, value, packed_seq_params, dropout, group)
@@ -218,7 +219,8 @@ class CoreAttention(nn.Module):
         s, b = query.shape[:2]
         causal = causal_attention if self.fused is None else self.fused.causal_attention
         if group is None:
-            out = causal(*(x.transpose(0, 1) for x in (query, key, value)), self.scale, dropout).transpose(0, 1)
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            out = causal(q, k, v, self.scale, dropout).transpose(0, 1)
         elif self.ring:
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             if self.fused is None:
@@ -229,9 +231,9 @@ class CoreAttention(nn.Module):
                 out = out.unflatten(0, (b, s)).transpose(0, 1)
         else:
             layout = PackedLayout.build([s * group.size()], query.device, group.size())
-            q, k, v = (x.index_select(0, layout.to_natural) for x in self._split_heads(query, key, value, group))
-            out = causal(*(x.transpose(0, 1) for x in (q, k, v)), self.scale).transpose(0, 1)
-            out = _heads_to_sequence(out.index_select(0, layout.to_rank_major), group)
+            q, k, v = (layout.natural(x).transpose(0, 1) for x in self._split_heads(query, key, value, group))
+            out = causal(q, k, v, self.scale).transpose(0, 1)
+            out = _heads_to_sequence(layout.rank_major(out), group)
         return out.reshape(s, b, -1)
 
     def _packed(
@@ -243,10 +245,10 @@ class CoreAttention(nn.Module):
         elif self.ring:
             out = self._packed_ring(query, key, value, layout, group)
         else:
-            q, k, v = self._split_heads(*(x.unsqueeze(1) for x in (query, key, value)), group)
-            q, k, v = (x.squeeze(1).index_select(0, layout.to_natural) for x in (q, k, v))
+            q, k, v = (x.unsqueeze(1) for x in (query, key, value))
+            q, k, v = (layout.natural(x.squeeze(1)) for x in self._split_heads(q, k, v, group))
             out = self._inside_sequences(q, k, v, layout, 0.0)
-            out = _heads_to_sequence(out.index_select(0, layout.to_rank_major).unsqueeze(1), group)
+            out = _heads_to_sequence(layout.rank_major(out).unsqueeze(1), group)
         return out.reshape(tokens, 1, -1)
 
     def _inside_sequences(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float) -> Tensor:
@@ -282,4 +284,4 @@ class CoreAttention(nn.Module):
         if kv_heads % cp_size:
             repeat = cp_size // math.gcd(kv_heads, cp_size)
             key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
-        return tuple(_sequence_to_heads(x, group) for x in (query, key, value))
+        return _sequence_to_heads(query, group), _sequence_to_heads(key, group), _sequence_to_heads(value, group)

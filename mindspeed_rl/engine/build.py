@@ -6,11 +6,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.module import Float16Module
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,7 +49,7 @@ class ModelPlan:
     architecture: Architecture
     network: Network
     layout: Layout
-    hf_config: dict
+    hf_config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,18 @@ class BuiltModel:
 
     Attributes:
         chunks: modules as the schedule runs them (Float16Module and DDP wrapped around).
+        ddp_chunks: the same modules where they train; empty where they do not.
         models: the bare models inside, in the same order.
     """
 
     plan: ModelPlan
     transformer_config: TransformerConfig
-    chunks: list[nn.Module]
-    models: list[nn.Module]
+    chunks: list[MegatronModule]
+    ddp_chunks: list[DistributedDataParallel]
+    models: list[GPTModel]
 
 
-def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: str = "lm") -> ModelPlan:
+def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["lm", "reward"] = "lm") -> ModelPlan:
     """Reads config.json and places its layers.
 
     Raises:
@@ -117,10 +121,10 @@ def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_widt
     )
 
 
-def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> dict:
+def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> dict[str, Any]:
     """Fields of TransformerConfig that the run decides and the network does not."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    settings = {
+    settings: dict[str, Any] = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
         "cp_comm_type": "p2p" if config.context_parallel_algo == "megatron_cp_algo" else "a2a",
@@ -170,7 +174,7 @@ def _reduce_over_expert_ranks(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = False
+            parameter.allreduce = False  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
 
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
@@ -182,8 +186,9 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         lora.check(network)
         settings["moe_router_bias_update_rate"] = 0.0  # balancing would change the frozen router
     transformer = transformer_config(network, layout=layout, **settings)
-    norm = WrappedTorchNorm if platform.current().megatron_kernels else RMSNorm
-    models: list[nn.Module] = []
+    # WrappedTorchNorm is no module itself, but makes one
+    norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
+    models: list[GPTModel] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     with platform.current().kept_rng_state():
         for stage in range(layout.vpp):
@@ -213,15 +218,17 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             models.append(model.to(platform.current().current_device()))
         if lora is not None:
             start_adapters(models, layout, seed=config.seed)
-    chunks = [Float16Module(transformer, model) if config.bf16 else model for model in models]
+    chunks: list[MegatronModule] = [Float16Module(transformer, model) if config.bf16 else model for model in models]
+    ddp_chunks: list[DistributedDataParallel] = []
     for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):
         router._maintain_float32_expert_bias()  # Float16Module has made it bfloat16, in which it cannot tell experts apart
     if trainable:
-        chunks = [
+        ddp_chunks = [
             DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
+        chunks = [*ddp_chunks]
     else:
         for chunk in chunks:
             chunk.requires_grad_(False)
-    return BuiltModel(plan, transformer, chunks, models)
+    return BuiltModel(plan, transformer, chunks, ddp_chunks, models)

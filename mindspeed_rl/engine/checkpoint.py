@@ -14,11 +14,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -205,9 +206,8 @@ def _shown(record: dict[str, Any]) -> str:
     return f"lora_r {record['r']}, lora_alpha {record['alpha']}, lora_target_modules {' '.join(record['target_modules'])}"
 
 
-def _load_schedule(engine: TrainEngine, saved: dict[str, Any], path: Path) -> None:
+def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], path: Path) -> None:
     """The schedule stands where the saved one stood; its shape is this run's."""
-    scheduler = engine.scheduler
     mine = scheduler.state_dict()
     changed = [f"{name} {saved[name]} -> {mine[name]}" for name in saved if name != "num_steps" and saved[name] != mine[name]]
     if changed and dist.get_rank() == 0:
@@ -245,7 +245,8 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     if not record_path.is_file():
         raise ValueError(f"load: {path} has no run_state.json; it is not a checkpoint of this trainer.")
     record = json.loads(record_path.read_text())
-    with_optimizer = engine.optimizer is not None and not (config.finetune or config.no_load_optim)
+    optimizer, scheduler = engine.optimizer, engine.scheduler
+    with_optimizer = optimizer is not None and not (config.finetune or config.no_load_optim)
     if with_optimizer and record["scheduler"] is None:
         raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
     if with_optimizer and record["bf16"] != config.bf16:
@@ -257,14 +258,16 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     parts = _parts_to_load(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
     wanted = _sharded_state(engine, parts, with_optimizer=with_optimizer, is_loading=True)
     with _said_plainly(f"load: {path} does not fit this run"):
-        state = dist_checkpointing.load(wanted, str(path))
+        # a tuple comes only where keys may be missing
+        state = cast(dict[str, Any], dist_checkpointing.load(wanted, str(path)))
     for index, model in enumerate(engine.model.models):
         model.load_state_dict(state[f"model{index}"], strict=parts == "all")
     if with_optimizer:
-        optimizer_state.load_state(engine.optimizer, state["optimizer"], num_steps=record["scheduler"]["num_steps"])
-        _load_schedule(engine, record["scheduler"], path)
-    elif engine.optimizer is not None:
-        engine.optimizer.reload_model_params()
+        assert optimizer is not None and scheduler is not None  # an engine that trains has both
+        optimizer_state.load_state(optimizer, state["optimizer"], num_steps=record["scheduler"]["num_steps"])
+        _load_schedule(scheduler, record["scheduler"], path)
+    elif optimizer is not None:
+        optimizer.reload_model_params()
     random_restored = False
     if (
         not (config.finetune or config.no_load_rng)

@@ -22,17 +22,19 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, get_cuda_rng_tracker
+from megatron.core.dist_checkpointing.mapping import FactoryBuildFn, FactoryMergeFn, ReplicaId, ShardedTensorFactory
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -52,12 +54,16 @@ from torch.nn import functional
 from mindspeed_rl.checkpoint.lora import export_peft
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.megatron import LORA_TARGETS
+from mindspeed_rl.engine.parallel import rng_tracker
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.network import Network
 
 if TYPE_CHECKING:  # build.py imports this module
     from mindspeed_rl.engine.build import BuiltModel
+
+#: (axis, part, parts) of what a module's tensors are a part of, as Megatron says it
+_Offsets = tuple[tuple[int, int, int], ...]
 
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 
@@ -139,12 +145,12 @@ class _SumGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]  (as above)
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -154,7 +160,7 @@ def _sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SumGradients.apply(x, group) if group.size() > 1 else x
 
 
-class AdaptedModule:
+class AdaptedModule(nn.Module):
     """A module with adapters; mixed into Megatron's layers.
 
     Attributes:
@@ -180,7 +186,7 @@ def _mark(
     parameter: nn.Parameter, *, cut_dim: int | None, expert: bool, expert_parallel: bool, group: dist.ProcessGroup
 ) -> None:
     """Tells Megatron how a parameter is cut and reduced, as it is told for the base layer's."""
-    parameter.allreduce = not (expert and expert_parallel)
+    parameter.allreduce = not (expert and expert_parallel)  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
     if cut_dim is not None:
         set_tensor_model_parallel_attributes(parameter, True, cut_dim, 1)
     elif expert and group.rank() == 0:
@@ -189,10 +195,16 @@ def _mark(
 
 
 class _AdaptedLinear(AdaptedModule):
-    """Common half of the two linear layers."""
+    """Common half of the two linear layers, in front of Megatron's, whose attributes it uses."""
 
     cuts_input: bool
     adapted_weights = ("weight",)
+
+    weight: nn.Parameter
+    is_expert: bool
+    expert_parallel: bool
+    sequence_parallel: bool
+    tp_group: dist.ProcessGroup
 
     def __init__(self, *args: Any, lora: LoraSettings, gated: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -215,19 +227,20 @@ class _AdaptedLinear(AdaptedModule):
                 group=self.tp_group,
             )
             # each rank sees its slice of the sequence only: the gradient of the replicated matrix is summed over the ranks
-            parameter.sequence_parallel = cut_dim is None and self.sequence_parallel and not self.is_expert
+            whole = cut_dim is None and self.sequence_parallel and not self.is_expert
+            parameter.sequence_parallel = whole  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
     @property
     def lora_a(self) -> nn.Parameter:
         """[r, in of this rank]."""
-        return self.lora_A["default"].weight
+        return cast(nn.Parameter, self.lora_A["default"].weight)
 
     @property
     def lora_b(self) -> nn.Parameter:
         """[out of this rank, r]."""
-        return self.lora_B["default"].weight
+        return cast(nn.Parameter, self.lora_B["default"].weight)
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, nn.Parameter | None]:
         output, bias = super().forward(input_, *args, **kwargs)
         if self.adapter_enabled:
             output = output + self._low_rank(self._dropped(input_)) * self.lora.scale
@@ -241,9 +254,9 @@ class _AdaptedLinear(AdaptedModule):
         if not (self.training and self.lora.dropout):
             return x
         if self.is_expert:
-            fork: Any = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+            fork: AbstractContextManager[None] = rng_tracker().fork(get_expert_parallel_rng_tracker_name())
         elif self.cuts_input or self.sequence_parallel:
-            fork = get_cuda_rng_tracker().fork()  # every rank has other elements
+            fork = rng_tracker().fork()  # every rank has other elements
         else:
             fork = contextlib.nullcontext()  # every rank has the same elements and must drop the same ones
         with fork:
@@ -256,9 +269,13 @@ class _AdaptedLinear(AdaptedModule):
     def adapters(self, prefix: str) -> Iterator[Adapter]:
         yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, self.cuts_input, self.tp_group)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: _Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Megatron's, with the cut matrix of the adapter sharded (gate and up apart, as the base weight)."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        assert metadata is not None  # Megatron's linear layers need its groups too
+        base = super().sharded_state_dict
+        state = base(prefix, sharded_offsets, metadata)  # pyrefly: ignore[not-callable]  (of the layer behind this half)
         key, tensor, axis = (prefix + _A, self.lora_a, 1) if self.cuts_input else (prefix + _B, self.lora_b, 0)
         state[key] = make_tp_sharded_tensor_for_checkpoint(
             tensor,
@@ -369,11 +386,12 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         """Rows of each expert times its matrix: [n, in] x [experts, in, out] -> [n, out]."""
         if not x.size(0):  # kernels refuse empty products; the weights still need a gradient
             return x @ weights.sum(0)
+        assert grouped_gemm_util.ops is not None  # GroupedMLP could not have been built
         return grouped_gemm_util.ops.gmm(x, weights, tokens_per_expert, trans_b=False)
 
     def _low_rank(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         if self.training and self.lora.dropout:
-            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            with rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 x = functional.dropout(x, self.lora.dropout)
         hidden = product(x, a.transpose(1, 2).contiguous())
         return product(hidden, b.transpose(1, 2).contiguous()) * self.lora.scale
@@ -394,7 +412,9 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
                 name = f"{prefix}local_experts.{expert}.{kind}.weight"
                 yield Adapter(name, a.data[expert], b.data[expert], kind == "linear_fc2", self.tp_group)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: _Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Megatron's, and the adapters under the keys that experts in separate layers have."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         kinds = [("linear_fc1", "fc1", None, 1)] if self.on_fc1 else []
@@ -408,8 +428,9 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
                 state[f"{prefix}{attribute}"] = ShardedTensorFactory(
                     f"{prefix}experts.{kind}.{name}",
                     getattr(self, attribute),
-                    build,
-                    partial(torch.cat, dim=1),
+                    # declared for dicts; lists come and go as well, as in Megatron's own factories
+                    cast(FactoryBuildFn, build),
+                    cast(FactoryMergeFn, partial(torch.cat, dim=1)),
                     (0, tp_replica, self.dp_group.rank()),
                 )
         return state
@@ -419,10 +440,10 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         self,
         key: str,
         tensor: Tensor,
-        replica_id: Any,
-        flattened_range: slice | None,
+        replica_id: ReplicaId,
+        flattened_range: slice[Any, Any, Any] | None,
         *,
-        sharded_offsets: tuple,
+        sharded_offsets: _Offsets,
         axis: int | None,
         pieces: int,
     ) -> list[ShardedTensor]:
@@ -458,6 +479,7 @@ def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gate
     Raises:
         ValueError: a target is built from a class that has no adapted form.
     """
+    assert spec.layer_specs is not None
     for layer in spec.layer_specs:
         _adapt(layer, settings, gated)
 
@@ -467,6 +489,7 @@ def _adapt(spec: ModuleSpec, settings: LoraSettings, gated: bool) -> None:
         spec.module, spec.params = AdaptedGroupedMLP, {**spec.params, "lora": settings}
     if spec.submodules is None:
         return
+    assert dataclasses.is_dataclass(spec.submodules)
     for field in dataclasses.fields(spec.submodules):
         inner = getattr(spec.submodules, field.name)
         if isinstance(inner, ModuleSpec) and inner.module not in _ADAPTED.values():
@@ -478,7 +501,7 @@ def _adapt(spec: ModuleSpec, settings: LoraSettings, gated: bool) -> None:
             setattr(spec.submodules, field.name, ModuleSpec(module=_ADAPTED[inner], params=params))
 
 
-def start_adapters(models: list[nn.Module], layout: Layout, *, seed: int) -> None:
+def start_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
     """Everything but adapters (and a value head) is frozen; A has its first values, B is zero.
 
     A is uniform in +-1 / sqrt(in), the same under every layout: the whole matrix is drawn and this rank's part taken.
@@ -580,6 +603,7 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
             )
             if owner:
                 found = (op.mcore, adapter.group.rank(), adapter.a.cpu(), adapter.b.cpu())
+                assert op.layer is not None  # only layers have adapters
                 mine.setdefault(op.layer, []).append(found)
     gathered: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for layer in range(plan.network.num_layers):

@@ -65,6 +65,7 @@ def _expected_where_set(config: MegatronConfig, network: Network) -> dict[str, A
     if network.num_moe_experts is None:
         expected["ffn_hidden_size"] = network.ffn_hidden_size
     else:
+        assert network.moe_ffn_hidden_size is not None  # every network with experts says it
         shared = network.moe_shared_expert_intermediate_size or 0
         expected |= {
             "moe_ffn_hidden_size": network.moe_ffn_hidden_size,

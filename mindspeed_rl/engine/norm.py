@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         self.zero_centered = bool(config.layernorm_zero_centered_gamma)
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + 1.0 if self.zero_centered else self.weight

@@ -74,10 +74,9 @@ class Offloader:
     def _weight_tensors(self) -> Iterator[Tensor]:
         for model in self._engine.model.models:
             yield from (parameter.data for parameter in model.parameters())
-        for chunk in self._engine.chunks:
-            for buffer in _ddp_buffers(chunk):
-                if buffer.param_data is not None:
-                    yield buffer.param_data
+        for buffer in self._engine.gradient_buffers():
+            if buffer.param_data is not None:
+                yield buffer.param_data
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         weights = _storages(self._weight_tensors())
@@ -94,7 +93,7 @@ class Offloader:
         if optimizer and self._engine.optimizer is not None:
             self._optimizer.empty(list(_storages(self._optimizer_tensors()).values()))
         if grads:
-            self._grads.empty(list(_storages(b.grad_data for c in self._engine.chunks for b in _ddp_buffers(c)).values()))
+            self._grads.empty(list(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values()))
         if params:
             self._params.empty(list(_storages(self._weight_tensors()).values()))
         platform.current().empty_cache()
@@ -107,10 +106,3 @@ class Offloader:
             self._grads.fill()
         if optimizer:
             self._optimizer.fill()
-
-
-def _ddp_buffers(chunk: torch.nn.Module) -> list:
-    """Megatron's flat gradient buffers of a DDP chunk; none for a chunk that does not train."""
-    if not hasattr(chunk, "expert_parallel_buffers"):
-        return []
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]

@@ -6,7 +6,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
+from megatron.core.transformer.module import MegatronModule
 
 from mindspeed_rl.config import MegatronConfig
 
@@ -23,7 +23,7 @@ def ddp_config(config: MegatronConfig) -> DistributedDataParallelConfig:
     )
 
 
-def build_optimizer(config: MegatronConfig, chunks: list[nn.Module]) -> MegatronOptimizer:
+def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> MegatronOptimizer:
     """AdamW over the trainable parameters of the model chunks, with fp32 main parameters under bf16.
 
     Raises:
@@ -59,6 +59,7 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
     Raises:
         ValueError: the schedule has no length, or two warm-up keys contradict each other.
     """
+    assert config.lr is not None  # there would be no optimizer
     decay_iters = config.lr_decay_iters or config.train_iters
     if not decay_iters:
         raise ValueError("train_iters: not set; the learning-rate schedule needs train_iters or lr_decay_iters.")

@@ -6,12 +6,13 @@ import datetime
 import os
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
@@ -163,6 +164,11 @@ def seed_all(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def rng_tracker() -> CudaRNGStatesTracker:
+    """Megatron's named generators, as `seed_all` has set them."""
+    return cast(CudaRNGStatesTracker, tensor_parallel.get_cuda_rng_tracker())  # Megatron's global is declared None
+
+
 def is_data_source() -> bool:
     """True on the one rank of each model replica that fetches its rows (first TP, PP and CP rank)."""
     return (
@@ -196,6 +202,7 @@ class ControlGroup:
         for replica, members in sorted(replicas.items()):
             group = dist.new_group(members, backend="gloo")
             if replica == mine:
+                assert isinstance(group, dist.ProcessGroup)  # an int stands for the groups of other ranks
                 self.group, self.size = group, len(members)
 
     def broadcast(self, value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
@@ -31,18 +32,20 @@ class _SumOverSlices(torch.autograd.Function):
     """Sums disjoint context-parallel parts; each rank's gradient is its own part, because every rank computes the same loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         out = x.clone()
         dist.all_reduce(out, group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]  (as above)
         return grad, None
 
 
 class _ResponseAligned:
     """Puts per-token results where the loss expects them; mixed into Megatron's models."""
+
+    config: TransformerConfig
 
     def _to_response(self, values: Tensor, micro_batch: MicroBatch) -> Tensor:
         """[k, n] values of this rank's predicted tokens -> [k, rows, width] of the whole micro-batch."""
@@ -81,6 +84,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
         hidden = hidden.reshape(-1, hidden.size(-1)).index_select(0, micro_batch.hidden_index)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None  # the last stage holds it
         if labels.choices is not None:
             logits = choice_logits(
                 hidden,
@@ -108,10 +112,9 @@ class PolicyModel(_ResponseAligned, GPTModel):
 class ValueModel(_ResponseAligned, GPTRewardModel):
     """GPTRewardModel whose last stage returns [1, rows, width] float32: the value before each predicted token."""
 
-    def _postprocess(
-        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: HeadRequest, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
+        micro_batch = kwargs["labels"].micro_batch  # of a HeadRequest; GPTModel names every argument
         values = self.rm_head(hidden_states).flatten().float()
-        return self._to_response(values.index_select(0, labels.micro_batch.hidden_index)[None], labels.micro_batch)
+        return self._to_response(values.index_select(0, micro_batch.hidden_index)[None], micro_batch)

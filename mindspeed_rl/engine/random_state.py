@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import torch
-from megatron.core import tensor_parallel
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.engine import parallel
 
 _TRACKER = "tracker."
 
@@ -17,7 +17,9 @@ _TRACKER = "tracker."
 def capture() -> dict[str, Tensor]:
     """The state of Python's, NumPy's, torch's, the device's and Megatron's generators."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    numpy_state = np.random.get_state()
+    assert isinstance(numpy_state, tuple)  # a dict would be of another generator than the Mersenne twister
+    name, keys, position, has_gauss, cached = numpy_state
     assert version == 3 and name == "MT19937"
     states = {
         "python": torch.tensor(internal, dtype=torch.int64),
@@ -28,7 +30,7 @@ def capture() -> dict[str, Tensor]:
         "torch": torch.get_rng_state(),
         "device": platform.current().rng_state().cpu(),
     }
-    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    tracker = parallel.rng_tracker().get_states()
     return states | {_TRACKER + key: state.cpu() for key, state in tracker.items()}
 
 
@@ -42,4 +44,4 @@ def restore(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["torch"])
     platform.current().set_rng_state(states["device"])
     tracker = {key.removeprefix(_TRACKER): state for key, state in states.items() if key.startswith(_TRACKER)}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
+    parallel.rng_tracker().set_states(tracker)

@@ -42,7 +42,7 @@ class RecomputingMLP(MLP):
         return product if per_token_scale is None else (product * per_token_scale.unsqueeze(-1)).to(inner.dtype)
 
 
-class RecomputingSharedExpertMLP(SharedExpertMLP, RecomputingMLP):
+class RecomputingSharedExpertMLP(SharedExpertMLP, RecomputingMLP):  # pyrefly: ignore[inconsistent-inheritance]  (Megatron's)
     """The experts that every token goes through, likewise."""
 
 
@@ -76,6 +76,7 @@ def recompute_activations(spec: TransformerBlockSubmodules) -> None:
     Raises:
         ValueError: experts are grouped.
     """
+    assert spec.layer_specs is not None
     for layer in spec.layer_specs:
         _replace(layer)
 
@@ -86,8 +87,10 @@ def _replace(spec: ModuleSpec) -> None:
             "recompute_activation_function: experts in grouped products cannot do it here; set moe_grouped_gemm: false or use "
             "recompute_granularity."
         )
-    spec.module = _RECOMPUTING.get(spec.module, spec.module)
+    if isinstance(spec.module, type):
+        spec.module = _RECOMPUTING.get(spec.module, spec.module)
     if spec.submodules is not None:
+        assert dataclasses.is_dataclass(spec.submodules)
         for field in dataclasses.fields(spec.submodules):
             inner = getattr(spec.submodules, field.name)
             if isinstance(inner, ModuleSpec):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -93,21 +93,21 @@ def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedLayout(PackedSeqParams):
     """PackedSeqParams that also remembers host-side lengths, so that no layer has to read them back from the device.
 
     Attributes:
         lengths: full length in tokens of each sequence, padding included (before any context-parallel cut).
         view: the dense view of the natural packed order.
-        to_natural: with Ulysses, [tokens] int64: index into the rank-major order of each token in natural order.
+        to_natural: with context parallelism, [tokens] int64: index into the rank-major order of each token in natural order.
         to_rank_major: the inverse.
     """
 
-    lengths: tuple[int, ...] = ()
-    view: DenseView | None = None
-    to_natural: Tensor | None = field(default=None)
-    to_rank_major: Tensor | None = field(default=None)
+    lengths: tuple[int, ...]
+    view: DenseView
+    to_natural: Tensor | None = None
+    to_rank_major: Tensor | None = None
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device, cp_size: int = 1) -> PackedLayout:
@@ -127,10 +127,21 @@ class PackedLayout(PackedSeqParams):
             cu_seqlens_kv_padded=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            lengths=tuple(lengths),
+            view=view,
         )
-        layout.lengths, layout.view = tuple(lengths), view
         if cp_size > 1:
             rank_major = torch.cat([zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)])
             layout.to_rank_major = rank_major.to(device)
             layout.to_natural = torch.argsort(rank_major).to(device)
         return layout
+
+    def natural(self, x: Tensor) -> Tensor:
+        """[tokens, ...] in natural order from rank-major order; only with context parallelism."""
+        assert self.to_natural is not None
+        return x.index_select(0, self.to_natural)
+
+    def rank_major(self, x: Tensor) -> Tensor:
+        """The inverse of `natural`."""
+        assert self.to_rank_major is not None
+        return x.index_select(0, self.to_rank_major)

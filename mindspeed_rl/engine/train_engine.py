@@ -7,12 +7,15 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -99,8 +102,8 @@ class TrainEngine:
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
         )
-        self.optimizer = None
-        self.scheduler = None
+        self.optimizer: MegatronOptimizer | None = None
+        self.scheduler: OptimizerParamScheduler | None = None
         self.offloader = Offloader(self)
         # on the NPU MindSpeed swaps the state inside its optimizer
         self._swaps_optimizer = config.swap_optimizer and not platform.current().megatron_kernels
@@ -118,9 +121,9 @@ class TrainEngine:
         transformer_config.finalize_model_grads_func = finalize_model_grads
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
-            transformer_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
-            if len(self.chunks) == 1:
-                transformer_config.no_sync_func = transformer_config.no_sync_func[0]
+            no_syncs = [chunk.no_sync for chunk in self.model.ddp_chunks]
+            # the interleaved schedule takes a list, though it is not declared so
+            transformer_config.no_sync_func = cast(Callable[..., Any], no_syncs) if len(no_syncs) > 1 else no_syncs[0]
 
     # ------------------------------------------------------------------ forward only
 
@@ -164,6 +167,28 @@ class TrainEngine:
 
     # ------------------------------------------------------------------ training
 
+    @overload
+    def train_step(
+        self,
+        rows: Rows,
+        batching: MicroBatching,
+        loss: Callable[[LossInputs], LossOutput],
+        batch: None = None,
+        *,
+        more_follow: bool = False,
+    ) -> StepResult: ...
+
+    @overload
+    def train_step(
+        self,
+        rows: Rows,
+        batching: MicroBatching,
+        loss: Callable[[Batch], LossOutput],
+        batch: Callable[[LossInputs], Batch],
+        *,
+        more_follow: bool = False,
+    ) -> StepResult: ...
+
     def train_step(
         self,
         rows: Rows,
@@ -186,26 +211,29 @@ class TrainEngine:
         Raises:
             NonFiniteError: a loss or gradient is not finite; weights and optimizer are as before.
         """
+        optimizer, scheduler = self.optimizer, self.scheduler
+        assert optimizer is not None and scheduler is not None  # start_training came first
         broken: list[str] = []
         with self._mode(training=True):
-            for chunk in self.chunks:
+            for chunk in self.model.ddp_chunks:
                 chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            optimizer.zero_grad()
             loss_step = partial(self.loss_step, loss, batch, broken)
             micro_batches = self._micro_batches(rows, batching)
             # called from here, not by a helper: from this line to the loss only Megatron's own frames lie between
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
             if not self.config.no_check_for_nan_in_loss_and_grad:
                 self._check_finite(broken)
-            lr = self.optimizer.param_groups[0]["lr"] if self.optimizer.param_groups else 0.0
+            lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
             self.offloader.onload(optimizer=True)
-            _, grad_norm, _ = self.optimizer.step()
+            # declared to return nothing; every optimizer returns whether it could, the norm and a count of zeros
+            _, grad_norm, _ = cast(tuple[bool, float | None, int | None], optimizer.step())
             if self.config.overlap_param_gather and not more_follow:
-                for chunk in self.chunks:
+                for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
-            self.scheduler.step(increment=1)
+            scheduler.step(increment=1)
         return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr))
 
     def loss_step(
@@ -228,7 +256,8 @@ class TrainEngine:
             result = LossOutput(output.sum() * 0.0, torch.zeros((), dtype=torch.int64, device=output.device))
         else:
             inputs = LossInputs(output.unbind(0), micro_batch.response_mask, micro_batch.columns)
-            result = loss(inputs if batch is None else batch(inputs))
+            # the overloads of train_step: without `batch`, Batch is LossInputs
+            result = loss(cast(Batch, inputs) if batch is None else batch(inputs))
         if not torch.isfinite(result.loss_sum):
             broken.append(f"micro-batch {number} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}")
         # every context-parallel rank computes the whole loss; it counts once
@@ -238,11 +267,7 @@ class TrainEngine:
 
     def _check_finite(self, broken: list[str]) -> None:
         """Raises the same error on every rank when any rank has a non-finite loss or gradient."""
-        finite = all(
-            bool(torch.isfinite(buffer.grad_data.sum()))
-            for chunk in self.chunks
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers
-        )
+        finite = all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.gradient_buffers())
         flag = torch.tensor([0.0 if finite and not broken else 1.0], device=self.device)
         dist.all_reduce(flag)
         if not flag.item():
@@ -256,6 +281,10 @@ class TrainEngine:
         )
 
     # ------------------------------------------------------------------ shared
+
+    def gradient_buffers(self) -> list[_ParamAndGradBuffer]:
+        """Megatron's flat gradient buffers; none in an engine that does not train. Not collective."""
+        return [buffer for chunk in self.model.ddp_chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
 
     @contextlib.contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
@@ -305,7 +334,7 @@ class TrainEngine:
             columns={name: [values[0] if values[0].dim() == 0 else values[0][:0]] for name, values in rows.columns.items()},
         )
         micro_batch = build_micro_batch(filler, [0], self.shape, self.device, least_width=least_width)
-        return MicroBatch(**{**vars(micro_batch), "indexes": (-1,), "num_tokens": 0})
+        return replace(micro_batch, indexes=(-1,), num_tokens=0)
 
     def _schedule(
         self,
@@ -320,7 +349,9 @@ class TrainEngine:
             on_output: (number of the micro-batch, micro-batch, the head's output) -> loss sum, count, what is kept.
         """
 
-        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+        def forward_step(
+            iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
             number, micro_batch = next(iterator)
             request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
             output = chunk(

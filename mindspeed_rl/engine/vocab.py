@@ -38,7 +38,7 @@ class _VocabLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -76,7 +76,7 @@ class _VocabLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  (as above)
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         temperature, chunk_size, padding, softcap, first = ctx.settings
         vocab = weight.size(0)

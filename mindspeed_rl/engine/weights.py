@@ -74,6 +74,7 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
                 shards, shard = layout.expert_tp_size, parallel_state.get_expert_tensor_parallel_rank()
             else:
                 shards, shard = layout.tp, tp_rank
+            assert shard is not None  # Megatron's groups exist
             found.append(LocalWeight(op, tensor.data, shards, shard, merged.get(name)))
     order = {name: index for index, name in enumerate(by_name)}
     return sorted(found, key=lambda weight: order[weight.op.mcore])

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, SamplingParams, TokensPrompt, envs
+from vllm.logprobs import FlatLogprobs
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
@@ -55,6 +56,14 @@ def _own_socket_folder() -> Iterator[None]:
             del os.environ[_SOCKET_FOLDER]
             if before is not None:
                 os.environ[_SOCKET_FOLDER] = before
+
+
+class _LoadsWeights(Protocol):
+    """What all of vLLM's models can do."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+        """Takes tensors under HF names; the names of the parameters that were filled."""
+        ...
 
 
 class VllmEngine:
@@ -157,14 +166,17 @@ class VllmEngine:
             )
             for request in requests
         ]
-        prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
+        # all other keys may be left out
+        prompts = [cast(TokensPrompt, {"prompt_token_ids": request.prompt_ids}) for request in requests]
         completions = []
         with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
         for output in outputs:
             sample = output.outputs[0]
             token_ids = list(sample.token_ids)
-            log_probs = [sample.logprobs.logprobs[index] for index in sample.logprobs.start_indices]  # the drawn token is first
+            found = sample.logprobs
+            assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
+            log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
             completions.append(Completion(token_ids, log_probs, truncated=sample.finish_reason == "length"))
         return completions
 
@@ -183,7 +195,7 @@ class VllmEngine:
 
         def load(model: torch.nn.Module) -> None:
             self._hooks.before_load(model)
-            loaded = model.load_weights(iter(named))
+            loaded = cast(_LoadsWeights, model).load_weights(iter(named))  # no base class of vLLM's models says it
             tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
             missing = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)} - tied - set(loaded)
             if missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Scoring(Protocol):
         choices: token ids whose logits are read, None for a value head.
     """
 
-    head: str
+    head: Literal["lm", "reward"]
     choices: tuple[int, int] | None
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
@@ -35,7 +35,7 @@ class Scoring(Protocol):
 class OutcomeScoring:
     """A value head's number at the last token of prompt and response, as sequence classifiers of transformers give it."""
 
-    head = "reward"
+    head: Literal["lm", "reward"] = "reward"
     choices = None
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
@@ -51,7 +51,7 @@ class ProcessScoring:
     The response is cut into steps at blank lines, and each is followed by `placeholder_token`, at which the model judges.
     """
 
-    head = "lm"
+    head: Literal["lm", "reward"] = "lm"
 
     def __init__(self, config: MegatronConfig, tokenizer: Any, aggregation: str) -> None:
         """

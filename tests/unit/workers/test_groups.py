@@ -74,7 +74,8 @@ def test_the_listed_way_from_the_command_to_the_policy_loss_exists_and_is_short(
     for file, name in path:
         tree: ast.AST = ast.parse((ROOT / file).read_text())
         for part in name.split("."):
-            tree = next(node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == part)
+            named = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == part]
+            tree = named[-1]  # overloads stand in front of what they describe
         sources.append(ast.unparse(tree))
     # the shell calls what it is asked for by name, and the engine the loss that it was given
     indirect = {"WorkerProcess.call": "getattr(self._worker, method)", "TrainEngine.loss_step": "loss("}
