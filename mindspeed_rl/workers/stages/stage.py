@@ -119,6 +119,7 @@ class Stage(ABC):
 
 def make_stage(config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> Stage:
     """The stage that the run file names."""
+    assert config.stage is not None
     module, name = STAGES[config.stage].split(":")
     return getattr(import_module(module), name)(config, tokenizer)
 
