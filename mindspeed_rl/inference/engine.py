@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl.inference.engine_settings import EngineSettings
@@ -21,6 +20,7 @@ from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from vllm.inputs import TokensPrompt
 
 
 class InferenceEngine(VllmEngine):
@@ -50,7 +50,9 @@ class InferenceEngine(VllmEngine):
         self._num_started = 0
         self.load_weights(model.named_tensors(), version=0)
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Generator[Piece, None, None]:
+    def stream(
+        self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
+    ) -> Generator[Piece, None, None]:
         """See `Engine.stream`."""
         engine = self._llm.llm_engine
         numbers: dict[str, int] = {}
@@ -71,7 +73,7 @@ class InferenceEngine(VllmEngine):
             )
             name = str(self._num_started)
             self._num_started += 1
-            engine.add_request(name, TokensPrompt(prompt_token_ids=request.prompt_ids), params)
+            engine.add_request(name, _prompt(request.prompt_ids), params)
             numbers[name] = index
         try:
             while numbers:
@@ -90,7 +92,7 @@ class InferenceEngine(VllmEngine):
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False)
-        outputs = self._llm.generate([TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts], params, use_tqdm=False)
+        outputs = self._llm.generate([_prompt(list(ids)) for ids in prompts], params, use_tqdm=False)
         found = []
         for output in outputs:
             log_probs = output.outputs[0].logprobs
@@ -101,6 +103,11 @@ class InferenceEngine(VllmEngine):
 
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
+
+
+def _prompt(token_ids: list[int]) -> TokensPrompt:
+    # its other keys are optional by typing.NotRequired, which came with Python 3.11
+    return cast("TokensPrompt", {"prompt_token_ids": token_ids})
 
 
 def _piece(index: int, output: Any) -> Piece:

@@ -7,6 +7,7 @@ import torch
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -28,7 +29,7 @@ class GreedyBaselines:
         )
         self._items = [
             PromptItem(prompt_ids=ids.tolist(), label=label, columns=columns)
-            for ids, label, columns in zip(batch["prompt_ids"], batch["labels"], batch["extra"])
+            for ids, label, columns in zip(batch["prompt_ids"], objects(batch["labels"]), objects(batch["extra"]))
         ]
         self._responses, self._results = self._evaluator.score(self._items, greedy=True)
         metrics = Metrics()
