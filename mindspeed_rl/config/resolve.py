@@ -36,6 +36,12 @@ class Run:
     folder: Path
 
     @property
+    def stage(self) -> str:
+        """What kind of training it is; ray_grpo where the run file has rl_config and names no stage."""
+        assert self.config.stage is not None
+        return self.config.stage
+
+    @property
     def rl(self) -> RLConfig:
         """Keys of rl_config; for runs with rollouts."""
         assert self.config.rl_config is not None

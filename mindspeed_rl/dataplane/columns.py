@@ -168,6 +168,18 @@ def take(column: Column, places: Sequence[int] | np.ndarray) -> Column:
     return column.take(places) if isinstance(column, Ragged) else [column[place] for place in places]
 
 
+def ragged(column: Column) -> Ragged:
+    """The column, whose rows are tensors or numbers."""
+    assert isinstance(column, Ragged), kind(column)
+    return column
+
+
+def objects(column: Column) -> list[Any]:
+    """The column, whose rows are neither."""
+    assert isinstance(column, list), kind(column)
+    return column
+
+
 def kind(column: Column) -> str:
     """What the rows are: "objects", "scalars of torch.float32", "rows of torch.int64" ..."""
     if not isinstance(column, Ragged):

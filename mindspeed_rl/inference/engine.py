@@ -6,8 +6,8 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -20,6 +20,7 @@ from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from vllm.inputs import TokensPrompt
 
 
 class InferenceEngine(VllmEngine):
@@ -49,7 +50,9 @@ class InferenceEngine(VllmEngine):
         self._num_started = 0
         self.load_weights(model.named_tensors(), version=0)
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
+    def stream(
+        self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
+    ) -> Generator[Piece, None, None]:
         """See `Engine.stream`."""
         engine = self._llm.llm_engine
         numbers: dict[str, int] = {}
@@ -70,7 +73,7 @@ class InferenceEngine(VllmEngine):
             )
             name = str(self._num_started)
             self._num_started += 1
-            engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, params)
+            engine.add_request(name, _prompt(request.prompt_ids), params)
             numbers[name] = index
         try:
             while numbers:
@@ -89,16 +92,22 @@ class InferenceEngine(VllmEngine):
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False)
-        outputs = self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
+        outputs = self._llm.generate([_prompt(list(ids)) for ids in prompts], params, use_tqdm=False)
         found = []
         for output in outputs:
-            entries = output.outputs[0].logprobs[0]
-            ranked = sorted(((token, entry.logprob) for token, entry in entries.items()), key=lambda item: -item[1])
+            log_probs = output.outputs[0].logprobs
+            assert log_probs is not None  # they were asked for
+            ranked = sorted(((token, entry.logprob) for token, entry in log_probs[0].items()), key=lambda item: -item[1])
             found.append(ranked[:count])
         return found
 
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
+
+
+def _prompt(token_ids: list[int]) -> TokensPrompt:
+    # its other keys are optional by typing.NotRequired, which came with Python 3.11
+    return cast("TokensPrompt", {"prompt_token_ids": token_ids})
 
 
 def _piece(index: int, output: Any) -> Piece:

@@ -49,6 +49,7 @@ class EngineSettings:
             infer_tensor_parallel_size=self.tensor_parallel_size,
             max_num_seqs=self.max_num_seqs or default_seqs,
             max_model_len=self.max_model_len,
+            # pyrefly: ignore[bad-argument-type]  # float16 too: vLLM knows it, run files do not
             dtype=_DTYPES.get(model_dtype, "bfloat16") if self.dtype == "auto" else self.dtype,
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_gib=self.kv_cache_memory_gib,

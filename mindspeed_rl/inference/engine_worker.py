@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch.distributed as dist
 
@@ -29,7 +29,7 @@ class InferenceWorker:
         self._engine = InferenceEngine(settings, open_model(settings.model), tokenizer, run_id=run_id)
         self._replica, self._replica_rank = divmod(rank, settings.tensor_parallel_size)
         self._num_replicas = settings.data_parallel_size
-        self._pieces: Iterator[Piece] = iter(())
+        self._pieces: Generator[Piece, None, None] = (piece for piece in ())
 
     def begin(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str]) -> None:
         """This replica's requests (every n-th from its number on) are under way."""

@@ -46,7 +46,6 @@ class InferenceGroup(WorkerGroup):
         cfg = RunConfig(
             config_name="inference",
             config_dir=".",
-            platform=platform_name,
             megatron_training=role,
             actor_config=role,
             ref_config=role,

@@ -31,7 +31,9 @@ class TextDecoder:
         return "".join([*parts, self._plain(token_ids[start:])])
 
     def _plain(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)  # a list for a batch
+        return text
 
 
 class IncrementalText:

@@ -13,7 +13,7 @@ from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
 from mindspeed_rl.algorithms.records import AdvantageInputs
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import Batch
+from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.records import reward_functions
@@ -45,7 +45,7 @@ class Advantages:
         baselines: GreedyBaselines | NoBaselines,
         schedule: Schedule,
     ) -> None:
-        self._cfg, self._plan, self._folder = run.config, run.plan, run.folder
+        self._run, self._plan = run, run.plan
         self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
         self.entropy_threshold: float | None = None
 
@@ -55,8 +55,7 @@ class Advantages:
         Raises:
             RuntimeError: responses come from other weights than the newest.
         """
-        rl, rows = self._cfg.rl_config, range(self._plan.num_train_samples)
-        objective = self._schedule.objective
+        rows, objective = range(self._plan.num_train_samples), self._schedule.objective
         columns = ["rewards", "reward_results", "response_length", "truncated", "weight_version"]
         if objective.kl_place == "reward":
             columns += ["old_log_probs", "ref_log_probs"]
@@ -64,10 +63,10 @@ class Advantages:
             columns.append("values")
         if objective.masks_by_entropy:
             columns.append("entropies")
-        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=rl.wait_timeout_s)
+        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._run.rl.wait_timeout_s)
         self._check_versions(batch, iteration)
-        lengths = batch["response_length"].tensor().to(torch.int64)
-        rewards = batch["rewards"].tensor()
+        lengths = ragged(batch["response_length"]).tensor().to(torch.int64)
+        rewards = ragged(batch["rewards"]).tensor()
         width = int(lengths.max())
         sampled = torch.arange(width)[None, :] < lengths[:, None]
         scored = ~rewards.isnan()
@@ -78,9 +77,9 @@ class Advantages:
         metrics.merge(estimator_metrics)
         loss_mask = response_mask
         if objective.overlong_filter:
-            loss_mask = overlong_filter(response_mask, batch["truncated"].tensor().bool())
+            loss_mask = overlong_filter(response_mask, ragged(batch["truncated"]).tensor().bool())
         if objective.masks_by_entropy:
-            entropies = batch["entropies"].padded(0.0, width)
+            entropies = ragged(batch["entropies"]).padded(0.0, width)
             shards = [(entropies, loss_mask)]
             # the overlong filter may have left no token: any threshold will do
             self.entropy_threshold = entropy_threshold(shards, objective.top_entropy_quantile) if loss_mask.any() else 0.0
@@ -95,28 +94,28 @@ class Advantages:
         )
         self._logger.completions(iteration + 1, self._plane, advantages, response_mask)
         if self._schedule.saves_rollout(iteration):
-            path = self._folder / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
+            path = self._run.folder / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
             with_reference = self._schedule.needs_reference
-            save_rollout(path, self._cfg, self._plane, inputs, kl_coef=kl_coef, with_reference=with_reference)
+            save_rollout(path, self._run, self._plane, inputs, kl_coef=kl_coef, with_reference=with_reference)
         return metrics
 
     def _inputs(
         self, batch: Batch, rewards: Tensor, scored: Tensor, response_mask: Tensor, kl_coef: float, metrics: Metrics
     ) -> AdvantageInputs:
-        rl, objective, width = self._cfg.rl_config, self._schedule.objective, response_mask.size(1)
+        objective, width = self._schedule.objective, response_mask.size(1)
         tensors: dict[str, Any] = {"scored": scored}
         if objective.kl_place == "reward":
-            old, ref = (batch[name].padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
+            old, ref = (ragged(batch[name]).padded(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
             kl = torch.where(response_mask, kl_penalty(old, ref, objective.kl, clamp=objective.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
             metrics.add_mean("reward/kl", kl.sum().item(), response_mask.sum().item())
         if objective.has_critic:
-            tensors["values"] = batch["values"].padded(0.0, width)
+            tensors["values"] = ragged(batch["values"]).padded(0.0, width)
         if "reward_parts" in objective.needs:
-            results = batch["reward_results"]
-            names, weights = reward_functions(rl)
+            results = objects(batch["reward_results"])
+            names, weights = reward_functions(self._run.rl)
             if any(MODEL_PART in result.parts for result in results):
-                names, weights = [*names, MODEL_PART], [*weights, rl.reward_model_weight]
+                names, weights = [*names, MODEL_PART], [*weights, self._run.rl.reward_model_weight]
             tensors["reward_components"] = torch.tensor([[float(r.parts.get(name, 0.0)) for name in names] for r in results])
             tensors["reward_weights"] = tuple(weights)
         if "greedy_baseline" in objective.needs:
@@ -125,13 +124,14 @@ class Advantages:
 
     def _score_metrics(self, batch: Batch, scores: Tensor) -> Metrics:
         metrics = Metrics()
-        metrics.add_spread(f"{SCORE_PREFIX[self._cfg.stage]}/score", scores.tolist())
-        for name, value in reward_metrics(batch["reward_results"], group_size=self._plan.n_samples_per_prompt).items():
+        metrics.add_spread(f"{SCORE_PREFIX[self._run.stage]}/score", scores.tolist())
+        results = objects(batch["reward_results"])
+        for name, value in reward_metrics(results, group_size=self._plan.n_samples_per_prompt).items():
             metrics.add_mean(name, value)
         return metrics
 
     def _check_versions(self, batch: Batch, iteration: int) -> None:
-        versions = set(batch["weight_version"].tensor().tolist())
+        versions = set(ragged(batch["weight_version"]).tensor().tolist())
         if versions != {iteration}:
             raise RuntimeError(
                 f"iteration {iteration + 1}: responses come from weights {sorted(versions)}, not {iteration}: a push was lost."

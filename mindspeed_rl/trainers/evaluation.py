@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from mindspeed_rl.config import Run
-from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.records import RewardResult
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -25,8 +24,9 @@ class Evaluator:
         model_rewards: ModelRewards | NoModelRewards,
     ) -> None:
         actor = run.config.actor_config
-        count = 0 if prompts is None else min(len(prompts), actor.eval_num_prompts or len(prompts))
-        self._items = [prompts[index] for index in range(count)]
+        self._items: list[PromptItem] = []
+        if prompts is not None:
+            self._items = [prompts[index] for index in range(min(len(prompts), actor.eval_num_prompts or len(prompts)))]
         self._actors, self._rewards, self._model_rewards = services.actors, services.rewards, model_rewards
         self._greedy, self._seed = run.rl.eval_greedy, actor.seed
 
@@ -54,7 +54,7 @@ class Evaluator:
         )
         return f"held-out {shown} on {len(self._items)} prompts ({sampling})"
 
-    def score(self, items: Sequence[Mapping[str, Any]], *, greedy: bool) -> tuple[list[list[int]], list[RewardResult]]:
+    def score(self, items: Sequence[PromptItem], *, greedy: bool) -> tuple[list[list[int]], list[RewardResult]]:
         """Responses to the items' prompts, and what the reward functions say about them."""
         responses = self._answer([item["prompt_ids"] for item in items], greedy=greedy)
         return responses, self._rewards.score_now(list(items), responses)

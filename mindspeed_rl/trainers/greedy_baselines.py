@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -26,8 +28,8 @@ class GreedyBaselines:
             "compute_advantage", ["prompt_ids", "labels", "extra"], indexes=range(0, count, group), timeout_s=self._timeout_s
         )
         self._items = [
-            {"prompt_ids": ids.tolist(), "label": label, "columns": columns}
-            for ids, label, columns in zip(batch["prompt_ids"], batch["labels"], batch["extra"])
+            PromptItem(prompt_ids=ids.tolist(), label=label, columns=columns)
+            for ids, label, columns in zip(batch["prompt_ids"], objects(batch["labels"]), objects(batch["extra"]))
         ]
         self._responses, self._results = self._evaluator.score(self._items, greedy=True)
         metrics = Metrics()

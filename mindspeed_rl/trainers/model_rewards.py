@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.records import RewardResult
 from mindspeed_rl.rewards.totals import add_model_scores
@@ -28,11 +29,12 @@ class ModelRewards:
         reports = self._scorers.compute_model_rewards(num_rows)
         rows = range(num_rows)
         batch, _ = self._plane.get("reward_scores", ["reward_results", "rm_scores"], indexes=rows, timeout_s=self._timeout_s)
-        results = self._add(batch["reward_results"], batch["rm_scores"].tensor().tolist())
+        scores = ragged(batch["rm_scores"]).tensor().tolist()
+        results = self._add(objects(batch["reward_results"]), scores)
         totals = [math.nan if result.total is None else result.total for result in results]
         self._plane.put({"rewards": totals, "reward_results": results}, rows, overwrite=True)
         metrics = Metrics()
-        metrics.add_spread("reward_model/score", batch["rm_scores"].tensor().tolist())
+        metrics.add_spread("reward_model/score", scores)
         return [*reports, WorkerReport(metrics)]
 
     def add(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import BatchPlan, MegatronConfig, Run, RunConfig, own_reward_devices
+from mindspeed_rl.config import MegatronConfig, Run, own_reward_devices
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
@@ -74,8 +74,8 @@ class RLParts:
         source = find_model(actor, "actor_config")
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
-        prompts = open_run_prompts(cfg, actor.data_path, tokenizer, "data_path")
-        held_out = open_run_prompts(cfg, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
+        prompts = open_run_prompts(run, actor.data_path, tokenizer, "data_path")
+        held_out = open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         _check_models(run, self._inputs)
         self._apart = own_reward_devices(cfg) or 0
@@ -90,7 +90,7 @@ class RLParts:
     def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
         run, inputs = self._run, self._inputs
-        plane = open_data_plane(run.config, run.plan)
+        plane = open_data_plane(run)
         stack.callback(plane.close)
         actors = ActorGroup(run, plane)
         stack.callback(actors.close)
@@ -109,16 +109,18 @@ class RLParts:
 
     def logger(self, trackers: Trackers, progress: IterationProgress) -> RolloutLogger:
         """Where the figures of the run go."""
-        return RolloutLogger(self._run, trackers, progress, self._inputs.tokenizer)
+        self._logger = RolloutLogger(self._run, trackers, progress, self._inputs.tokenizer)
+        return self._logger
 
-    def trainer(self, logger: RolloutLogger) -> RLTrainer:
-        """The loop, on workers that were started."""
-        return assemble(self._run, self._services, self._inputs, logger, self._resumed)
+    def trainer(self) -> RLTrainer:
+        """The loop, on workers that were started, with the logger that was made."""
+        return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
 
 
 def _check_models(run: Run, inputs: Inputs) -> None:
     """Says where the critic's head comes from; raises for a reward model that cannot read the actor's tokens."""
     cfg = run.config
+    assert run.objective is not None
     if run.objective.has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
         if lacks_score_head(critic):
@@ -137,15 +139,15 @@ def _check_models(run: Run, inputs: Inputs) -> None:
         )
 
 
-def open_run_prompts(cfg: RunConfig, path: Any, tokenizer: Any, key: str) -> PromptDataset:
+def open_run_prompts(run: Run, path: Any, tokenizer: Any, key: str) -> PromptDataset:
     """The prompts at `path`, the value of `actor_config.<key>`, read as the run file says."""
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
-    actor = cfg.actor_config
+    actor = run.config.actor_config
     return open_prompts(
         path,
         tokenizer,
-        max_prompt_length=cfg.rl_config.max_prompt_length,
+        max_prompt_length=run.rl.max_prompt_length,
         dataset_additional_keys=actor.dataset_additional_keys or None,
         settings=_raw_prompts(actor),
     )
@@ -171,9 +173,9 @@ def _existing(path: str | None) -> str | None:
     return path if path and Path(path).is_file() else None
 
 
-def open_data_plane(cfg: RunConfig, plan: BatchPlan) -> DataPlane:
+def open_data_plane(run: Run) -> DataPlane:
     """The data plane that the run file asks for, for the users of this loop."""
-    rl = cfg.rl_config
+    rl, plan = run.rl, run.plan
     options = {}
     if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":
         options["num_storage_units"] = rl.transfer_queue_data_shard_num
@@ -189,12 +191,12 @@ def assemble(run: Run, services: Services, inputs: Inputs, logger: RolloutLogger
     cfg, actor, plane = run.config, run.config.actor_config, services.plane
     model_rewards = NoModelRewards() if reward_model_config(cfg) is None else ModelRewards(run, services.scorers, plane)
     evaluator = Evaluator(run, inputs.held_out, services, model_rewards)
+    schedule = Schedule(run)
     baselines: GreedyBaselines | NoBaselines = NoBaselines()
-    if "greedy_baseline" in run.objective.needs:
+    if "greedy_baseline" in schedule.objective.needs:
         baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
     feed = PromptFeed(inputs.prompts, plane, run.plan, seed=actor.seed, shuffle=not actor.no_shuffle)
     rollout, to_add = make_rollout(run, services, feed, model_rewards)
-    schedule = Schedule(run)
     if resumed:
         schedule.load_state_dict(resumed["run_state"])
         rollout.load_state_dict(resumed["run_state"]["rollout"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -13,7 +12,7 @@ from mindspeed_rl.config import BatchPlan, Run
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import concatenate
+from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.services import Services
@@ -127,8 +126,8 @@ class FilteredRollout:
 
     def run(self, iteration: int) -> list[WorkerReport]:
         reports: list[WorkerReport] = []
-        kept: list[dict[str, Any]] = []
-        spare: list[dict[str, Any]] = []
+        kept: list[Batch] = []
+        spare: list[Batch] = []
         wanted, num_kept, draws = self._plan.num_train_prompts, 0, 0
         while num_kept < wanted:
             if draws == self._limit and self._limit > 0:
@@ -149,7 +148,8 @@ class FilteredRollout:
                 "(filter_groups_max_batches); raise that limit, or train on prompts that are neither too easy nor too hard."
             )
         size = self._plan.num_train_samples
-        merged = {name: concatenate([part[name] for part in kept + spare if len(part[name])])[:size] for name in SCORED_COLUMNS}
+        parts = kept + spare
+        merged = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in SCORED_COLUMNS}
         self._plane.clear(wanted)
         self._plane.put(merged, range(size))
         metrics = Metrics()
@@ -157,25 +157,21 @@ class FilteredRollout:
         metrics.add_mean("train/kept_groups_fraction", num_kept, draws * self._plan.num_prompts)
         return [*reports, WorkerReport(metrics)]
 
-    def _scores(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _scores(self, batch: Batch) -> torch.Tensor:
         if self._metric is None:
-            return batch["rewards"].tensor()
+            return ragged(batch["rewards"]).tensor()
         name = self._metric
-        return torch.tensor([float(result.parts.get(name, math.nan)) for result in batch["reward_results"]])
+        return torch.tensor([float(result.parts.get(name, math.nan)) for result in objects(batch["reward_results"])])
 
-    def _rows(self, batch: dict[str, Any], groups: torch.Tensor) -> dict[str, Any]:
+    def _rows(self, batch: Batch, groups: torch.Tensor) -> Batch:
         rows = rows_of_groups(groups, self._plan.n_samples_per_prompt).tolist()
-        return {name: _take(column, rows) for name, column in batch.items()}
+        return {name: take(column, rows) for name, column in batch.items()}
 
     def state_dict(self) -> dict[str, int]:
         return {"draws": self._draws}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._draws = state["draws"]
-
-
-def _take(column: Any, rows: Sequence[int]) -> Any:
-    return column.take(rows) if hasattr(column, "take") else [column[row] for row in rows]
 
 
 def make_rollout(

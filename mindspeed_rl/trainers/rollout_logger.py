@@ -23,7 +23,7 @@ class RolloutLogger(RunLogger):
     def __init__(self, run: Run, trackers: Trackers, progress: IterationProgress, tokenizer: Any) -> None:
         super().__init__(run.folder, trackers, progress)
         rl = run.rl
-        self._cfg, self._plan, self._tokenizer = run.config, run.plan, tokenizer
+        self._run, self._plan, self._tokenizer = run, run.plan, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
         self._completions = CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
 
@@ -36,7 +36,7 @@ class RolloutLogger(RunLogger):
 
     def _num_tokens(self, results: Mapping[str, float]) -> float:
         """Prompt and response tokens of the iteration, by mean lengths or, as MindSpeed-RL counts, by the longest."""
-        kind = "max" if self._cfg.rl_config.log_max_throughput and self._cfg.stage == "ray_grpo" else "mean"
+        kind = "max" if self._run.rl.log_max_throughput and self._run.stage == "ray_grpo" else "mean"
         length = results.get(f"response_length/{kind}", 0.0) + results.get(f"prompt_length/{kind}", 0.0)
         return length * self._plan.num_samples
 
@@ -44,7 +44,7 @@ class RolloutLogger(RunLogger):
         """Writes the first rows of the batch to completions.jsonl, in the iterations that are due."""
         if not self._completions.wants(iteration):
             return
-        count = min(self._cfg.rl_config.log_completions_keep, len(advantages))
+        count = min(self._run.rl.log_completions_keep, len(advantages))
         batch, _ = plane.get(
             "metrics",
             ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated"],

@@ -8,16 +8,17 @@ from typing import Any
 
 from mindspeed_rl.algorithms.records import AdvantageInputs
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
-from mindspeed_rl.config import RunConfig
+from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.schema import default_of
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import ragged
 
 #: column of the file -> column of the data plane
 _ALWAYS = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "entropy": "entropies"}
 
 
 def save_rollout(
-    path: Path, cfg: RunConfig, plane: DataPlane, inputs: AdvantageInputs, *, kl_coef: float, with_reference: bool
+    path: Path, run: Run, plane: DataPlane, inputs: AdvantageInputs, *, kl_coef: float, with_reference: bool
 ) -> None:
     """Writes the batch of this iteration, as it stands before the update.
 
@@ -30,28 +31,27 @@ def save_rollout(
     names = _ALWAYS | ({"ref_log_probs": "ref_log_probs"} if with_reference else {})
     rows, width = inputs.response_mask.shape
     columns = ["input_ids", "truncated", *names.values()]
-    batch, _ = plane.get("metrics", columns, indexes=range(rows), timeout_s=cfg.rl_config.wait_timeout_s)
+    batch, _ = plane.get("metrics", columns, indexes=range(rows), timeout_s=run.rl.wait_timeout_s)
     longest = max(len(ids) for ids in batch["input_ids"])
     tensors = {
-        "input_ids": batch["input_ids"].padded(0, longest),
+        "input_ids": ragged(batch["input_ids"]).padded(0, longest),
         "response_mask": inputs.response_mask,
-        "truncated": batch["truncated"].tensor().bool(),
+        "truncated": ragged(batch["truncated"]).tensor().bool(),
         "rewards": inputs.rewards,
         "scored": inputs.valid,
-        **{name: batch[column].padded(0.0, width) for name, column in names.items()},
+        **{name: ragged(batch[column]).padded(0.0, width) for name, column in names.items()},
     }
     tensors |= {
         name: value
         for name in ("values", "greedy_rewards", "reward_components")
         if (value := getattr(inputs, name)) is not None
     }
-    limit = cfg.generate_config.sampling_config.max_tokens
-    RolloutBatch(tensors, inputs.group_size, limit, cfg.stage, _keys(cfg, kl_coef)).save(path)
+    limit = run.generate.sampling_config.max_tokens
+    RolloutBatch(tensors, inputs.group_size, limit, run.stage, _keys(run.rl, kl_coef)).save(path)
 
 
-def _keys(cfg: RunConfig, kl_coef: float) -> dict[str, Any]:
+def _keys(rl: RLConfig, kl_coef: float) -> dict[str, Any]:
     """Keys of rl_config that differ from their defaults; the KL coefficient and the group by their plain names."""
-    rl = cfg.rl_config
     keys = {
         field.name: value
         for field in dataclasses.fields(rl)

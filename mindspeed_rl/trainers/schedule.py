@@ -24,27 +24,26 @@ class Schedule:
     """
 
     def __init__(self, run: Run) -> None:
-        cfg, plan = run.config, run.plan
-        rl = cfg.rl_config
-        self._cfg, self._plan = cfg, plan
+        plan, objective = run.plan, run.objective
+        assert objective is not None
+        self._actor, self._rl, self._plan = run.config.actor_config, run.rl, plan
         self.train_iters = plan.train_iters or 0
         self.num_train_samples = plan.num_train_samples
-        self.objective = run.objective
-        self.kl = kl_controller(self.objective)
-        self.needs_reference = self.objective.needs_reference
-        self.needs_old_log_probs = self.objective.needs_old_log_probs(on_policy=plan.on_policy)
-        self.has_critic = self.objective.has_critic
-        self.reference_mixup_alpha = rl.ref_model_mixup_alpha
+        self.objective = objective
+        self.kl = kl_controller(objective)
+        self.needs_reference = objective.needs_reference
+        self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
+        self.has_critic = objective.has_critic
+        self.reference_mixup_alpha = self._rl.ref_model_mixup_alpha
 
     def steps(self, iteration: int) -> list[list[int]]:
         """Rows of each optimizer step of the iteration."""
-        rl = self._cfg.rl_config
         return mini_batches(
             self._plan.num_train_samples,
             self._plan.mini_batch_size,
             self._plan.epochs,
             group_size=self._plan.n_samples_per_prompt,
-            shuffle_seed=self._cfg.actor_config.seed * 1_000_003 + iteration if rl.shuffle_mini_batch else None,
+            shuffle_seed=self._actor.seed * 1_000_003 + iteration if self._rl.shuffle_mini_batch else None,
         )
 
     def update_order(self, iteration: int, entropy_threshold: float | None) -> UpdateOrder:
@@ -71,21 +70,21 @@ class Schedule:
 
     def saves_rollout(self, iteration: int) -> bool:
         """True in the first and every `save_rollouts_interval`-th iteration after it."""
-        interval = self._cfg.rl_config.save_rollouts_interval
+        interval = self._rl.save_rollouts_interval
         return interval > 0 and iteration % interval == 0
 
     def trains_actor(self, iteration: int) -> bool:
         """False while only the critic learns."""
-        return not self.has_critic or iteration >= self._cfg.rl_config.critic_warmup
+        return not self.has_critic or iteration >= self._rl.critic_warmup
 
     def syncs_reference(self, iteration: int) -> bool:
         """True every `ref_model_sync_steps` iterations with `sync_ref_model`."""
-        rl = self._cfg.rl_config
+        rl = self._rl
         return rl.sync_ref_model and self.needs_reference and (iteration + 1) % rl.ref_model_sync_steps == 0
 
     def saves(self, iteration: int) -> bool:
         """True every `save_interval` iterations and after the last."""
-        config = self._cfg.actor_config
+        config = self._actor
         if not config.save:
             return False
         return iteration + 1 == self.train_iters or bool(config.save_interval and (iteration + 1) % config.save_interval == 0)
@@ -93,13 +92,13 @@ class Schedule:
     @property
     def evaluates_first(self) -> bool:
         """True when there is something to evaluate on."""
-        return self._cfg.actor_config.eval_data_path is not None
+        return self._actor.eval_data_path is not None
 
     def evaluates(self, iteration: int) -> bool:
         """True every `eval_interval` iterations and after the last."""
         if not self.evaluates_first:
             return False
-        return iteration + 1 == self.train_iters or (iteration + 1) % self._cfg.actor_config.eval_interval == 0
+        return iteration + 1 == self.train_iters or (iteration + 1) % self._actor.eval_interval == 0
 
     def after_update(self, iteration: int, metrics: Metrics) -> None:
         """Moves the KL coefficient, and checks that trainer and rollout engine agree.
@@ -112,7 +111,7 @@ class Schedule:
             if name in results:
                 self.kl.update(results[name], self.num_train_samples)
                 metrics.add_last("actor/kl_coef", self.kl.coef)
-        limit, difference = self._cfg.rl_config.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
+        limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
         # later steps of an iteration compare a policy that has moved on
         if limit is not None and difference is not None and self._plan.on_policy and difference > limit:
             raise DisagreementError(

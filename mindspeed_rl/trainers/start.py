@@ -30,6 +30,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         WorkerFailed: a worker died or raised.
     """
     cfg = run.config
+    assert run.plan.train_iters is not None  # `resolve` lets no other run through
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     with reported(run) as report, contextlib.ExitStack() as stack:
         absolute_paths(cfg)
@@ -44,4 +45,4 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
         logger = report.logger = parts.logger(trackers, progress)
         stack.callback(logger.close)
-        yield parts.trainer(logger)
+        yield parts.trainer()

@@ -62,12 +62,13 @@ class SupervisedParts:
 
     def logger(self, trackers: Trackers, progress: IterationProgress) -> SupervisedLogger:
         """Where the figures of the run go."""
-        return SupervisedLogger(self._run.folder, trackers, progress, self.num_devices)
+        self._logger = SupervisedLogger(self._run.folder, trackers, progress, self.num_devices)
+        return self._logger
 
-    def trainer(self, logger: SupervisedLogger) -> SupervisedTrainer:
-        """The loop, on workers that were started."""
+    def trainer(self) -> SupervisedTrainer:
+        """The loop, on workers that were started, with the logger that was made."""
         start = self._resumed.get("iteration", 0)
-        return SupervisedTrainer(self._run, self._workers, logger, evaluates=self._evaluates, start_iteration=start)
+        return SupervisedTrainer(self._run, self._workers, self._logger, evaluates=self._evaluates, start_iteration=start)
 
 
 #: columns a stage reads; Megatron's dataset of stage pretrain has one file without columns
@@ -85,6 +86,7 @@ def check_data(config: MegatronConfig) -> None:
     Raises:
         ValueError: data_path is not set, or a file or column that the stage needs does not exist.
     """
+    assert config.stage is not None
     for key in ("data_path", "eval_data_path"):
         value = getattr(config, key)
         if value is None and key == "data_path":

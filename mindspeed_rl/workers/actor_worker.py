@@ -125,9 +125,10 @@ class ActorWorker(DeviceWorker):
 
     def _reward_model(self) -> RewardModel:
         """The reward model that shares this rank's device."""
-        role = self.roles.reward
+        role, scoring = self.roles.reward, self.roles.scoring
+        assert role is not None and scoring is not None
         batching = self._batching("ref", role.config.micro_batch_size)
-        return RewardModel(role, self.roles.scoring, self.replica, batching, self._rest)
+        return RewardModel(role, scoring, self.replica, batching, self._rest)
 
     # ------------------------------------------------------------------ forward passes
 
@@ -149,6 +150,7 @@ class ActorWorker(DeviceWorker):
     def compute_values(self, count: int) -> WorkerReport:
         """The critic's value before each response token."""
         critic = self.roles.critic
+        assert critic is not None
         batching = self._batching("actor", critic.config.micro_batch_size)
         with self.profiler("critic_compute_values"), self.timers("critic_model"):
             self._forward(critic, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size")
@@ -173,7 +175,7 @@ class ActorWorker(DeviceWorker):
         """A model that does not train leaves the device until its next pass, where the run file says so."""
         role.offloader.offload(params=self.run.generate.offload_train_param)
 
-    def _reference_weights(self) -> AbstractContextManager:
+    def _reference_weights(self) -> AbstractContextManager[None]:
         """With a shared backbone the reference is the actor without its adapters."""
         return adapters_disabled(self.roles.actor.model) if self.run.rl.share_backbone else nullcontext()
 
@@ -181,8 +183,9 @@ class ActorWorker(DeviceWorker):
 
     def update_actor(self, order: UpdateOrder) -> WorkerReport:
         """All optimizer steps of the iteration on this replica's share of their rows."""
-        actor, metrics = self.roles.actor, Metrics()
-        loss = partial(policy_loss, objective=replace(self.run.objective, kl_coef=order.kl_coef))
+        actor, objective, metrics = self.roles.actor, self.run.objective, Metrics()
+        assert objective is not None
+        loss = partial(policy_loss, objective=replace(objective, kl_coef=order.kl_coef))
         batch = partial(PolicyBatch.from_inputs, entropy_threshold=order.entropy_threshold)
         batching = self._batching("update", actor.config.micro_batch_size)
         with self.profiler("actor_update"), self.timers("update"):
@@ -195,6 +198,7 @@ class ActorWorker(DeviceWorker):
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
         """All steps of the critic on this replica's share of their rows."""
         critic, metrics = self.roles.critic, Metrics()
+        assert critic is not None
         loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
         with self.profiler("critic_update"), self.timers("update_critic"):
@@ -222,6 +226,7 @@ class ActorWorker(DeviceWorker):
     def sync_reference(self, alpha: float) -> WorkerReport:
         """ref <- alpha * actor + (1 - alpha) * ref, weight by weight; the actor's adapters are merged."""
         actor, reference = self.roles.actor, self.roles.reference
+        assert reference is not None
         actor.offloader.onload(params=True)
         reference.offloader.onload(params=True)
         for name, weight in reference.stream.local_weights.items():

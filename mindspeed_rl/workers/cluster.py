@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -64,9 +65,10 @@ def cluster(num_devices: int, platform_name: str, *, deadline_s: float = 120.0) 
         extra: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False}
         if os.environ.get("MINDSPEED_RL_FAKE_DEVICES") and resource:
             extra["resources"] = {resource: int(os.environ["MINDSPEED_RL_FAKE_DEVICES"])}
-        ray.init(log_to_driver=False, logging_level="ERROR", configure_logging=False, object_store_memory=256 << 20, **extra)
+        extra["object_store_memory"] = 256 << 20
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **extra)
     else:
-        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     try:
         _wait_for_devices(resource or "CPU", num_devices, deadline_s)
         yield

@@ -22,6 +22,7 @@ from mindspeed_rl.config import MegatronConfig, RLConfig, Run, own_reward_device
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.model_source import reward_model_config
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
@@ -64,11 +65,11 @@ class WorkerGroup:
             "runtime_env": {"env_vars": dict(env)},
             "max_concurrency": 1,
         }
-        self.processes: list[ActorHandle] = []
+        self.processes: list[ActorHandle[WorkerProcess]] = []
         for rank in range(size):
             place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=place, **options)
-            self.processes.append(remote.remote(settings, rank))
+            self.processes.append(actor_handle(remote.remote(settings, rank)))
         self._names = [f"{title} {rank}" for rank in range(size)]
         self._plane = plane
 

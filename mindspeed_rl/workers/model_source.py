@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+WeightsKind = Literal["hf", "training", "megatron"]
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Resolved folders of one role.
@@ -29,7 +32,7 @@ class ModelSource:
 
     hf_folder: Path
     weights: Path
-    kind: Literal["hf", "training", "megatron"]
+    kind: WeightsKind
 
 
 def find_model(config: MegatronConfig, role: str) -> ModelSource:
@@ -44,7 +47,7 @@ def find_model(config: MegatronConfig, role: str) -> ModelSource:
     candidates = [(key, getattr(config, key)) for key in ("load", "pretrained_checkpoint") if getattr(config, key)]
     if not candidates:
         raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
-    weights: tuple[Path, str] | None = None
+    weights: tuple[Path, WeightsKind] | None = None
     for key, value in candidates:
         kind = weights_kind(Path(value).expanduser())
         if kind is not None:
@@ -88,7 +91,7 @@ def base_of(config: MegatronConfig, role: str) -> ModelSource:
     return ModelSource(folder, folder, kind)
 
 
-def weights_kind(folder: Path) -> Literal["hf", "training", "megatron"] | None:
+def weights_kind(folder: Path) -> WeightsKind | None:
     """What a folder holds, None for nothing usable."""
     latest = folder / LATEST_NAME
     if latest.is_file():

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import ProfilerConfig
 from mindspeed_rl.platform import ProfileSettings
+
+_LEVELS: dict[str, Literal["none", "0", "1", "2"]] = {"level_none": "none", "level0": "0", "level1": "1", "level2": "2"}
 
 
 class PhaseProfiler:
@@ -58,7 +61,7 @@ class PhaseProfiler:
             memory=config.profile_with_memory,
             shapes=config.profile_record_shapes,
             stacks=config.profile_with_module,
-            level=config.profile_level.removeprefix("level").removeprefix("_"),
+            level=_LEVELS[config.profile_level],
             marks_only=config.mstx,
             export=config.profile_export_type,
             analyse=config.profile_analysis,

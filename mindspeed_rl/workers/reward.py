@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
@@ -26,7 +28,7 @@ class RewardWorker:
         self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
         self.timers = Timers(worker=f"reward {number}")
 
-    def check(self, prompt_ids: list[int], label: str | None, columns: dict) -> None:
+    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
         """Scores one made-up response, so that a broken reward function stops the run before the first rollout."""
         answer = self.tokenizer.encode(label or "", add_special_tokens=False)
         self.pool.check(self._sample(list(prompt_ids), answer, label, columns, False))
@@ -54,8 +56,8 @@ class RewardWorker:
                 self.plane.put({"rewards": totals, "reward_results": results}, part)
         return WorkerReport(intervals=self.timers.drain())
 
-    def score_now(self, items: list[dict], responses: list[list[int]]) -> list[RewardResult]:
-        """Scores given responses to prompts: dicts of prompt_ids, label and columns, as a PromptDataset gives them."""
+    def score_now(self, items: list[PromptItem], responses: list[list[int]]) -> list[RewardResult]:
+        """Scores given responses to prompts."""
         return self.pool.score(
             [
                 self._sample(item["prompt_ids"], response, item["label"], item["columns"], False)
@@ -65,11 +67,14 @@ class RewardWorker:
         )
 
     def _sample(
-        self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict, truncated: bool
+        self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict[str, Any], truncated: bool
     ) -> RewardSample:
+        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        response = self.tokenizer.decode(response_ids, skip_special_tokens=True)
+        assert isinstance(prompt, str) and isinstance(response, str)  # lists for batches
         return RewardSample(
-            prompt=self.tokenizer.decode(prompt_ids, skip_special_tokens=False),
-            response=self.tokenizer.decode(response_ids, skip_special_tokens=True),
+            prompt=prompt,
+            response=response,
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             label=label,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import ray
 
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.rewards.records import RewardResult
 from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.reward import RewardWorker
 from mindspeed_rl.workers.waiting import Pending, wait_all
 
@@ -27,13 +30,13 @@ class RewardGroup:
             "scheduling_strategy": "SPREAD",
         }
         remote = ray.remote(RewardWorker).options(**options)
-        self._actors = [remote.remote(run, plane, tokenizer_path, number) for number in range(run.num_nodes)]
+        self._actors = [actor_handle(remote.remote(run, plane, tokenizer_path, number)) for number in range(run.num_nodes)]
 
-    def check(self, prompt_ids: list[int], label: str | None, columns: dict) -> None:
+    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
         """Every reward function gives a score to a sample."""
         wait_all([self._actors[0].check.remote(prompt_ids, label, columns)], ["reward worker"], "check", None)
 
-    def score_now(self, items: list[dict], responses: list[list[int]]) -> list[RewardResult]:
+    def score_now(self, items: list[PromptItem], responses: list[list[int]]) -> list[RewardResult]:
         """Scores of given responses, in order."""
         share = -(-len(items) // len(self._actors))
         futures = [

@@ -63,7 +63,10 @@ class RewardModel:
         outputs = self._role.engine.forward(rows, self._batching)
         if self._rest is not None:
             self._rest(self._role)
-        return self._scoring.scores(rows, outputs) if self._replica.is_output else []
+        if not self._replica.is_output:
+            return []
+        assert outputs is not None  # who hands out is on the last pipeline stage
+        return self._scoring.scores(rows, outputs)
 
 
 class RewardModelWorker(DeviceWorker):
@@ -72,13 +75,13 @@ class RewardModelWorker(DeviceWorker):
     def __init__(self, run: Run, plane: DataPlane, *, rank: int) -> None:
         """Joins the reward model's world and builds it."""
         super().__init__(run, rank, "reward_model")
-        cfg, config = run.config, reward_model_config(run.config)
+        config = reward_model_config(run.config)
         assert config is not None
         source = find_model(config, "reward_config")
-        actor = cfg.actor_config
+        actor = run.config.actor_config
         tokenizer = load_tokenizer_of(actor, find_model(actor, "actor_config"))  # it reads the actor's tokens
         init_distributed(config, plan_model(config, source.hf_folder).layout.vpp)
-        role, scoring = build_reward_model(cfg, config, tokenizer, shared_settings(cfg, tokenizer))
+        role, scoring = build_reward_model(run, config, tokenizer, shared_settings(run, tokenizer))
         batching = micro_batching(run.rl, "ref", config.micro_batch_size or run.plan.micro_batch_size)
         self._model = RewardModel(role, scoring, Replica(plane, run.rl.wait_timeout_s), batching)
 

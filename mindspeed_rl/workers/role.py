@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,23 @@ from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.model_source import ModelSource, base_of, lacks_score_head
 
 
+@dataclass(frozen=True)
+class PassSettings:
+    """How a role computes its rows.
+
+    Attributes:
+        packed: rows lie one after the other instead of being padded.
+        pad_id: token of the padding.
+        temperature: logits are divided by it.
+        fixed_width: tokens to which padded rows are padded; 0 for the longest of their micro-batch.
+    """
+
+    packed: bool
+    pad_id: int
+    temperature: float
+    fixed_width: int = 0
+
+
 class Role:
     """Actor, reference, critic or reward model. Methods are collective over the training world.
 
@@ -35,19 +53,15 @@ class Role:
         config: MegatronConfig,
         plan: ModelPlan,
         source: ModelSource,
+        passes: PassSettings,
         *,
-        packed: bool,
-        pad_id: int,
-        temperature: float,
         steps_per_iteration: int | None,
-        fixed_width: int = 0,
         iteration: int | None = None,
     ) -> None:
         """Builds the model, loads its weights and, where it trains, its optimizer.
 
         Args:
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
-            fixed_width: tokens to which padded rows are padded; 0 for the longest of their micro-batch.
             iteration: which of the source's checkpoints is loaded; None for the newest.
         """
         self.name = name
@@ -58,8 +72,8 @@ class Role:
         self.engine = TrainEngine(
             config,
             self.model,
-            batch_shape(config, packed=packed, pad_id=pad_id, fixed_width=fixed_width),
-            temperature=temperature,
+            batch_shape(config, packed=passes.packed, pad_id=passes.pad_id, fixed_width=passes.fixed_width),
+            temperature=passes.temperature,
         )
         self._load(steps_per_iteration, iteration)
         self.offloader = self.engine.offloader
@@ -100,6 +114,7 @@ class Role:
             return
         self._saver.save(iteration, run_state)
         if self.config.save_hf:
+            assert self.config.save is not None  # else there were no saver
             folder = iteration_folder(Path(self.config.save) / "hf", iteration)
             self.save_hf(folder)
             if dist.get_rank() == 0:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import MegatronConfig, Run, RunConfig, own_reward_devices
+from mindspeed_rl.config import MegatronConfig, Run, own_reward_devices
 from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
 from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
-from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.role import PassSettings, Role
 from mindspeed_rl.workers.scoring import Scoring, make_scoring
 
 #: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
@@ -48,42 +47,43 @@ def build_roles(run: Run, source: ModelSource, model_plan: ModelPlan, tokenizer:
         ValueError: weights are missing, or the roles' checkpoints do not belong together.
     """
     cfg, steps = run.config, run.plan.num_optimizer_steps
-    shared = shared_settings(cfg, tokenizer)
-    actor = Role("actor", cfg.actor_config, model_plan, source, steps_per_iteration=steps, **shared)
+    objective, shared = run.objective, shared_settings(run, tokenizer)
+    assert objective is not None
+    actor = Role("actor", cfg.actor_config, model_plan, source, shared, steps_per_iteration=steps)
     roles = Roles(actor)
     resumed_at = actor.resumed["iteration"] if actor.resumed else None
-    if run.objective.needs_reference and not cfg.rl_config.share_backbone:
-        roles.reference = _reference(cfg, source, resumed_at, shared)
-    if run.objective.has_critic:
-        roles.critic = _critic(cfg, steps, resumed_at, shared)
+    if objective.needs_reference and not run.rl.share_backbone:
+        roles.reference = _reference(run, source, resumed_at, shared)
+    if objective.has_critic:
+        roles.critic = _critic(run, resumed_at, shared)
     reward = reward_model_config(cfg)
     if reward is not None and own_reward_devices(cfg) is None:
-        roles.reward, roles.scoring = build_reward_model(cfg, reward, tokenizer, shared)
+        roles.reward, roles.scoring = build_reward_model(run, reward, tokenizer, shared)
     return roles
 
 
-def shared_settings(cfg: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    """Arguments of `Role` that all roles of a run have in common."""
-    return {
-        "packed": cfg.rl_config.use_remove_padding,
-        "pad_id": tokenizer.pad_token_id,
-        "temperature": cfg.generate_config.sampling_config.temperature or 1.0,
-    }
+def shared_settings(run: Run, tokenizer: Any) -> PassSettings:
+    """What all roles of a run have in common."""
+    return PassSettings(
+        packed=run.rl.use_remove_padding,
+        pad_id=tokenizer.pad_token_id,
+        temperature=run.generate.sampling_config.temperature or 1.0,
+    )
 
 
-def _reference(cfg: RunConfig, actor: ModelSource, resumed_at: int | None, shared: Mapping[str, Any]) -> Role:
+def _reference(run: Run, actor: ModelSource, resumed_at: int | None, shared: PassSettings) -> Role:
     """The reference is what the run file says, else what the actor started from before any resume."""
-    config = copy.copy(cfg.ref_config)
-    mode = cfg.rl_config.integrated_mode_config
+    config, rl = copy.copy(run.config.ref_config), run.rl
+    mode = rl.integrated_mode_config
     path = (mode.ref_model_load_path if mode else None) or config.pretrained_checkpoint or config.load
     config.load, config.pretrained_checkpoint, config.finetune = path, None, True
     config.lora_target_modules = None
-    config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and cfg.rl_config.sync_ref_model else None
+    config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
     config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
     at = None
     if resumed_at is not None:
         moved = actor.weights / _REFERENCE_FOLDER
-        if cfg.rl_config.sync_ref_model and iteration_folder(moved, resumed_at).is_dir():
+        if rl.sync_ref_model and iteration_folder(moved, resumed_at).is_dir():
             config.load, at = str(moved), resumed_at
         elif path == str(actor.weights):
             raise ValueError(
@@ -92,14 +92,14 @@ def _reference(cfg: RunConfig, actor: ModelSource, resumed_at: int | None, share
             )
     source = actor if config.load == str(actor.weights) else find_model(config, "ref_config")
     plan = plan_model(config, source.hf_folder)
-    return Role("ref", config, plan, source, steps_per_iteration=None, iteration=at, **shared)
+    return Role("ref", config, plan, source, shared, steps_per_iteration=None, iteration=at)
 
 
-def _critic(cfg: RunConfig, steps: int, resumed_at: int | None, shared: Mapping[str, Any]) -> Role:
-    config = cfg.critic_config
+def _critic(run: Run, resumed_at: int | None, shared: PassSettings) -> Role:
+    config, steps = run.config.critic_config, run.plan.num_optimizer_steps
     if config is None:
         raise ValueError(
-            f"critic_config: adv_estimator {cfg.rl_config.adv_estimator} needs a critic; add the group with its load, lr and "
+            f"critic_config: adv_estimator {run.rl.adv_estimator} needs a critic; add the group with its load, lr and "
             "parallel sizes."
         )
     source = find_model(config, "critic_config")
@@ -115,12 +115,10 @@ def _critic(cfg: RunConfig, steps: int, resumed_at: int | None, shared: Mapping[
             "iteration to go on with."
         )
     plan = plan_model(config, source.hf_folder, head="reward")
-    return Role("critic", config, plan, source, steps_per_iteration=steps, iteration=resumed_at, **shared)
+    return Role("critic", config, plan, source, shared, steps_per_iteration=steps, iteration=resumed_at)
 
 
-def build_reward_model(
-    cfg: RunConfig, config: MegatronConfig, tokenizer: Any, shared: Mapping[str, Any]
-) -> tuple[Role, Scoring]:
+def build_reward_model(run: Run, config: MegatronConfig, tokenizer: Any, shared: PassSettings) -> tuple[Role, Scoring]:
     """The reward model and how its outputs are read; collective over its training world.
 
     Args:
@@ -130,7 +128,7 @@ def build_reward_model(
     Raises:
         ValueError: the weights are no reward model's.
     """
-    scoring = make_scoring(config, tokenizer, cfg.rl_config.process_reward_aggregation)
+    scoring = make_scoring(config, tokenizer, run.rl.process_reward_aggregation)
     source = find_model(config, "reward_config")
     if scoring.head == "reward" and lacks_score_head(source):
         raise ValueError(
@@ -138,6 +136,6 @@ def build_reward_model(
             "label, a checkpoint of stage orm, or with reward_tokens a language model that judges steps."
         )
     plan = plan_model(config, source.hf_folder, head=scoring.head)
-    role = Role("reward", config, plan, source, steps_per_iteration=None, **{**shared, "temperature": 1.0})
+    role = Role("reward", config, plan, source, replace(shared, temperature=1.0), steps_per_iteration=None)
     role.engine.choices = scoring.choices
     return role, scoring

@@ -57,11 +57,10 @@ class RolloutReplica:
         self.replica, replica_rank = divmod(dist.get_rank(), self._tp_size)
         self.num_replicas = dist.get_world_size() // self._tp_size
         self.is_output = replica_rank == 0
-        self._group = None
-        for first in range(0, dist.get_world_size(), self._tp_size):
-            group = dist.new_group(list(range(first, first + self._tp_size)), backend="gloo")
-            if first // self._tp_size == self.replica:
-                self._group = group
+        replicas = [range(first, first + self._tp_size) for first in range(0, dist.get_world_size(), self._tp_size)]
+        group = [dist.new_group(list(ranks), backend="gloo") for ranks in replicas][self.replica]
+        assert isinstance(group, dist.ProcessGroup)  # a number for groups of others
+        self._group = group
 
     # ------------------------------------------------------------------ weights and memory
 

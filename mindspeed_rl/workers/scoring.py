@@ -36,7 +36,7 @@ class OutcomeScoring:
     """A value head's number at the last token of prompt and response, as sequence classifiers of transformers give it."""
 
     head: Literal["lm", "reward"] = "reward"
-    choices = None
+    choices: tuple[int, int] | None = None
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
         return whole_rows([torch.cat([prompt, response]) for prompt, response in zip(prompts, responses)])
@@ -63,7 +63,7 @@ class ProcessScoring:
                 f"reward_config.reward_tokens: {config.reward_tokens} must be two tokens here: a good step's, then a bad one's."
             )
         self._tokenizer, self._aggregation, self._mark = tokenizer, aggregation, config.placeholder_token
-        self.choices = (self._single(config.reward_tokens[0]), self._single(config.reward_tokens[1]))
+        self.choices: tuple[int, int] | None = (self._single(config.reward_tokens[0]), self._single(config.reward_tokens[1]))
         self._mark_id = self._single(config.placeholder_token)
 
     def _single(self, token: str) -> int:

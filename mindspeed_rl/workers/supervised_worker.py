@@ -25,7 +25,7 @@ from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
 from mindspeed_rl.workers.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
 from mindspeed_rl.workers.reports import DataSummary, WorkerReport
-from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.role import PassSettings, Role
 from mindspeed_rl.workers.stages.stage import make_stage, shares
 
 
@@ -63,16 +63,16 @@ class SupervisedWorker(DeviceWorker):
         packed = self.stage.packed or (rl is not None and rl.use_remove_padding)
         self.batching = MicroBatching(size) if rl is None else micro_batching(rl, "update", size)
         width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
-        shared = {"packed": packed, "pad_id": pad_id, "temperature": 1.0, "fixed_width": width}
-        self.role = Role("megatron_training", config, model_plan, source, steps_per_iteration=1, **shared)
+        passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)
+        self.role = Role("megatron_training", config, model_plan, source, passes, steps_per_iteration=1)
         self.role.engine.choices = self.stage.choices
-        self.reference = None
+        self.reference: Role | None = None
         if self.stage.needs_reference and has_own_reference(config):
             ref_config, ref_source = reference_of(config, source)
             plan = plan_model(ref_config, ref_source.hf_folder)
             named = ref_config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = ref_config.refer_model_iter if named else None
-            self.reference = Role("ref", ref_config, plan, ref_source, steps_per_iteration=None, iteration=iteration, **shared)
+            self.reference = Role("ref", ref_config, plan, ref_source, passes, steps_per_iteration=None, iteration=iteration)
 
     def resumed_state(self) -> dict[str, Any]:
         """{"iteration": ..., "run_state": ...} of the checkpoint when the run goes on from one, else nothing."""
@@ -106,12 +106,13 @@ class SupervisedWorker(DeviceWorker):
 
     def evaluate(self) -> WorkerReport:
         """The loss on at most `eval_iters` batches of the held-out items; what does not fill all replicas is left out."""
-        num_ranks, batch = self.replica[0], self.run.plan.num_samples
-        count = min(len(self.held_out), self.config.eval_iters * batch) // num_ranks * num_ranks
+        num_ranks, batch, held_out = self.replica[0], self.run.plan.num_samples, self.held_out
+        assert held_out is not None  # the loop asked `data` first
+        count = min(len(held_out), self.config.eval_iters * batch) // num_ranks * num_ranks
         batches = iter([list(range(first, min(first + batch, count))) for first in range(0, count, batch)])
         metrics = Metrics()
         with self.timers("evaluate"):
-            for items in shares(batches, self.held_out, *self.replica):
+            for items in shares(batches, held_out, *self.replica):
                 losses = self.role.engine.measure(self._rows(items), self.batching, self.stage.loss)
                 metrics.merge(_named("eval/", losses))
         return self._report(metrics)

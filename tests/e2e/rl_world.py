@@ -129,7 +129,7 @@ class World:
         here = Path(__file__).parent  # worker processes import `variant_worker` and what it needs
         os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
         self._stack.enter_context(cluster(run.plan.world_size, "cpu"))
-        plane = open_data_plane(run.config, run.plan)
+        plane = open_data_plane(run)
         try:
             self.workers = VariantGroup(run, plane)
             self._stack.callback(self.workers.close)
@@ -175,7 +175,7 @@ class World:
         key = (cfg.generate_config.sampling_config.max_tokens, plan.n_samples_per_prompt, plan.dispatch_sizes[_REWARD_DISPATCH])
         key += (rl.data_strategy, *(str(value) for name, value in vars(rl).items() if name.startswith(_REWARD_KEYS)))
         if key not in self._kept:
-            plane = open_data_plane(cfg, plan)
+            plane = open_data_plane(run)
             world = dataclasses.replace(run, folder=self._folder / "world")
             rewards = RewardGroup(world, plane, str(self._task / "model"))
             self._kept[key] = rewards, plane

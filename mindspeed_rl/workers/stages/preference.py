@@ -38,7 +38,10 @@ class _Preference(Pairs):
     """Common half of dpo and simpo: log-probs are summed over the answers."""
 
     def rows(self, items: Sequence[PreferencePair]) -> Rows:
-        sides = [(item[f"{side}_input_ids"], item[f"{side}_labels"]) for item in items for side in ("chosen", "rejected")]
+        sides = []
+        for item in items:
+            sides.append((item["chosen_input_ids"], item["chosen_labels"]))
+            sides.append((item["rejected_input_ids"], item["rejected_labels"]))
         rows = labelled_rows(sides)
         return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, [PAIR] * len(items))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class Pretraining(Stage):
         check_resets(config)
         if config.seq_length is None:
             raise ValueError("seq_length: not set; stage pretrain cuts documents into samples of this many tokens.")
+        self._seq_length = config.seq_length
 
     def open(self, prefix: str | Path) -> Dataset:
         raise AssertionError("documents are cut by Megatron's dataset, see datasets")
@@ -45,18 +46,19 @@ class Pretraining(Stage):
         num_train = (plan.train_iters or 0) * plan.num_samples
         num_evaluated = config.eval_iters * plan.num_samples
         paths = config.data_path if isinstance(config.data_path, list) else [config.data_path]
-        apart = config.eval_data_path is not None
-        split = "100,0,0" if apart else config.split or "100,0,0"
-        train, held_out, _ = self._built(paths, split, (num_train, 0 if apart else num_evaluated, 0))
-        if apart:
+        if config.eval_data_path is None:
+            train, held_out, _ = self._built(paths, config.split or "100,0,0", (num_train, num_evaluated, 0))
+        else:
+            train = self._built(paths, "100,0,0", (num_train, 0, 0))[0]
             held_out = self._built([config.eval_data_path], "100,0,0", (num_evaluated, 0, 0))[0]
         if train is None or not len(train):
             raise ValueError(f"data_path: {' '.join(map(str, paths))} gives no sample of {config.seq_length} tokens.")
         return train, held_out
 
     def _built(self, paths: Sequence[str | float], split: str, counts: tuple[int, int, int]) -> tuple[Dataset | None, ...]:
-        data = PretrainData([str(path) for path in paths], self.config.seq_length, split, seed=self.config.seed)
-        return build_pretrain_datasets(data, self.tokenizer, counts)
+        data = PretrainData([str(path) for path in paths], self._seq_length, split, seed=self.config.seed)
+        # a Megatron dataset has items by number, although its base class names the argument otherwise
+        return cast("tuple[Dataset | None, ...]", build_pretrain_datasets(data, self.tokenizer, counts))
 
     def order(self, num_items: int, plan: BatchPlan, start: int) -> Iterator[list[int]]:
         """Samples in the dataset's own order, which is shuffled already."""

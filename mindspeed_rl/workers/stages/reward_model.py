@@ -30,7 +30,7 @@ class OutcomeReward(Pairs):
     head = "reward"
 
     def rows(self, items: Sequence[PreferencePair]) -> Rows:
-        ids = [torch.from_numpy(item[f"{side}_input_ids"]) for item in items for side in ("chosen", "rejected")]
+        ids = [torch.from_numpy(side) for item in items for side in (item["chosen_input_ids"], item["rejected_input_ids"])]
         # the last token's position "predicts" the score; there is no token behind it
         nothing = [torch.zeros(1, dtype=torch.int64)] * len(ids)
         return Rows(ids, [len(row) for row in ids], targets=nothing, group_sizes=[PAIR] * len(items))

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
+from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
 from mindspeed_rl.trainers.rl_parts import open_run_prompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MAP_KEYS = "map_keys={prompt: question, query: '', response: answer}"
 
 
-def _run(*keys: str) -> RunConfig:
+def _run(*keys: str) -> Run:
     overrides = ["dataset_additional_keys=[labels,level]", "prompt_type=empty", *keys]
-    return load_run_config("grpo_tiny_cpu", CONFIGS, [f"actor_config.{text}" for text in overrides])
+    return resolve(load_run_config("grpo_tiny_cpu", CONFIGS, [f"actor_config.{text}" for text in overrides]), platform="cpu")
 
 
 @pytest.fixture
