@@ -208,7 +208,7 @@ class KlEstimator(Algorithm):
         Raises:
             ValueError: it cannot be imported.
         """
-        return _imported(self.gradient or self.target, self.folders)
+        return _imported(self.gradient or self.target, f"target {self.target!r}", self.folders)
 
 
 @dataclass(frozen=True, kw_only=True)

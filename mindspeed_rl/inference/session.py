@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_rl import platform
+from mindspeed_rl import adaptors, platform
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer
-from mindspeed_rl.inference.engine import EngineSettings, InferenceEngine
+from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings, open_model
 from mindspeed_rl.inference.prompts import PromptFormat, choose_template
 from mindspeed_rl.inference.requests import Engine
@@ -133,6 +133,10 @@ class Session:
             with engine_group(settings, self.platform_name) as engine:
                 yield engine
         else:
+            adaptors.apply("rollout")
+            # imports vLLM, which wants its adaptors and the platform's environment first
+            from mindspeed_rl.inference.engine import InferenceEngine
+
             yield InferenceEngine(settings, self.model, self.tokenizer)
 
 
