@@ -239,10 +239,11 @@ class DistFolder:
         extra = sorted(model_keys - used)
         if extra and not loosely:
             raise ValueError(
-                f"{self.folder} holds {extra[0]!r}, unknown to {network.architecture}; --load-checkpoint-loosely skips it"
+                f"{self.folder} holds {extra[0]!r}, unknown to {network.architecture} with num_hidden_layers "
+                f"{network.num_layers}; --load-checkpoint-loosely skips it"
             )
         layout = Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
-        return OpenCheckpoint(architecture, network, layout, groups, adapters)
+        return OpenCheckpoint(architecture, network, layout, groups, adapters, extra)
 
     def adapters(self, architecture: Architecture, network: Network) -> Adapters:
         """The LoRA weights of a checkpoint that need not hold the base weights.
@@ -274,7 +275,8 @@ class DistFolder:
         found = self._stored(network, op, used)
         if found is None:
             raise ValueError(
-                f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint has"
+                f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint with "
+                f"num_hidden_layers {network.num_layers} has"
             )
         return found
 

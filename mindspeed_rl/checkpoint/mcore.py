@@ -254,7 +254,7 @@ class MegatronFolder:
         found = [reader.group(op) for op in stored_ops(ops, layout, network)]
         if not loosely:
             reader.check_all_used()
-        return OpenCheckpoint(architecture, network, layout, found, reader.adapters)
+        return OpenCheckpoint(architecture, network, layout, found, reader.adapters, reader.unused())
 
     def adapters(self, architecture: Architecture, network: Network, layout: Layout) -> Adapters:
         """The LoRA weights of a checkpoint that need not hold the base weights; cut like ``layout``.
@@ -300,6 +300,7 @@ class OpenCheckpoint:
     Args:
         groups: its parameters, in HF's terms.
         adapters: LoRA weights found beside them.
+        skipped: names of stored tensors that the architecture does not know.
     """
 
     architecture: Architecture
@@ -307,6 +308,7 @@ class OpenCheckpoint:
     layout: Layout
     groups: Sequence[MegatronGroup]
     adapters: Adapters
+    skipped: Sequence[str] = ()
 
 
 class _Reader:
@@ -334,7 +336,10 @@ class _Reader:
                 self.used[rank, vp_stage].add(name)
                 return name, state[name]
         where = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
-        raise ValueError(f"{where} lacks {names[0]!r}, which a {self.network.architecture} checkpoint has")
+        raise ValueError(
+            f"{where} lacks {names[0]!r}, which a {self.network.architecture} checkpoint"
+            f" with num_hidden_layers {self.network.num_layers} has"
+        )
 
     def group(self, op: WeightOp) -> MegatronGroup:
         where = holders(op, self.layout)
@@ -371,15 +376,23 @@ class _Reader:
                 raise ValueError(f"{self.folder.folder}: the adapter of {op.mcore} is incomplete")
             self.adapters[op.mcore] = (op, tuple(parts["lora_A"]), tuple(parts["lora_B"]))
 
+    def unused(self) -> list[str]:
+        """Names that no parameter is stored under."""
+        return sorted({name for key in self.states for name in self._unused(key)})
+
+    def _unused(self, key: tuple[Rank, int]) -> list[str]:
+        return sorted(name for name in self.states[key] if name not in self.used[key] and not _IGNORED.search(name))
+
     def check_all_used(self) -> None:
-        for (rank, vp_stage), state in self.states.items():
-            extra = sorted(name for name in state if name not in self.used[rank, vp_stage] and not _IGNORED.search(name))
+        for rank, vp_stage in self.states:
+            extra = self._unused((rank, vp_stage))
             if extra:
                 file = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
                 raise ValueError(
                     f"{file} holds {extra[0]!r}"
                     + (f" and {len(extra) - 1} more tensors" if len(extra) > 1 else "")
-                    + f" unknown to {self.network.architecture}; --load-checkpoint-loosely skips them"
+                    + f" unknown to {self.network.architecture} with num_hidden_layers {self.network.num_layers}"
+                    + "; --load-checkpoint-loosely skips them"
                 )
 
 
