@@ -48,7 +48,9 @@ def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
     if iteration is not None:
         found = folder / f"iter_{iteration:07d}"
         if not found.is_dir():
-            raise ValueError(f"{folder} has no iter_{iteration:07d}")
+            others = sorted(entry.name for entry in folder.glob("iter_*") if entry.is_dir() and entry.name[5:].isdigit())
+            held = f"it has {', '.join(others[-5:])}" if others else "it has no iterations"
+            raise ValueError(f"{folder} has no iter_{iteration:07d} (iteration {iteration}); {held}")
         return found
     if any(folder.glob("mp_rank_*")) or (folder / "metadata.json").is_file():
         return folder
@@ -460,13 +462,14 @@ def plan_ranks(
     Raises:
         ValueError: a parameter cannot be divided, or the legacy layout has no place for it.
     """
+    for op in ops:  # before there is a file for every rank: far too many ranks are one error as well
+        op.check_divisible(layout.expert_tp_size if op.axis == "etp" else layout.tp)
     tensors: dict[Path, dict[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]] = {
         folder / rank_folder_name(rank, layout) / RANK_FILE: {} for rank in layout.ranks()
     }
     places = []
     for op in stored_ops(ops, layout, network):
         where = holders(op, layout)
-        op.check_divisible(len(where.shards))
         local = layout.local_name(op.mcore)
         if legacy:
             inner = legacy_keys(op, local)
