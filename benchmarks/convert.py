@@ -101,7 +101,10 @@ def generate(folder: Path, gigabytes: float) -> None:
     companions.mkdir()
     write_config(companions, config)
     architecture = architecture_for(config)
-    noise = torch.randint(-(2**15), 2**15, (vocab * hidden,), dtype=torch.int16).view(torch.bfloat16)
+    # any bits but the highest exponent, which would be NaN or an infinity
+    bits = torch.randint(0, 0x7F80, (vocab * hidden,), dtype=torch.int16)
+    bits[::2] |= -(2**15)
+    noise = bits.view(torch.bfloat16)
     with HfFolderWriter(folder, companions, max_shard_bytes=10**9) as writer:
         for op in architecture.weight_ops(architecture.network(config)):
             for name, shape in zip(op.hf, op.shapes):

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -120,9 +121,10 @@ def nothing_left(path: Path, num_bytes: int, staging: Sequence[Path]) -> Iterato
         for folder in new:
             with suppress(OSError):  # there is something in it, or it was never made
                 folder.rmdir()
-        if not _is_full(error):
+        reason = _no_room(error)
+        if reason is None:
             raise
-        raise ValueError(f"the disk of {path} is full; the result needs {_amount(num_bytes)}") from error
+        raise ValueError(f"{reason.format(path=path)}; the result needs {_amount(num_bytes)}") from error
 
 
 def _remove(path: Path) -> None:
@@ -132,11 +134,23 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _is_full(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    # torch and safetensors write in their own languages, and say it in their own words
-    return re.search(r"file write failed|unexpected pos|No space left|File too large|quota exceeded", str(error)) is not None
+_NO_ROOM = {
+    errno.ENOSPC: "the disk of {path} is full",
+    errno.EDQUOT: "the disk quota of {path} is used up",
+    errno.EFBIG: "a file of {path} would exceed the largest size that is allowed here",
+}
+
+
+def _no_room(error: Exception) -> str | None:
+    """What an error says about the place it was written to; None if it is about something else."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return _NO_ROOM[error.errno]
+    # torch and safetensors write in their own languages, and report it in their own words
+    words = str(error)
+    said = next((number for number in _NO_ROOM if os.strerror(number) in words), None)
+    if said is None and re.search(r"file write failed|unexpected pos", words):
+        said = errno.ENOSPC
+    return None if said is None else _NO_ROOM[said]
 
 
 def _write(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> None:
@@ -212,6 +226,8 @@ def _execute(
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise ValueError("a worker process was killed (out of memory?); try again with fewer --workers") from error
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

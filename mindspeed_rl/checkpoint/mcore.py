@@ -150,6 +150,8 @@ class MegatronFolder:
         if unknown:
             raise ValueError(f"{self.folder / unknown[0]} is not named mp_rank_TT, mp_rank_TT_PPP, mp_rank_TT_EEE or _PPP_EEE")
         self.rank_folders = folders
+        #: whether files that were read so far, or files beside them, hold the state of an optimizer
+        self.holds_optimizer = any(self.folder.glob("mp_rank_*/distrib_optim.pt"))
         first = self._load(folders[0])
         self.args: CheckpointArgs = read_args(first.get("args"))
         self.legacy = any("language_model" in value for value in first.values() if isinstance(value, Mapping))
@@ -162,6 +164,7 @@ class MegatronFolder:
             content = load_with_records(path)
             if not isinstance(content, dict):
                 raise ValueError(f"{path} holds no dict; expected Megatron's model_optim_rng.pt")
+            self.holds_optimizer |= bool(content.get("optimizer"))
             for heavy in ("optimizer", "opt_param_scheduler", "rng_state"):
                 content.pop(heavy, None)
             self._content[name] = content

@@ -336,6 +336,8 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     checkpoint = opened.open(architecture, network, options.loosely)
     network = checkpoint.network
     notices, num_dropped = [], len(checkpoint.skipped)
+    if opened.holds_optimizer:
+        notices.append(f"the optimizer state in {folder} is not converted, only the weights are")
     if checkpoint.skipped:
         notices.append(f"skipped {num_dropped} tensors unknown to {network.architecture}, the first {checkpoint.skipped[0]!r}")
     if options.mtp_num_layers is not None and options.mtp_num_layers != network.mtp_num_layers:
