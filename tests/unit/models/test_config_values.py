@@ -22,7 +22,7 @@ def test_every_key_with_every_kind_of_value_is_read_or_refused_in_one_line(name:
     changed += [{"rope_parameters": {**rope, key: value}} for key in rope for value in VALUES]
     changed += [{"use_sliding_window": True, "layer_types": value} for value in VALUES]
     for change in changed:
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             architecture = architecture_for({**config, **change})
             network = architecture.network({**config, **change})
@@ -30,7 +30,7 @@ def test_every_key_with_every_kind_of_value_is_read_or_refused_in_one_line(name:
             architecture.weight_ops(network)
         except ValueError as error:
             assert "\n" not in str(error), change
-        assert time.perf_counter() - start < 2, change
+        assert time.process_time() - start < 2, change
 
 
 @pytest.mark.parametrize(
