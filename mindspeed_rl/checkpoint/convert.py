@@ -131,7 +131,8 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # it was never made, and the error that led here says more
+            path.unlink()
 
 
 _NO_ROOM = {
