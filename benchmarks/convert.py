@@ -101,7 +101,10 @@ def generate(folder: Path, gigabytes: float) -> None:
     companions.mkdir()
     write_config(companions, config)
     architecture = architecture_for(config)
-    noise = torch.randint(-(2**15), 2**15, (vocab * hidden,), dtype=torch.int16).view(torch.bfloat16)
+    # any bits but the highest exponent, which would be NaN or an infinity
+    bits = torch.randint(0, 0x7F80, (vocab * hidden,), dtype=torch.int16)
+    bits[::2] |= -(2**15)
+    noise = bits.view(torch.bfloat16)
     with HfFolderWriter(folder, companions, max_shard_bytes=10**9) as writer:
         for op in architecture.weight_ops(architecture.network(config)):
             for name, shape in zip(op.hf, op.shapes):
@@ -233,11 +236,48 @@ def measure(folder: Path, workers: int, repeats: int) -> None:
         )
 
 
+def alternate(folder: Path, repeats: int) -> None:
+    """Convert both ways by turns in this process, so that neither start nor a quiet minute favours one, and print the table."""
+    from mindspeed_rl.cli.convert import main as convert
+
+    hf = folder / "hf"
+    size = sum(file.stat().st_size for file in hf.iterdir()) / 1e9
+    cuts = {"TP 1": (), "TP 2 PP 2": ("--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2")}
+    wall: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    for _ in range(repeats + 1):
+        for cut, words in cuts.items():
+            mcore, back = folder / "mcore", folder / "back"
+            for name, command in {
+                f"cp ({cut})": None,
+                f"hf -> mcore, {cut}": ["--load-dir", str(hf), "--save-dir", str(mcore), *words],
+                f"mcore {cut} -> hf": ["--load-dir", str(mcore), "--save-model-type", "hf", "--save-dir", str(back)],
+            }.items():
+                os.sync()
+                start, own = time.perf_counter(), time.process_time()
+                if command is None:
+                    subprocess.run(["cp", "-r", hf, folder / "copy"], check=True)
+                elif convert(command):
+                    raise RuntimeError(f"{name} failed")
+                wall.setdefault(name, []).append(time.perf_counter() - start)
+                cpu.setdefault(name, []).append(time.process_time() - own)
+            for made in ("mcore", "back", "copy"):
+                remove(folder / made)
+    print(f"{size:.2f} GB of weights, {repeats} turns after one that is not counted\n")
+    print("| step | wall s, least | median | most | GB/s, median | cpu s, median |\n|---|---|---|---|---|---|")
+    for name, seconds in wall.items():
+        times, own = sorted(seconds[1:]), statistics.median(cpu[name][1:])
+        middle = statistics.median(times)
+        shown = "" if name.startswith("cp") else f"{own:.2f}"
+        print(f"| {name} | {times[0]:.2f} | {middle:.2f} | {times[-1]:.2f} | {size / middle:.2f} | {shown} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alternate", action="store_true", help="only both directions, by turns in one process")
     parser.add_argument("--folder", type=Path, help="where to write; default the system's temporary folder")
     parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mbridge-step", nargs=4, metavar=("DIRECTION", "HF", "RANK_FILE", "OUT"), help=argparse.SUPPRESS)
@@ -252,7 +292,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         # in a process of its own: a child's peak memory counts from that of the process that starts it
         run([sys.executable, __file__, "--gigabytes", str(args.gigabytes), "--generate", str(Path(name) / "hf")])
-        measure(Path(name), args.workers, args.repeats)
+        if args.alternate:
+            alternate(Path(name), args.repeats)
+        else:
+            measure(Path(name), args.workers, args.repeats)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.checkpoint import lora
-from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan, make_plan
+from mindspeed_rl.checkpoint.conversion_plan import WRITTEN_BELOW, Destination, Plan, make_plan
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, MegatronFolder
 from mindspeed_rl.checkpoint.megatron_args import parse_layers
 from mindspeed_rl.checkpoint.options import ConvertOptions, ParamsDtype, SourceForm
@@ -29,6 +30,7 @@ def open_source(options: ConvertOptions) -> Source:
         ValueError: it is not what the options say, or the conversion would only copy it.
     """
     form = options.load_model_type or form_of(options.load_dir)
+    check_folders(options)
     if form == options.save_model_type == "hf":
         raise ValueError("--save-model-type hf of an HF source would only copy it; to merge LoRA go through mg")
     model = ModelOptions(
@@ -44,6 +46,10 @@ def open_source(options: ConvertOptions) -> Source:
         iteration=options.load_iteration,
     )
     if form == "hf":
+        if options.load_iteration is not None:
+            raise ValueError(
+                f"--load-iteration {options.load_iteration} needs a Megatron source; {options.load_dir} is read as an HF folder"
+            )
         return open_hf(options.load_dir, model)
     if options.num_layers is not None or options.first_k_dense_replace is not None:
         raise ValueError("--num-layers and --first-k-dense-replace need an HF source")
@@ -51,6 +57,21 @@ def open_source(options: ConvertOptions) -> Source:
     if options.load_from_legacy and source.kind != "legacy":
         raise ValueError(f"--load-from-legacy contradicts {options.load_dir}, which has the {source.kind} layout")
     return source
+
+
+def check_folders(options: ConvertOptions) -> None:
+    """Raise ValueError if the result would be written into what is read, or in its place."""
+    for flag, path in (("--load-dir", options.load_dir), ("--lora-load", options.lora_load)):
+        if path is None:
+            continue
+        read, written = path.resolve(), options.save_dir.resolve()
+        if read == written or read in written.parents:
+            raise ValueError(f"--save-dir {options.save_dir} lies in {flag} {path}, which is read; choose another folder")
+        root = read.parent if read.name == "release" or read.name.startswith("iter_") else read
+        # an HF folder replaces what is at its place, a Megatron checkpoint a few names below it
+        replaced = [written] if options.save_model_type == "hf" else [written / name for name in WRITTEN_BELOW]
+        if written == root or any(place in (read, *read.parents) for place in replaced):
+            raise ValueError(f"--save-dir {options.save_dir} would replace {flag} {path}, which is read; choose another folder")
 
 
 def form_of(folder: Path) -> SourceForm:
@@ -129,16 +150,25 @@ def _destination(options: ConvertOptions, source: Source) -> Destination:
         "dtype": None if options.params_dtype is None else _DTYPES[options.params_dtype],
         "overwrite": options.overwrite,
     }
+    save_dir = options.save_dir.resolve() if options.save_dir.is_symlink() else options.save_dir
     if options.save_model_type == "hf":
-        path = options.save_dir
+        path = save_dir
         if (path / "config.json").is_file() and not options.overwrite:
             # upstream's first converter takes the original HF folder as --save-dir and writes below it
             path = path / "mg2hf"
-        return Destination("hf", path, max_shard_bytes=_parse_size(options.max_shard_size), **common)
+        if options.max_shard_size is not None:
+            common["max_shard_bytes"] = _parse_size(options.max_shard_size)
+        return Destination("hf", path, **common)
+    if options.max_shard_size is not None:
+        raise ValueError(
+            f"--max-shard-size {options.max_shard_size} needs --save-model-type hf; other results have no such size"
+        )
+    if options.make_vocab_size_divisible_by < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by is {options.make_vocab_size_divisible_by}; it must be at least 1")
     legacy = options.save_to_legacy or options.save_model_type == "legacy"
     return Destination(
         "legacy" if legacy else "torch_dist" if options.ckpt_format == "torch_dist" else "mcore",
-        options.save_dir,
+        save_dir,
         layout=_layout(options, source.network),
         grouped_gemm=options.moe_grouped_gemm,
         transformer_engine=options.transformer_impl == "transformer_engine",
@@ -185,8 +215,7 @@ def _layout(options: ConvertOptions, network: Network) -> Layout:
 
 
 def _parse_size(text: str) -> int:
-    for unit, factor in _SIZE_UNITS.items():
-        number = text.upper().removesuffix(unit)
-        if text.upper().endswith(unit) and number.replace(".", "", 1).isdigit():
-            return int(float(number) * factor)
-    raise ValueError(f"--max-shard-size {text}: expected a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMG]I?B)", text.strip().upper())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"--max-shard-size {text}: expected a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
+    return max(1, int(float(match[1]) * _SIZE_UNITS[match[2]]))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.hf import dtype_keys, make_safetensors_header, plan_shards, write_index
-from mindspeed_rl.checkpoint.jobs import HfTarget, Target, Transform
+from mindspeed_rl.checkpoint.jobs import HfTarget, Target, Transform, is_finite
 from mindspeed_rl.checkpoint.lora import PeftMerge
 from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
-from mindspeed_rl.checkpoint.source import Source
+from mindspeed_rl.checkpoint.source import HF_FILES, Source
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.dist import DistPlan
 
 _ITERATION = "iter_0000001"
+
+#: What a conversion writes below the folder of a Megatron checkpoint.
+WRITTEN_BELOW = (_ITERATION, HF_FILES)
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,25 @@ class Destination:
 
 @dataclass(frozen=True)
 class Cast:
-    """A transform that casts floating-point weights; buffers keep their dtype."""
+    """A transform that casts floating-point weights; buffers keep their dtype.
+
+    A value that the dtype cannot hold, and that would become an infinity, is a ValueError.
+    """
 
     dtype: torch.dtype
     keep: frozenset[str]
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if name in self.keep or not tensor.is_floating_point() else tensor.to(self.dtype)
+        if name in self.keep or not tensor.is_floating_point():
+            return tensor
+        cast = tensor.to(self.dtype)
+        if not is_finite(cast) and is_finite(tensor):
+            largest = tensor.abs().max().item()
+            raise ValueError(
+                f"{name} holds {largest:g}, beyond {torch.finfo(self.dtype).max:g}, the largest {self.dtype}; "
+                "choose another --params-dtype"
+            )
+        return cast
 
 
 @dataclass(frozen=True)
@@ -151,6 +166,11 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
         ValueError: the layout does not fit the model, the destination exists, or the form cannot hold the model.
     """
     architecture, network = source.architecture, source.network
+    if destination.kind == "torch_dist" and destination.mindspeed_mla and network.multi_latent_attention:
+        raise ValueError(
+            "--mla-layout mindspeed with --ckpt-format torch_dist: MindSpeed keeps the norms of such a checkpoint under keys "
+            "of its own, which neither this tool nor Megatron reads; use --ckpt-format torch, or --mla-layout megatron"
+        )
     if destination.kind == "legacy" and not architecture.legacy:
         raise ValueError(f"Megatron's legacy layout cannot hold {architecture.name}; use the mcore layout")
     if destination.kind == "legacy" and network.head == "reward":

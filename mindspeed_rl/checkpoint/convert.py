@@ -10,10 +10,12 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,13 +26,14 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
 from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, write_config
-from mindspeed_rl.checkpoint.jobs import Group, Job, Target, Transform, connect, same_bits
+from mindspeed_rl.checkpoint.jobs import Group, Job, Report, Target, Transform, connect, same_bits
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.source import HF_FILES, ModelOptions, Source, open_hf, open_megatron
 
 TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
 _STATE_NAME = "conversion.json"
 _DONE_NAME = "conversion.done"
+_LATEST_STAGING = LATEST_NAME + ".partial"
 
 
 class Progress(Protocol):
@@ -41,6 +44,10 @@ class Progress(Protocol):
     def advance(self, num_bytes: int) -> None: ...
 
     def finish(self) -> None: ...
+
+    def notice(self, text: str) -> None:
+        """Told what the user should know of the weights."""
+        ...
 
 
 class Silent:
@@ -55,10 +62,16 @@ class Silent:
     def finish(self) -> None:
         pass
 
+    def notice(self, text: str) -> None:
+        pass
+
 
 def check_destination(destination: Destination) -> None:
     """Raise ValueError if something is at the destination that would be lost."""
     final = destination.final
+    above = next(folder for folder in (destination.path, *destination.path.parents) if os.path.lexists(folder))
+    if not above.is_dir():
+        raise ValueError(f"{destination.path} cannot be made: {above} is not a folder")
     if destination.overwrite or not final.exists():
         return
     if not final.is_dir() or any(final.iterdir()):
@@ -70,35 +83,75 @@ def run_plan(
 ) -> Path:
     """Write the checkpoint and give it its name; the folder that was made.
 
-    After an error nothing is left; after an interruption (Ctrl-C, kill) the next run with the same settings continues.
+    After an error nothing is left, no empty folder either; after an interruption (Ctrl-C, kill) the next run with the same
+    settings continues.
 
     Raises:
-        ValueError: the disk is full, a source file is damaged, or (with ``verify``) the result differs from the source.
+        ValueError: the disk is full, a source file is damaged, or (with ``verify``) the result differs from the source or
+            holds NaN or infinities.
     """
     progress = progress or Silent()
     check_destination(plan.destination)
-    staging = plan.destination.staging
-    try:
-        with _clear_errors(plan):
-            _write(plan, workers, progress, task_bytes)
-            if verify:
-                _verify(plan, workers, progress, task_bytes)
-    except Exception:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return _publish(plan)
+    staging = [plan.destination.staging, _companions_staging(plan), plan.destination.path / _LATEST_STAGING]
+    with nothing_left(plan.destination.path, plan.num_bytes, staging):
+        _write(plan, workers, progress, task_bytes)
+        if verify:
+            _verify(plan, workers, progress, task_bytes)
+        return _publish(plan)
 
 
 @contextmanager
-def _clear_errors(plan: Plan) -> Iterator[None]:
+def nothing_left(path: Path, num_bytes: int, staging: Sequence[Path]) -> Iterator[None]:
+    """Removes what a failed block has made: the staged files and the folders above them that were not there before.
+
+    Args:
+        path: the destination.
+        num_bytes: what it needs.
+        staging: what the block builds, beside the destination.
+
+    Raises:
+        ValueError: the block found the disk full.
+    """
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        for made in staging:
+            _remove(made)
+        for folder in new:
+            with suppress(OSError):  # there is something in it, or it was never made
+                folder.rmdir()
+        reason = _no_room(error)
+        if reason is None:
             raise
-        raise ValueError(
-            f"the disk of {plan.destination.path} is full; the result needs {plan.num_bytes / 1e9:.2f} GB"
-        ) from error
+        raise ValueError(f"{reason.format(path=path)}; the result needs {_amount(num_bytes)}") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):  # it was never made, and the error that led here says more
+            path.unlink()
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "the disk of {path} is full",
+    errno.EDQUOT: "the disk quota of {path} is used up",
+    errno.EFBIG: "a file of {path} would exceed the largest size that is allowed here",
+}
+
+
+def _no_room(error: Exception) -> str | None:
+    """What an error says about the place it was written to; None if it is about something else."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return _NO_ROOM[error.errno]
+    # torch and safetensors write in their own languages, and report it in their own words
+    words = str(error)
+    said = next((number for number in _NO_ROOM if os.strerror(number) in words), None)
+    if said is None and re.search(r"file write failed|unexpected pos", words):
+        said = errno.ENOSPC
+    return None if said is None else _NO_ROOM[said]
 
 
 def _write(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> None:
@@ -121,12 +174,16 @@ def _write(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> Non
     open_tasks = [(number, jobs) for number, jobs in enumerate(tasks) if number not in done]
     total = sum(job.num_bytes for jobs in tasks for job in jobs)
     progress.start("writing", total, total - sum(job.num_bytes for _, jobs in open_tasks for job in jobs))
+    strange: set[str] = set()
     with done_file.open("a", encoding="utf-8") as log:
-        for number, num_bytes in _execute(_run_jobs, open_tasks, (plan.transform,), workers):
+        for number, report in _execute(_run_jobs, open_tasks, (plan.transform,), workers):
             log.write(f"{number}\n")
             log.flush()
-            progress.advance(num_bytes)
+            strange.update(report.strange)
+            progress.advance(report.num_bytes)
     progress.finish()
+    if strange:
+        progress.notice(f"{len(strange)} tensors hold NaN or infinities, the first {min(strange)!r}")
 
 
 def _jobs(source: Source, targets: Sequence[Target]) -> list[Job]:
@@ -149,15 +206,15 @@ def _tasks(jobs: Sequence[Job], task_bytes: int) -> list[list[Job]]:
     return tasks
 
 
-def _run_jobs(jobs: Sequence[Job], transform: Transform | None) -> int:
+def _run_jobs(jobs: Sequence[Job], transform: Transform | None) -> Report:
     torch.set_num_threads(1)
-    return sum(job.run(transform) for job in jobs)
+    return sum((job.run(transform) for job in jobs), Report())
 
 
 def _execute(
-    function: Callable[..., int], tasks: Sequence[tuple[int, Any]], extra: tuple[Any, ...], workers: int
-) -> Iterator[tuple[int, int]]:
-    """(task number, result) as tasks finish, in this process or in ``workers`` others."""
+    function: Callable[..., Report], tasks: Sequence[tuple[int, Any]], extra: tuple[Any, ...], workers: int
+) -> Iterator[tuple[int, Report]]:
+    """(task number, report) as tasks finish, in this process or in ``workers`` others."""
     if workers <= 1 or len(tasks) <= 1:
         for number, task in tasks:
             yield number, function(task, *extra)
@@ -170,6 +227,8 @@ def _execute(
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise ValueError("a worker process was killed (out of memory?); try again with fewer --workers") from error
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -181,7 +240,11 @@ def _check_space(plan: Plan) -> None:
         place = place.parent
     free = shutil.disk_usage(place).free
     if plan.num_bytes > free:
-        raise ValueError(f"{plan.destination.path} needs {plan.num_bytes / 1e9:.2f} GB; the disk has {free / 1e9:.2f} GB left")
+        raise ValueError(f"{plan.destination.path} needs {_amount(plan.num_bytes)}; its disk has {_amount(free)} left")
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**7 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _fingerprint(plan: Plan, task_bytes: int) -> str:
@@ -201,18 +264,30 @@ def _fingerprint(plan: Plan, task_bytes: int) -> str:
 def _publish(plan: Plan) -> Path:
     destination = plan.destination
     staging, final = destination.staging, destination.final
+    companions = _companions_staging(plan)
+    _write_companions(plan, companions)
     for name in (_STATE_NAME, _DONE_NAME):
         (staging / name).unlink(missing_ok=True)
-    _write_companions(plan, staging if destination.kind == "hf" else destination.path / HF_FILES)
+    if destination.kind == "hf":
+        _replace_folder(staging, final)
+        return final
+    (companions / LATEST_NAME).write_text("1", encoding="utf-8")
+    os.replace(companions / LATEST_NAME, destination.path / _LATEST_STAGING)
+    _replace_folder(companions, destination.path / HF_FILES)
+    _replace_folder(staging, final)
+    os.replace(destination.path / _LATEST_STAGING, destination.path / LATEST_NAME)
+    return final
+
+
+def _companions_staging(plan: Plan) -> Path:
+    destination = plan.destination
+    return destination.staging if destination.kind == "hf" else destination.path / (HF_FILES + ".partial")
+
+
+def _replace_folder(made: Path, final: Path) -> None:
     if final.exists():
         shutil.rmtree(final)
-    os.replace(staging, final)
-    if destination.kind != "hf":
-        latest = destination.path / LATEST_NAME
-        temporary = latest.with_name(LATEST_NAME + ".partial")
-        temporary.write_text("1", encoding="utf-8")
-        os.replace(temporary, latest)
-    return final
+    os.replace(made, final)
 
 
 def _write_companions(plan: Plan, folder: Path) -> None:
@@ -243,8 +318,8 @@ def _verify(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> No
     jobs = _jobs(plan.source, compared)
     tasks = list(enumerate(_tasks(jobs, task_bytes)))
     progress.start("verifying", sum(job.num_bytes for job in jobs), 0)
-    for _, num_bytes in _execute(_check_jobs, tasks, (plan.transform,), workers):
-        progress.advance(num_bytes)
+    for _, report in _execute(_check_jobs, tasks, (plan.transform,), workers):
+        progress.advance(report.num_bytes)
     progress.finish()
 
 
@@ -279,8 +354,8 @@ class _Expected:
         raise AssertionError("a result is only read")
 
 
-def _check_jobs(jobs: Sequence[Job], transform: Transform | None) -> int:
+def _check_jobs(jobs: Sequence[Job], transform: Transform | None) -> Report:
     torch.set_num_threads(1)
     for job in jobs:
         job.check([target.group for target in job.targets], transform)
-    return sum(job.num_bytes for job in jobs)
+    return Report(sum(job.num_bytes for job in jobs))

@@ -41,6 +41,8 @@ EXTRA_STATE_FILE = "__0_extra_state.distcp"
 
 _LORA = (".lora_A.default.weight", ".lora_B.default.weight")
 
+_OPTIMIZER = ("optimizer.", "chained_")
+
 _METADATA_CLASSES = {
     "Metadata",
     "MetadataIndex",
@@ -207,6 +209,8 @@ class DistFolder:
         if lora is not None:
             self.args = replace(self.args, lora_r=int(lora["r"]), lora_alpha=float(lora["alpha"]))
         self.chunks = stored_chunks(self.folder, self.metadata)
+        #: whether it holds the state of an optimizer
+        self.holds_optimizer = any(name.startswith(_OPTIMIZER) for name in self.metadata.state_dict_metadata)
 
     def open(self, architecture: Architecture, network: Network, loosely: bool = False) -> OpenCheckpoint:
         """Match the tensors with the architecture's weight table.
@@ -234,15 +238,16 @@ class DistFolder:
             name
             for name, entry in entries.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
-            and not name.startswith(("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param"))
+            and not name.startswith((*_OPTIMIZER, "rng_state", "rerun_state", "opt_param"))
         }
         extra = sorted(model_keys - used)
         if extra and not loosely:
             raise ValueError(
-                f"{self.folder} holds {extra[0]!r}, unknown to {network.architecture}; --load-checkpoint-loosely skips it"
+                f"{self.folder} holds {extra[0]!r}, unknown to {network.architecture} with num_hidden_layers "
+                f"{network.num_layers}; --load-checkpoint-loosely skips it"
             )
         layout = Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
-        return OpenCheckpoint(architecture, network, layout, groups, adapters)
+        return OpenCheckpoint(architecture, network, layout, groups, adapters, extra)
 
     def adapters(self, architecture: Architecture, network: Network) -> Adapters:
         """The LoRA weights of a checkpoint that need not hold the base weights.
@@ -274,7 +279,8 @@ class DistFolder:
         found = self._stored(network, op, used)
         if found is None:
             raise ValueError(
-                f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint has"
+                f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint with "
+                f"num_hidden_layers {network.num_layers} has"
             )
         return found
 
@@ -287,7 +293,8 @@ class DistFolder:
                 continue
             shape = tuple(entry.size)[len(sizes) :] if kind else op.shard_shape(1)
             if tuple(entry.size) != (*sizes, *shape):
-                raise ValueError(f"{self.folder}: {name} has shape {list(entry.size)}; expected {[*sizes, *shape]}")
+                counted = f" for num_hidden_layers {network.num_layers}" if network.num_layers in sizes else ""
+                raise ValueError(f"{self.folder}: {name} has shape {list(entry.size)}; expected {[*sizes, *shape]}{counted}")
             lead = len(index)
             overlapping = tuple(
                 chunk

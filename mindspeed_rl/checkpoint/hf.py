@@ -43,13 +43,16 @@ SINGLE_NAME = "model.safetensors"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError naming the file if it is missing or broken."""
+    """The JSON object in a file; ValueError naming the file if it is missing, broken, or no object."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__} where a JSON object is expected")
+    return content
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
@@ -67,12 +70,14 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
             raise ValueError(f"{path} is truncated: {size} bytes cannot hold its header")
         try:
             header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
     records = {}
-    for name, entry in header.items():
+    for name, entry in header.items() if isinstance(header, dict) else [("the header", header)]:
         if name == "__metadata__":
             continue
+        if not _is_entry(entry):
+            raise ValueError(f"{path} is not a safetensors file: {name} has no dtype, shape and data_offsets")
         if entry["dtype"] not in SAFETENSORS_DTYPES:
             raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which is not supported")
         begin, end = entry["data_offsets"]
@@ -83,6 +88,17 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
             raise ValueError(f"{path}: {name} of shape {entry['shape']} occupies {end - begin} bytes, not {record.num_bytes}")
         records[name] = record
     return records
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a value in a safetensors header describes a tensor."""
+
+    def sizes(key: str) -> bool:
+        values = entry.get(key)
+        return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)
+
+    described = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and sizes("shape") and sizes("data_offsets")
+    return described and len(entry["data_offsets"]) == 2
 
 
 class HfFolder(RecordSource):
@@ -127,7 +143,9 @@ def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
         if list(folder.glob("pytorch_model*.bin")):
             raise ValueError(f"{folder} holds pytorch_model*.bin files; save it as safetensors first (save_pretrained does)")
         raise ValueError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}")
-    weight_map = read_json(index_path).get("weight_map", {})
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
+        raise ValueError(f"{index_path} has no weight_map from tensor names to files")
     records: dict[str, TensorRecord] = {}
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name

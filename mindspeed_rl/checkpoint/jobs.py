@@ -242,6 +242,17 @@ class MegatronTarget:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What came of some work: bytes that went through it, and the tensors in it that hold NaN or infinities."""
+
+    num_bytes: int = 0
+    strange: tuple[str, ...] = ()
+
+    def __add__(self, other: Report) -> Report:
+        return Report(self.num_bytes + other.num_bytes, self.strange + other.strange)
+
+
+@dataclass(frozen=True)
 class Job:
     """Groups and targets that have HF tensors in common.
 
@@ -269,22 +280,26 @@ class Job:
                 raise ValueError(f"{copy} differs from {owner}, which Megatron would use in its place")
         return tensors if transform is None else {name: transform(name, tensor) for name, tensor in tensors.items()}
 
-    def run(self, transform: Transform | None) -> int:
-        """Read, transform and write; the bytes written."""
+    def run(self, transform: Transform | None) -> Report:
+        """Read, transform and write."""
         if transform is None and not self.equal and all(isinstance(target, HfTarget) for target in self.targets):
             pieces = {name: parts for group in self.groups for name, parts in group.pieces().items()}
             for target in self.targets:
                 assert isinstance(target, HfTarget)
                 target.record.write_pieces(pieces[target.source_name])
-            return self.num_bytes
+            strange = tuple(name for name, parts in pieces.items() if not all(map(is_finite, parts)))
+            return Report(self.num_bytes, strange)
         tensors = self.load(transform)
         for target in self.targets:
             target.write(tensors)
-        return self.num_bytes
+        return Report(self.num_bytes, tuple(name for name, tensor in tensors.items() if not is_finite(tensor)))
 
     def check(self, result: Sequence[Group], transform: Transform | None) -> None:
-        """Raise ValueError unless the groups of the result yield, bit for bit, what this job read."""
+        """Raise ValueError unless the groups of the result yield, bit for bit, what this job read, and all of it is finite."""
         expected = self.load(transform)
+        for name, tensor in expected.items():
+            if not is_finite(tensor):
+                raise ValueError(f"verification: {name} holds {describe_strange(tensor)}")
         for group in result:
             for name, tensor in group.load(strict=True).items():
                 if name not in expected:
@@ -297,6 +312,22 @@ class Transform(Protocol):
     """Changes HF tensors on their way: a cast, a merged adapter."""
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor: ...
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinities; one pass that allocates nothing, as fast as memory is read."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # the smallest and the largest element are NaN as soon as one element is
+    ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    return bool(torch.isfinite(ends.min) & torch.isfinite(ends.max))
+
+
+def describe_strange(tensor: Tensor) -> str:
+    """How many elements are not finite, and where the first one is."""
+    strange = ~torch.isfinite(tensor.float())
+    kind = "NaN" if tensor[strange][0].isnan() else "an infinity"
+    return f"{int(strange.sum())} elements that are not finite, the first {kind} at {strange.nonzero()[0].tolist()}"
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

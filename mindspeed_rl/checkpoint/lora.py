@@ -117,6 +117,17 @@ def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | Non
     return PeftMerge(pairs, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
+def staging_of(path: Path) -> Path:
+    """Where an exported folder is built."""
+    return path.with_name(path.name + ".partial")
+
+
+def adapter_bytes(adapters: Adapters) -> int:
+    """About the size of exported adapters: the shards of each."""
+    pieces = [piece for _, a, b in adapters.values() for piece in (*a, *b)]
+    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
+
+
 def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | None) -> list[str]:
     """Write Megatron adapters as a PEFT folder; the names of the adapted HF modules.
 
@@ -153,7 +164,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         "inference_mode": True,
         "target_modules": modules,
     }
-    partial = path.with_name(path.name + ".partial")
+    partial = staging_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -48,7 +48,9 @@ def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
     if iteration is not None:
         found = folder / f"iter_{iteration:07d}"
         if not found.is_dir():
-            raise ValueError(f"{folder} has no iter_{iteration:07d}")
+            others = sorted(entry.name for entry in folder.glob("iter_*") if entry.is_dir() and entry.name[5:].isdigit())
+            held = f"it has {', '.join(others[-5:])}" if others else "it has no iterations"
+            raise ValueError(f"{folder} has no iter_{iteration:07d} (iteration {iteration}); {held}")
         return found
     if any(folder.glob("mp_rank_*")) or (folder / "metadata.json").is_file():
         return folder
@@ -148,6 +150,8 @@ class MegatronFolder:
         if unknown:
             raise ValueError(f"{self.folder / unknown[0]} is not named mp_rank_TT, mp_rank_TT_PPP, mp_rank_TT_EEE or _PPP_EEE")
         self.rank_folders = folders
+        #: whether files that were read so far, or files beside them, hold the state of an optimizer
+        self.holds_optimizer = any(self.folder.glob("mp_rank_*/distrib_optim.pt"))
         first = self._load(folders[0])
         self.args: CheckpointArgs = read_args(first.get("args"))
         self.legacy = any("language_model" in value for value in first.values() if isinstance(value, Mapping))
@@ -160,6 +164,7 @@ class MegatronFolder:
             content = load_with_records(path)
             if not isinstance(content, dict):
                 raise ValueError(f"{path} holds no dict; expected Megatron's model_optim_rng.pt")
+            self.holds_optimizer |= bool(content.get("optimizer"))
             for heavy in ("optimizer", "opt_param_scheduler", "rng_state"):
                 content.pop(heavy, None)
             self._content[name] = content
@@ -254,7 +259,7 @@ class MegatronFolder:
         found = [reader.group(op) for op in stored_ops(ops, layout, network)]
         if not loosely:
             reader.check_all_used()
-        return OpenCheckpoint(architecture, network, layout, found, reader.adapters)
+        return OpenCheckpoint(architecture, network, layout, found, reader.adapters, reader.unused())
 
     def adapters(self, architecture: Architecture, network: Network, layout: Layout) -> Adapters:
         """The LoRA weights of a checkpoint that need not hold the base weights; cut like ``layout``.
@@ -300,6 +305,7 @@ class OpenCheckpoint:
     Args:
         groups: its parameters, in HF's terms.
         adapters: LoRA weights found beside them.
+        skipped: names of stored tensors that the architecture does not know.
     """
 
     architecture: Architecture
@@ -307,6 +313,7 @@ class OpenCheckpoint:
     layout: Layout
     groups: Sequence[MegatronGroup]
     adapters: Adapters
+    skipped: Sequence[str] = ()
 
 
 class _Reader:
@@ -334,7 +341,10 @@ class _Reader:
                 self.used[rank, vp_stage].add(name)
                 return name, state[name]
         where = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
-        raise ValueError(f"{where} lacks {names[0]!r}, which a {self.network.architecture} checkpoint has")
+        raise ValueError(
+            f"{where} lacks {names[0]!r}, which a {self.network.architecture} checkpoint"
+            f" with num_hidden_layers {self.network.num_layers} has"
+        )
 
     def group(self, op: WeightOp) -> MegatronGroup:
         where = holders(op, self.layout)
@@ -371,15 +381,23 @@ class _Reader:
                 raise ValueError(f"{self.folder.folder}: the adapter of {op.mcore} is incomplete")
             self.adapters[op.mcore] = (op, tuple(parts["lora_A"]), tuple(parts["lora_B"]))
 
+    def unused(self) -> list[str]:
+        """Names that no parameter is stored under."""
+        return sorted({name for key in self.states for name in self._unused(key)})
+
+    def _unused(self, key: tuple[Rank, int]) -> list[str]:
+        return sorted(name for name in self.states[key] if name not in self.used[key] and not _IGNORED.search(name))
+
     def check_all_used(self) -> None:
-        for (rank, vp_stage), state in self.states.items():
-            extra = sorted(name for name in state if name not in self.used[rank, vp_stage] and not _IGNORED.search(name))
+        for rank, vp_stage in self.states:
+            extra = self._unused((rank, vp_stage))
             if extra:
                 file = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
                 raise ValueError(
                     f"{file} holds {extra[0]!r}"
                     + (f" and {len(extra) - 1} more tensors" if len(extra) > 1 else "")
-                    + f" unknown to {self.network.architecture}; --load-checkpoint-loosely skips them"
+                    + f" unknown to {self.network.architecture} with num_hidden_layers {self.network.num_layers}"
+                    + "; --load-checkpoint-loosely skips them"
                 )
 
 
@@ -447,13 +465,14 @@ def plan_ranks(
     Raises:
         ValueError: a parameter cannot be divided, or the legacy layout has no place for it.
     """
+    for op in ops:  # before there is a file for every rank: far too many ranks are one error as well
+        op.check_divisible(layout.expert_tp_size if op.axis == "etp" else layout.tp)
     tensors: dict[Path, dict[tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]]] = {
         folder / rank_folder_name(rank, layout) / RANK_FILE: {} for rank in layout.ranks()
     }
     places = []
     for op in stored_ops(ops, layout, network):
         where = holders(op, layout)
-        op.check_divisible(len(where.shards))
         local = layout.local_name(op.mcore)
         if legacy:
             inner = legacy_keys(op, local)

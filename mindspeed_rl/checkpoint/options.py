@@ -21,7 +21,7 @@ class ConvertOptions:
 
     Attributes:
         load_model_type: None goes by what lies at `load_dir`.
-        num_layer_list, noop_layers: as written, still to be read.
+        num_layer_list, noop_layers, max_shard_size: as written, still to be read.
         lora_r, lora_alpha, lora_target_modules: checked against the adapter.
     """
 
@@ -66,4 +66,4 @@ class ConvertOptions:
     lora_target_modules: Sequence[str]
     # running
     overwrite: bool
-    max_shard_size: str
+    max_shard_size: str | None

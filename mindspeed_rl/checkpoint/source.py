@@ -14,9 +14,9 @@ from mindspeed_rl.checkpoint.hf import HfFolder, read_json
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup
 from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
 from mindspeed_rl.models import all_architectures, architecture_for
-from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.network import Network, read_group, read_size
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.dist import DistFolder
@@ -69,6 +69,7 @@ class Source:
         layout: how a Megatron source is cut.
         adapters: LoRA weights in it.
         notices: what the user should know.
+        num_dropped: tensors of the checkpoint that are left behind, as a notice says.
         lora: (r, alpha) that the checkpoint states.
     """
 
@@ -83,6 +84,7 @@ class Source:
     layout: Layout | None = None
     adapters: Adapters = field(default_factory=dict)
     notices: Sequence[str] = ()
+    num_dropped: int = 0
     lora: tuple[int | None, float | None] = (None, None)
 
     @property
@@ -121,14 +123,19 @@ def check_model_type(options: ModelOptions, architecture: Architecture, network:
 def _changed_config(config: Mapping[str, Any], options: ModelOptions) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if options.num_layers is not None:
-        if not 0 < options.num_layers <= int(config.get("num_hidden_layers", 0)):
-            raise ValueError(f"--num-layers {options.num_layers} must be between 1 and {config.get('num_hidden_layers')}")
+        if options.mtp_num_layers:
+            raise ValueError("--mtp-num-layers needs every decoder layer; drop --num-layers")
+        real = read_size(config, "num_hidden_layers")
+        if not 0 < options.num_layers <= real:
+            raise ValueError(f"--num-layers {options.num_layers} must be between 1 and {real}")
         changes["num_hidden_layers"] = options.num_layers
         if config.get("layer_types"):
             changes["layer_types"] = list(config["layer_types"])[: options.num_layers]
     if options.first_k_dense_replace is not None:
         if "first_k_dense_replace" not in config:
             raise ValueError("--first-k-dense-replace needs a model whose config.json has first_k_dense_replace")
+        if options.first_k_dense_replace < 0:
+            raise ValueError(f"--first-k-dense-replace is {options.first_k_dense_replace}; it must be at least 0")
         changes["first_k_dense_replace"] = options.first_k_dense_replace
     return {**config, **changes}
 
@@ -141,7 +148,7 @@ def as_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = [re.sub(r"ForCausalLM$", "ForSequenceClassification", name) for name in config.get("architectures") or []]
     classifier = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or [])
-    labels = config.get("id2label") or {}
+    labels = read_group(config, "id2label")
     if classifier and len(labels) != 1:
         raise ValueError(f"config.json describes a classifier with {len(labels) or 2} labels; a reward model has 1")
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -168,6 +175,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     architecture = architecture_for(config)
     network = replace(_network(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)
     check_model_type(options, architecture, network)
+    _check_layer_count(folder, architecture, network)
     notices = []
     groups: list[Group] = []
     expected: set[str] = set()
@@ -180,6 +188,8 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
                 notices.append("the checkpoint has no score.weight: the reward head starts from normal(0, 0.02), seed 0")
                 groups.append(FreshGroup(name, shape, folder.record("model.embed_tokens.weight").dtype))
                 continue
+            if name not in folder.records:
+                raise ValueError(f"{path} has no tensor {name!r}, which a {_described(network)} has")
             record = folder.record(name)
             if record.shape != shape:
                 raise ValueError(f"{path}: {name} has shape {list(record.shape)}; config.json means {list(shape)}")
@@ -189,48 +199,102 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
         copies = {**copies, "lm_head.weight": "model.embed_tokens.weight"}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
     groups += [HfGroup(copy, folder.records[copy]) for copy in copies]
-    dropped = _dropped(folder, expected | set(copies), network, config, folder.config, options)
-    notices += dropped
+    dropped, dropped_notices = _dropped(folder, expected | set(copies), architecture, network, options)
+    notices += dropped_notices
     if options.reward_head:
         config = as_reward_config(config)
-    return Source("hf", path, architecture, network, config, groups, path, equal=copies, notices=notices)
+    return Source(
+        "hf", path, architecture, network, config, groups, path, equal=copies, notices=notices, num_dropped=len(dropped)
+    )
+
+
+def _described(network: Network) -> str:
+    """A model in the words of config.json."""
+    return f"{network.architecture} whose config.json says num_hidden_layers {network.num_layers}"
+
+
+def _layer_of(name: str) -> int | None:
+    return int(match[1]) if (match := _HF_LAYER.match(name)) else None
+
+
+def _check_layer_count(folder: HfFolder, architecture: Architecture, network: Network) -> None:
+    """Raise ValueError if config.json has more layers than the weights; before a table of as many is made."""
+    if network.mtp_num_layers < 0:
+        raise ValueError(f"--mtp-num-layers is {network.mtp_num_layers}; it must be at least 0")
+    if network.mtp_num_layers and architecture.read_mtp_ops is None:
+        raise ValueError(f"{architecture.name} has no multi-token-prediction layers; --mtp-num-layers must be 0")
+    stored = {layer for name in folder.stored_names if (layer := _layer_of(name)) is not None}
+    wanted = network.num_layers + network.mtp_num_layers
+    if not stored or wanted <= max(stored) + 1:
+        return
+    first = max(stored) + 1
+    if first < network.num_layers:
+        raise ValueError(f"{folder.path} has no tensor of 'model.layers.{first}', which a {_described(network)} has")
+    raise ValueError(
+        f"{folder.path} has no tensor of 'model.layers.{first}', which --mtp-num-layers {network.mtp_num_layers} behind "
+        f"num_hidden_layers {network.num_layers} of config.json asks for"
+    )
 
 
 def _dropped(
-    folder: HfFolder,
-    expected: set[str],
-    network: Network,
-    config: Mapping[str, Any],
-    original: Mapping[str, Any],
-    options: ModelOptions,
-) -> list[str]:
-    """Notices for tensors that are left behind on purpose; ValueError for those nobody knows."""
-    layers, real = int(config["num_hidden_layers"]), int(original["num_hidden_layers"])
-    predictions, truncated, unknown = set(), set(), []
-    for name in folder.stored_names:
-        if name in expected or name in folder.renamed or _HARMLESS.search(name):
+    folder: HfFolder, expected: set[str], architecture: Architecture, network: Network, options: ModelOptions
+) -> tuple[list[str], list[str]]:
+    """Names of the tensors that are left behind on purpose, and the notices that say so; ValueError for those nobody knows."""
+    real = read_size(folder.config, "num_hidden_layers")
+    # a fused tensor is known by the separate ones that it holds: one too many is one expert too many
+    rest = [
+        name for name in folder.records if name not in expected and name not in folder.renamed and not _HARMLESS.search(name)
+    ]
+    predictions = _prediction_tensors(folder, rest, architecture, replace(network, num_layers=real))
+    truncated, unknown, replaced = [], [], []
+    for name in rest:
+        layer = _layer_of(name)
+        if name in predictions:
             continue
-        layer = int(match[1]) if (match := _HF_LAYER.match(name)) else None
-        if layer is not None and layer >= real:
-            predictions.add(layer)
-        elif layer is not None and layer >= layers:
-            truncated.add(layer)
+        if layer is not None and network.num_layers <= layer < real:
+            truncated.append(name)
         elif options.reward_head and name == "lm_head.weight":
-            continue
+            replaced.append(name)
         else:
             unknown.append(name)
     if unknown and not options.loosely:
+        beyond = (layer := _layer_of(unknown[0])) is not None and layer >= real
         raise ValueError(
             f"{folder.path} holds {unknown[0]!r}"
             + (f" and {len(unknown) - 1} more tensors" if len(unknown) > 1 else "")
-            + f" unknown to {network.architecture}; --load-checkpoint-loosely skips them"
+            + f" unknown to {f'a {_described(network)}' if beyond else network.architecture}"
+            + "; --load-checkpoint-loosely skips them"
         )
-    notices = [f"skipped {len(unknown)} tensors unknown to {network.architecture}"] if unknown else []
+    notices = [f"skipped {len(unknown)} tensors unknown to {network.architecture}, the first {unknown[0]!r}"] if unknown else []
     if predictions:
-        notices.append(f"dropped {len(predictions)} multi-token-prediction layer(s); --mtp-num-layers keeps them")
+        count = len({_layer_of(name) for name in predictions})
+        notices.append(f"dropped {count} multi-token-prediction layer(s); --mtp-num-layers keeps them")
     if truncated:
-        notices.append(f"dropped {len(truncated)} decoder layers beyond --num-layers {layers}")
-    return notices
+        count = len({_layer_of(name) for name in truncated})
+        notices.append(f"dropped {count} decoder layers beyond --num-layers {network.num_layers}")
+    return [*unknown, *predictions, *truncated, *replaced], notices
+
+
+def _prediction_tensors(folder: HfFolder, names: Sequence[str], architecture: Architecture, network: Network) -> frozenset[str]:
+    """Which of these tensors are whole multi-token-prediction layers, by their names and shapes.
+
+    A decoder layer that config.json does not count lacks what only prediction layers have, and is none.
+    """
+    if architecture.read_mtp_ops is None:
+        return frozenset()
+    layers: dict[int, set[str]] = {}
+    for name in names:
+        if (layer := _layer_of(name)) is not None and layer >= network.num_layers:
+            layers.setdefault(layer - network.num_layers, set()).add(name)
+    found: set[str] = set()
+    for number, present in layers.items():
+        ops = architecture.read_mtp_ops(network, number, ExpertPacking())
+        shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
+        copies = architecture.hf_copies(replace(network, mtp_num_layers=number + 1))
+        shaped = all(folder.shape(name) == shapes[name] for name in present & shapes.keys())
+        if shaped and shapes.keys() <= present <= shapes.keys() | copies.keys():
+            found |= present
+    return frozenset(found)
 
 
 def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = None) -> Source:
@@ -271,8 +335,18 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     check_model_type(options, architecture, network)
     checkpoint = opened.open(architecture, network, options.loosely)
     network = checkpoint.network
-    if options.mtp_num_layers is not None and options.mtp_num_layers < network.mtp_num_layers:
+    notices, num_dropped = [], len(checkpoint.skipped)
+    if opened.holds_optimizer:
+        notices.append(f"the optimizer state in {folder} is not converted, only the weights are")
+    if checkpoint.skipped:
+        notices.append(f"skipped {num_dropped} tensors unknown to {network.architecture}, the first {checkpoint.skipped[0]!r}")
+    if options.mtp_num_layers is not None and options.mtp_num_layers != network.mtp_num_layers:
+        if not 0 <= options.mtp_num_layers < network.mtp_num_layers:
+            raise ValueError(f"--mtp-num-layers {options.mtp_num_layers}: {path} has {network.mtp_num_layers} such layers")
+        notices.append(f"dropped {network.mtp_num_layers - options.mtp_num_layers} multi-token-prediction layer(s)")
         network = replace(network, mtp_num_layers=options.mtp_num_layers)
+        kept = {name for op in architecture.weight_ops(network) for name in op.hf}
+        num_dropped += sum(1 for group in checkpoint.groups for name in group.hf if name not in kept)
     return Source(
         "torch_dist" if distributed else "legacy" if opened.legacy else "mcore",
         path,
@@ -283,5 +357,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
         companions,
         layout=checkpoint.layout,
         adapters=checkpoint.adapters,
+        notices=notices,
+        num_dropped=num_dropped,
         lora=(opened.args.lora_r, opened.args.lora_alpha),
     )

@@ -45,14 +45,15 @@ WITHOUT_EFFECT_SWITCHES = {
     "--trust-remote-code": "no code of a checkpoint is run; its Python files are copied",
     "--save-layer-by-layer": "every conversion streams",
 }
+_SEE = "see What is not there in docs/checkpoint_conversion.md"
 #: Flags that ask for something that no supported model has.
 REFUSED_SWITCHES = {
-    "--add-dense-bias": "no supported model has biases in its dense layers",
-    "--add-output-layer-bias": "no supported model has a bias in its head",
-    "--embed-layernorm": "no supported model has a norm after the embedding",
-    "--w-pack": "the legacy packed layout of Baichuan is not supported",
-    "--qlora-nf4": "NF4 quantization needs an NPU kernel and is not supported",
-    "--mla-mm-split": "split latent-attention projections are not supported; use --mla-layout mindspeed or megatron",
+    "--add-dense-bias": f"no supported model has biases in its dense layers; {_SEE}",
+    "--add-output-layer-bias": f"no supported model has a bias in its head; {_SEE}",
+    "--embed-layernorm": f"no supported model has a norm after the embedding; {_SEE}",
+    "--w-pack": f"Baichuan, whose query, key and value are one tensor W_pack, is not among the models; {_SEE}",
+    "--qlora-nf4": f"NF4 weights need a kernel of the NPU's bitsandbytes; {_SEE}",
+    "--mla-mm-split": f"Megatron's latent attention has its up-projections whole; use --mla-layout; {_SEE}",
 }
 
 
@@ -127,7 +128,7 @@ def _add_running(parser: Parser) -> None:
     add("--dry-run", action="store_true", help="print the plan and write nothing")
     add("--verify", action="store_true", help="read the result back and compare every tensor bit for bit")
     add("--overwrite", action="store_true", help="replace a checkpoint that is at the destination")
-    add("--max-shard-size", default="5GB", help="HF result: size of a weight file")
+    add("--max-shard-size", help="HF result: size of a weight file; default 5GB")
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -137,7 +138,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     note_without_effect(args, {**WITHOUT_EFFECT, **WITHOUT_EFFECT_SWITCHES})
     if args.load_model_type == "optim":
         raise ValueError(
-            "--load-model-type optim: optimizer state is not converted; save torch_dist checkpoints to re-split it"
+            "--load-model-type optim: optimizer state is not converted; torch_dist checkpoints of training load under any "
+            f"layout with theirs; {_SEE}"
         )
     if args.target_data_parallel_size != 1:
         raise ValueError("--target-data-parallel-size: weights do not depend on data parallelism; leave it out")
@@ -182,6 +184,9 @@ class _Bar:
     def finish(self) -> None:
         self._bar.close()
 
+    def notice(self, text: str) -> None:
+        say(f"note: {text}")
+
 
 def _convert(args: argparse.Namespace) -> int:
     _check_flags(args)
@@ -198,7 +203,8 @@ def _convert(args: argparse.Namespace) -> int:
             say(f"would write {len(source.adapters)} adapters to {options.save_dir}")
             return 0
         base = str(source.companions) if source.companions is not None else None
-        modules = lora.export_peft(options.save_dir, source.adapters, scale, base)
+        with convert.nothing_left(options.save_dir, lora.adapter_bytes(source.adapters), [lora.staging_of(options.save_dir)]):
+            modules = lora.export_peft(options.save_dir, source.adapters, scale, base)
         say(f"wrote the adapter of {', '.join(modules)} to {options.save_dir}")
         return 0
     plan = command.plan_conversion(options, source)
@@ -209,7 +215,10 @@ def _convert(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     made = convert.run_plan(plan, workers=args.workers, verify=args.verify, progress=_Bar())
     seconds = time.perf_counter() - start
-    proof = ", every tensor verified" if args.verify else ""
+    proof = ""
+    if args.verify:
+        left = f" that was not left behind ({source.num_dropped} were)" if source.num_dropped else ""
+        proof = f", every tensor{left} verified"
     say(f"wrote {made}: {plan.num_bytes / 1e9:.2f} GB in {seconds:.1f} s ({plan.num_bytes / 1e9 / seconds:.2f} GB/s){proof}")
     return 0
 

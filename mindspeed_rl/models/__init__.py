@@ -50,6 +50,8 @@ def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
     """
     classes = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError(f"config.json has architectures {classes!r}; expected a list of class names")
     known = all_architectures()
     for candidate in known:
         if any(name in candidate.hf_classes for name in classes):

@@ -17,37 +17,45 @@ from mindspeed_rl.models.architecture import (
     router_ops,
 )
 from mindspeed_rl.models.moe import read_num_experts
-from mindspeed_rl.models.network import Network, read_common, require, require_activation
+from mindspeed_rl.models.network import (
+    Network,
+    read_common,
+    read_flag,
+    read_number,
+    read_optional_size,
+    read_size,
+    require_activation,
+)
 from mindspeed_rl.models.weights import ROWS, Split, WeightOp
 
 
 def read_deepseek(hf_config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The Network fields that V2 and V3 spell the same way."""
     require_activation(hf_config)
-    if hf_config.get("attention_bias"):
+    if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; DeepSeek is converted without it")
-    nope, rope = int(require(hf_config, "qk_nope_head_dim")), int(require(hf_config, "qk_rope_head_dim"))
+    nope, rope = read_size(hf_config, "qk_nope_head_dim"), read_size(hf_config, "qk_rope_head_dim")
     # head_dim of these configs is the rotary part only (transformers) or absent
     common = read_common({**hf_config, "head_dim": nope + rope}, architecture)
-    first, step = int(hf_config.get("first_k_dense_replace", 0)), int(hf_config.get("moe_layer_freq") or 1)
+    first, step = read_size(hf_config, "first_k_dense_replace", 0, least=0), read_size(hf_config, "moe_layer_freq", 1)
     layers = range(common["num_layers"])
-    shared = int(hf_config.get("n_shared_experts") or 0)
-    moe_ffn = int(require(hf_config, "moe_intermediate_size"))
+    shared = read_optional_size(hf_config, "n_shared_experts") or 0
+    moe_ffn = read_size(hf_config, "moe_intermediate_size")
     return {
         **common,
         "num_query_groups": common["num_attention_heads"],
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "q_lora_rank": hf_config.get("q_lora_rank"),
-        "kv_lora_rank": int(require(hf_config, "kv_lora_rank")),
+        "q_lora_rank": read_optional_size(hf_config, "q_lora_rank"),
+        "kv_lora_rank": read_size(hf_config, "kv_lora_rank"),
         "qk_head_dim": nope,
         "qk_pos_emb_head_dim": rope,
-        "v_head_dim": int(require(hf_config, "v_head_dim")),
+        "v_head_dim": read_size(hf_config, "v_head_dim"),
         "num_moe_experts": read_num_experts(hf_config),
         "moe_layers": tuple(layer for layer in layers if layer >= first and layer % step == 0),
         "moe_ffn_hidden_size": moe_ffn,
-        "moe_router_topk": int(require(hf_config, "num_experts_per_tok")),
-        "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor") or 1.0),
+        "moe_router_topk": read_size(hf_config, "num_experts_per_tok"),
+        "moe_router_topk_scaling_factor": read_number(hf_config, "routed_scaling_factor", 1.0),
         "moe_shared_expert_intermediate_size": shared * moe_ffn or None,
     }
 

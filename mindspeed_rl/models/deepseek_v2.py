@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import layer_ops, read_deepseek
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.network import Network, read_flag
 
 
 def read_network(hf_config: Mapping[str, Any]) -> Network:
@@ -20,7 +20,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     method = hf_config.get("topk_method", "greedy")
     if method != "greedy":
         raise ValueError(f"config.json has topk_method {method!r}; DeepSeek-V2 is supported with 'greedy' (V2-Lite)")
-    return Network(**fields, moe_router_pre_softmax=not hf_config.get("norm_topk_prob", False))
+    return Network(**fields, moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"))
 
 
 DEEPSEEK_V2 = Architecture(

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import layer_ops, prediction_copies, prediction_layer_ops, read_deepseek
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.network import Network, read_flag, read_size
 
 
 def read_network(hf_config: Mapping[str, Any]) -> Network:
@@ -18,10 +18,10 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     """
     if hf_config.get("quantization_config"):
         raise ValueError("config.json has a quantization_config; convert the checkpoint to bfloat16 first")
-    if not hf_config.get("norm_topk_prob", True):
+    if not read_flag(hf_config, "norm_topk_prob", True):
         raise ValueError("config.json has norm_topk_prob false; Megatron normalizes sigmoid scores always")
     fields = read_deepseek(hf_config, "deepseek_v3")
-    groups, chosen = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
+    groups, chosen = read_size(hf_config, "n_group", 1), read_size(hf_config, "topk_group", 1)
     limits: dict[str, Any] = {}
     if groups > 1:
         # HF scores a group by its two best experts, Megatron by its topk / chosen groups best ones

@@ -6,20 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, gated_mlp_ops, mlp_norm_op, norm_op
-from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.network import (
+    Network,
+    read_common,
+    read_flag,
+    read_layer_types,
+    read_number,
+    read_optional_number,
+    read_optional_size,
+    require_activation,
+)
 from mindspeed_rl.models.weights import WeightOp
 
 
 def read_network(hf_config: Mapping[str, Any]) -> Network:
     """Shape facts of a Gemma 2 config.json."""
     require_activation(hf_config, ("gelu_pytorch_tanh",))
-    if hf_config.get("attention_bias"):
+    if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; Gemma 2 is converted without it")
     common = read_common({"head_dim": 256, **hf_config}, "gemma2", tied_by_default=True)
-    kinds = hf_config.get("layer_types")
+    kinds = read_layer_types(hf_config, common["num_layers"])
     layers = range(common["num_layers"])
     windowed = [kinds[i] == "sliding_attention" for i in layers] if kinds else [i % 2 == 0 for i in layers]
-    window = hf_config.get("sliding_window") or None
+    window = read_optional_size(hf_config, "sliding_window")
     return Network(
         **common,
         activation="gelu_tanh",
@@ -27,9 +36,9 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
         post_norm=True,
         sliding_window=window,
         sliding_window_layers=tuple(i for i in layers if windowed[i]) if window else (),
-        query_scale=float(hf_config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        attn_logit_softcapping=hf_config.get("attn_logit_softcapping"),
-        final_logit_softcapping=hf_config.get("final_logit_softcapping"),
+        query_scale=read_number(hf_config, "query_pre_attn_scalar", 256) ** -0.5,
+        attn_logit_softcapping=read_optional_number(hf_config, "attn_logit_softcapping"),
+        final_logit_softcapping=read_optional_number(hf_config, "final_logit_softcapping"),
         embedding_scale=float(common["hidden_size"]) ** 0.5,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, mlp_norm_op, norm_op
-from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.network import Network, read_common, read_flag, require_activation
 from mindspeed_rl.models.weights import COLUMNS, Split, WeightOp
 
 
@@ -16,7 +16,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     common = read_common({"head_dim": 128, "partial_rotary_factor": 0.5, **hf_config}, "glm4")
     return Network(
         **common,
-        add_qkv_bias=bool(hf_config.get("attention_bias")),
+        add_qkv_bias=read_flag(hf_config, "attention_bias"),
         rotary_interleaved=True,
         post_norm=hf_config.get("model_type") != "glm",
     )

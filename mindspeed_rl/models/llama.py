@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.network import Network, read_common, read_flag, require_activation
 
 
 def read_network(hf_config: Mapping[str, Any]) -> Network:
     """Shape facts of a Llama config.json; biases in attention or MLP are refused (no released Llama has them)."""
     require_activation(hf_config)
     for key in ("attention_bias", "mlp_bias"):
-        if hf_config.get(key):
+        if read_flag(hf_config, key):
             raise ValueError(f"config.json sets {key}; Llama is converted without it")
     return Network(**read_common(hf_config, "llama"))
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.network import Network, read_common, read_optional_size, require_activation
 
 
 def read_network(hf_config: Mapping[str, Any]) -> Network:
     """Shape facts of a Mistral config.json."""
     require_activation(hf_config)
     common = read_common(hf_config, "mistral")
-    window = hf_config.get("sliding_window")
+    window = read_optional_size(hf_config, "sliding_window")
     layers = tuple(range(common["num_layers"])) if window else ()
     return Network(**common, sliding_window=window, sliding_window_layers=layers)
 

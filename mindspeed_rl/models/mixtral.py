@@ -15,7 +15,7 @@ from mindspeed_rl.models.architecture import (
     router_ops,
 )
 from mindspeed_rl.models.moe import read_num_experts
-from mindspeed_rl.models.network import Network, read_common, require, require_activation
+from mindspeed_rl.models.network import Network, read_common, read_optional_size, read_size, require_activation
 from mindspeed_rl.models.weights import WeightOp
 
 
@@ -23,7 +23,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     """Shape facts of a Mixtral config.json; every layer has experts, the softmax is over the chosen ones."""
     require_activation(hf_config)
     common = read_common(hf_config, "mixtral")
-    window = hf_config.get("sliding_window")
+    window = read_optional_size(hf_config, "sliding_window")
     every_layer = tuple(range(common["num_layers"]))
     return Network(
         **common,
@@ -32,7 +32,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
         num_moe_experts=read_num_experts(hf_config),
         moe_layers=every_layer,
         moe_ffn_hidden_size=common["ffn_hidden_size"],
-        moe_router_topk=int(require(hf_config, "num_experts_per_tok")),
+        moe_router_topk=read_size(hf_config, "num_experts_per_tok"),
     )
 
 

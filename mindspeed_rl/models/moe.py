@@ -14,14 +14,17 @@ from mindspeed_rl.models.architecture import (
     mlp_norm_op,
     router_ops,
 )
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.network import Network, read_size, read_sizes
 from mindspeed_rl.models.weights import WeightOp
+
+#: No layer has as many; a larger number in config.json is a mistake that would take hours to go through.
+_MOST_EXPERTS = 10_000
 
 
 def read_sparse_layers(hf_config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Which layers have experts, from Qwen's ``decoder_sparse_step`` and ``mlp_only_layers``."""
-    step = int(hf_config.get("decoder_sparse_step") or 1)
-    dense = set(hf_config.get("mlp_only_layers") or ())
+    step = read_size(hf_config, "decoder_sparse_step", 1)
+    dense = set(read_sizes(hf_config, "mlp_only_layers"))
     return tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
 
 
@@ -29,7 +32,7 @@ def read_num_experts(hf_config: Mapping[str, Any]) -> int:
     """The number of experts, whatever the config calls it; ValueError if it is missing."""
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if hf_config.get(key):
-            return int(hf_config[key])
+            return read_size(hf_config, key, most=_MOST_EXPERTS)
     raise ValueError("config.json has none of num_experts, num_local_experts, n_routed_experts; a MoE checkpoint needs one")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -97,11 +98,19 @@ class Network:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups {self.num_query_groups}"
             )
+        if self.num_moe_experts is not None and self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(f"num_experts_per_tok {self.moe_router_topk} exceeds the {self.num_moe_experts} experts")
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
 
     def padded(self, make_vocab_size_divisible_by: int = 1, tp_size: int = 1) -> Network:
-        """The same network with its vocabulary padded to a multiple of ``make_vocab_size_divisible_by`` x ``tp_size``."""
+        """The same network with its vocabulary padded to a multiple of ``make_vocab_size_divisible_by`` x ``tp_size``.
+
+        Raises:
+            ValueError: ``make_vocab_size_divisible_by`` is below 1.
+        """
+        if make_vocab_size_divisible_by < 1:
+            raise ValueError(f"make_vocab_size_divisible_by is {make_vocab_size_divisible_by}; it must be at least 1")
         multiple = make_vocab_size_divisible_by * tp_size
         return replace(self, padded_vocab_size=math.ceil(self.vocab_size / multiple) * multiple)
 
@@ -124,6 +133,82 @@ def require(hf_config: Mapping[str, Any], key: str) -> Any:
     return hf_config[key]
 
 
+def read_size(
+    hf_config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1
+) -> int:
+    """A count or a length in config.json, where a missing key and null mean ``default``.
+
+    Raises:
+        ValueError: it is missing without a default, no whole number, or not from ``least`` to ``most``.
+    """
+    value = default if hf_config.get(key) is None and default is not None else require(hf_config, key)
+    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value == int(value)
+    if not whole or not least <= value <= most:
+        raise _unfit(key, value, f"a whole number from {least} to {most}")
+    return int(value)
+
+
+def read_sizes(hf_config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """A list of numbers from 0 in config.json, empty if there is none; ValueError if it is anything else."""
+    values = hf_config.get(key) or []
+    if not isinstance(values, list) or not all(isinstance(value, int) and value >= 0 for value in values):
+        raise _unfit(key, values, "a list of whole numbers from 0")
+    return tuple(values)
+
+
+def read_number(hf_config: Mapping[str, Any], key: str, default: float) -> float:
+    """A positive number in config.json, ``default`` where the key is missing or null; ValueError for anything else."""
+    value = default if hf_config.get(key) is None else hf_config[key]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise _unfit(key, value, "a number above 0")
+    return float(value)
+
+
+def read_optional_number(hf_config: Mapping[str, Any], key: str) -> float | None:
+    """A positive number in config.json, None where the key is missing or null; ValueError for anything else."""
+    return None if hf_config.get(key) is None else read_number(hf_config, key, 1.0)
+
+
+def read_flag(hf_config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """A truth value in config.json, ``default`` where the key is missing or null; ValueError for anything else."""
+    value = hf_config.get(key)
+    if value not in (None, True, False):
+        raise _unfit(key, value, "true or false")
+    return default if value is None else bool(value)
+
+
+def read_optional_size(hf_config: Mapping[str, Any], key: str) -> int | None:
+    """A length in config.json, None where the key is missing, null or 0; ValueError if it is anything else."""
+    return read_size(hf_config, key, 0, least=0) or None
+
+
+def read_layer_types(hf_config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """What config.json calls each layer, empty if it does not say; ValueError unless there is a name for every layer."""
+    types = hf_config.get("layer_types") or []
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise _unfit("layer_types", types, "a list of names")
+    if types and len(types) != num_layers:
+        raise ValueError(f"config.json has {len(types)} layer_types for num_hidden_layers {num_layers}")
+    return tuple(types)
+
+
+def read_group(hf_config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A group of settings in config.json, empty if there is none; ValueError if it is not a JSON object."""
+    group = hf_config.get(key) or {}
+    if not isinstance(group, Mapping):
+        raise _unfit(key, group, "a JSON object")
+    return group
+
+
+def _unfit(key: str, value: Any, expected: str) -> ValueError:
+    shown = json.dumps(value)
+    return ValueError(f"config.json has {key} {shown if len(shown) <= 60 else shown[:60] + '...'}; expected {expected}")
+
+
+#: No model has as many; a larger number in config.json is a mistake that would take hours to go through.
+_MOST_LAYERS = 10_000
+
+
 def read_rope(hf_config: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
     """``rotary_base``, ``rotary_percent`` and ``rope_scaling`` of a config.json, old or new spelling.
 
@@ -133,14 +218,14 @@ def read_rope(hf_config: Mapping[str, Any], default_base: float = 10000.0) -> di
     Raises:
         ValueError: the scaling type is not one that Megatron's rotary embedding can express.
     """
-    new = hf_config.get("rope_parameters") or {}
-    scaling = dict(hf_config.get("rope_scaling") or {}) or dict(new)
-    base = new.get("rope_theta") or hf_config.get("rope_theta") or default_base
-    percent = new.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0
+    new = read_group(hf_config, "rope_parameters")
+    scaling = dict(read_group(hf_config, "rope_scaling")) or dict(new)
+    base = read_number(new, "rope_theta", read_number(hf_config, "rope_theta", default_base))
+    percent = read_number(new, "partial_rotary_factor", read_number(hf_config, "partial_rotary_factor", 1.0))
     return {
-        "rotary_base": float(base),
-        "rotary_percent": float(percent),
-        "rope_scaling": _read_scaling(scaling, int(hf_config.get("max_position_embeddings", 0))),
+        "rotary_base": base,
+        "rotary_percent": percent,
+        "rope_scaling": _read_scaling(scaling, read_size(hf_config, "max_position_embeddings", 0, least=0)),
     }
 
 
@@ -149,49 +234,59 @@ def _read_scaling(scaling: Mapping[str, Any], max_positions: int) -> RopeScaling
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", float(scaling["factor"]))
-    original = int(scaling.get("original_max_position_embeddings") or max_positions)
+        return RopeScaling("linear", _scale(scaling, "factor"))
+    original = read_size(scaling, "original_max_position_embeddings", max_positions, least=0)
     if kind == "llama3":
         return RopeScaling(
             "llama3",
-            float(scaling["factor"]),
+            _scale(scaling, "factor"),
             original,
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
+            low_freq_factor=_scale(scaling, "low_freq_factor"),
+            high_freq_factor=_scale(scaling, "high_freq_factor"),
         )
     if kind == "yarn":
         return RopeScaling(
             "yarn",
-            float(scaling["factor"]),
+            _scale(scaling, "factor"),
             original,
-            beta_fast=float(scaling.get("beta_fast") or 32),
-            beta_slow=float(scaling.get("beta_slow") or 1),
-            mscale=scaling.get("mscale"),
-            mscale_all_dim=scaling.get("mscale_all_dim"),
-            attention_factor=scaling.get("attention_factor"),
-            truncate=bool(scaling.get("truncate", True)),
+            beta_fast=read_number(scaling, "beta_fast", 32),
+            beta_slow=read_number(scaling, "beta_slow", 1),
+            mscale=read_optional_number(scaling, "mscale"),
+            mscale_all_dim=read_optional_number(scaling, "mscale_all_dim"),
+            attention_factor=read_optional_number(scaling, "attention_factor"),
+            truncate=read_flag(scaling, "truncate", True),
         )
     raise ValueError(f"config.json asks for rope type {kind!r}; supported are default, linear, llama3 and yarn")
 
 
+def _scale(scaling: Mapping[str, Any], key: str) -> float:
+    if scaling.get(key) is None:
+        raise ValueError(f"config.json has no {key!r} among the settings of its rope type")
+    return read_number(scaling, key, 1.0)
+
+
 def read_common(hf_config: Mapping[str, Any], architecture: str, *, tied_by_default: bool = False) -> dict[str, Any]:
     """The Network fields that nearly every decoder-only config.json spells the same way."""
-    hidden, heads = int(require(hf_config, "hidden_size")), int(require(hf_config, "num_attention_heads"))
-    vocab = int(require(hf_config, "vocab_size"))
+    hidden, heads = read_size(hf_config, "hidden_size"), read_size(hf_config, "num_attention_heads")
+    vocab = read_size(hf_config, "vocab_size")
     names = hf_config.get("architectures") or []
+    if heads > hidden and not hf_config.get("head_dim"):
+        raise ValueError(f"config.json has num_attention_heads {heads}, more than its hidden_size {hidden}")
+    if "rms_norm_eps" in hf_config and hf_config["rms_norm_eps"] is None:
+        raise _unfit("rms_norm_eps", None, "a number above 0")
     return {
         "architecture": architecture,
-        "num_layers": int(require(hf_config, "num_hidden_layers")),
+        "num_layers": read_size(hf_config, "num_hidden_layers", most=_MOST_LAYERS),
         "hidden_size": hidden,
-        "ffn_hidden_size": int(require(hf_config, "intermediate_size")),
+        "ffn_hidden_size": read_size(hf_config, "intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": int(hf_config.get("num_key_value_heads") or heads),
-        "kv_channels": int(hf_config.get("head_dim") or hidden // heads),
+        "num_query_groups": read_size(hf_config, "num_key_value_heads", heads),
+        "kv_channels": read_optional_size(hf_config, "head_dim") or hidden // heads,
         "vocab_size": vocab,
         "padded_vocab_size": vocab,
-        "max_position_embeddings": int(hf_config.get("max_position_embeddings") or 2048),
-        "untie_embeddings_and_output_weights": not hf_config.get("tie_word_embeddings", tied_by_default),
-        "norm_epsilon": float(hf_config.get("rms_norm_eps", 1e-6)),
+        "max_position_embeddings": read_optional_size(hf_config, "max_position_embeddings") or 2048,
+        "untie_embeddings_and_output_weights": not read_flag(hf_config, "tie_word_embeddings", tied_by_default),
+        "norm_epsilon": read_number(hf_config, "rms_norm_eps", 1e-6),
         "head": "reward" if any(name.endswith(REWARD_HEAD_CLASS_SUFFIX) for name in names) else "lm",
         **read_rope(hf_config),
     }

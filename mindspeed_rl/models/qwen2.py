@@ -6,19 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.network import (
+    Network,
+    read_common,
+    read_flag,
+    read_layer_types,
+    read_optional_size,
+    read_size,
+    require_activation,
+)
 
 
 def read_sliding_window(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """``sliding_window`` fields of a Qwen config.json, which names the window even where it is switched off."""
-    if not hf_config.get("use_sliding_window"):
+    if not read_flag(hf_config, "use_sliding_window"):
         return {}
-    types = hf_config.get("layer_types")
+    types = read_layer_types(hf_config, num_layers)
     if types:
         layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     else:
-        layers = tuple(range(int(hf_config.get("max_window_layers", 0)), num_layers))
-    return {"sliding_window": hf_config.get("sliding_window"), "sliding_window_layers": layers}
+        layers = tuple(range(read_size(hf_config, "max_window_layers", 0, least=0), num_layers))
+    return {"sliding_window": read_optional_size(hf_config, "sliding_window"), "sliding_window_layers": layers}
 
 
 def read_network(hf_config: Mapping[str, Any]) -> Network:

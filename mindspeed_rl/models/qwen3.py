@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.network import Network, read_common, require_activation
+from mindspeed_rl.models.network import Network, read_common, read_flag, require_activation
 from mindspeed_rl.models.qwen2 import read_sliding_window
 
 
@@ -17,7 +17,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     return Network(
         **common,
         qk_layernorm=True,
-        add_qkv_bias=bool(hf_config.get("attention_bias")),
+        add_qkv_bias=read_flag(hf_config, "attention_bias"),
         **read_sliding_window(hf_config, common["num_layers"]),
     )
 

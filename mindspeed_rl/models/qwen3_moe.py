@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.moe import qwen_moe_layer_ops, read_num_experts, read_sparse_layers
-from mindspeed_rl.models.network import Network, read_common, require, require_activation
+from mindspeed_rl.models.network import Network, read_common, read_flag, read_size, require_activation
 from mindspeed_rl.models.qwen2 import read_sliding_window
 
 
@@ -19,12 +19,12 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
         **common,
         **read_sliding_window(hf_config, common["num_layers"]),
         qk_layernorm=True,
-        add_qkv_bias=bool(hf_config.get("attention_bias")),
+        add_qkv_bias=read_flag(hf_config, "attention_bias"),
         num_moe_experts=read_num_experts(hf_config),
         moe_layers=read_sparse_layers(hf_config, common["num_layers"]),
-        moe_ffn_hidden_size=int(require(hf_config, "moe_intermediate_size")),
-        moe_router_topk=int(require(hf_config, "num_experts_per_tok")),
-        moe_router_pre_softmax=not hf_config.get("norm_topk_prob", False),
+        moe_ffn_hidden_size=read_size(hf_config, "moe_intermediate_size"),
+        moe_router_topk=read_size(hf_config, "num_experts_per_tok"),
+        moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"),
     )
 
 

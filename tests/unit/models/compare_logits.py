@@ -124,8 +124,8 @@ def saved_by_megatron(model: GPTModel, folder: Path, hf: Path) -> float:
         return 0.0
     (folder / "latest_checkpointed_iteration.txt").write_text("1")
     words = ["--load-model-type", "mg", "--save-model-type", "hf", "--hf-cfg-dir", str(hf)]
-    assert convert([*words, "--load-dir", str(folder), "--save-dir", str(folder / "hf")]) == 0
-    expected, found = load_file(hf / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+    assert convert([*words, "--load-dir", str(folder), "--save-dir", f"{folder}-hf"]) == 0
+    expected, found = load_file(hf / "model.safetensors"), load_file(f"{folder}-hf/model.safetensors")
     same = expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     return 0.0 if same else 1.0
 
