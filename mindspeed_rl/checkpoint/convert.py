@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -357,5 +357,5 @@ class _Expected:
 def _check_jobs(jobs: Sequence[Job], transform: Transform | None) -> Report:
     torch.set_num_threads(1)
     for job in jobs:
-        job.check([target.group for target in job.targets], transform)
+        job.check([cast(_Expected, target).group for target in job.targets], transform)
     return Report(sum(job.num_bytes for job in jobs))

@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Chunk:
         if found < self.length:
             raise ValueError(f"{self.path} is truncated: {self.length} bytes expected at {self.start}, {max(found, 0)} found")
         with open(self.path, "rb") as file:
-            view = _create_file_view(file, self.start, self.length)
+            view = cast(IO[bytes], _create_file_view(file, self.start, self.length))  # declared as its base class
             piece = load_part_with_records(self.path, view, self.start)
         return piece.reshaped(*self.sizes) if isinstance(piece, TensorRecord) else piece.reshape(self.sizes)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -177,7 +177,7 @@ class MegatronFolder:
             ValueError: args and file names contradict each other, or a rank file is missing.
         """
         args = self.args
-        parts = [_RANK_FOLDER.match(name).groups() for name in self.rank_folders]  # type: ignore[union-attr]
+        parts = [match.groups() for match in map(_RANK_FOLDER.match, self.rank_folders) if match is not None]
         tp = args.tp or len({tp for tp, _, _ in parts})
         three = any(third is not None for _, _, third in parts)
         second = len({second for _, second, _ in parts if second is not None}) or 1
@@ -311,7 +311,7 @@ class OpenCheckpoint:
     architecture: Architecture
     network: Network
     layout: Layout
-    groups: Sequence[MegatronGroup]
+    groups: Sequence[Group]
     adapters: Adapters
     skipped: Sequence[str] = ()
 
@@ -403,12 +403,15 @@ class _Reader:
 
 def with_adapters(groups: Sequence[Group], adapters: Adapters, scale: float) -> list[Group]:
     """The groups with adapters merged as they are read."""
-    return [
-        replace(group, lora=LoraShards(*adapters[group.op.mcore][1:], scale))
-        if not isinstance(group, (HfGroup, FreshGroup)) and group.op.mcore in adapters
-        else group
-        for group in groups
-    ]
+    merged: list[Group] = []
+    for group in groups:
+        if isinstance(group, (HfGroup, FreshGroup)):
+            merged.append(group)
+            continue
+        stored = cast("MegatronGroup", group)  # or a DistGroup, which has the same fields
+        adapter = adapters.get(stored.op.mcore)
+        merged.append(stored if adapter is None else replace(stored, lora=LoraShards(*adapter[1:], scale)))
+    return merged
 
 
 # ---------------------------------------------------------------------- writing

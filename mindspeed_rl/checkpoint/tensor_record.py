@@ -81,7 +81,7 @@ class TensorRecord:
         """Put tensors one after the other at this place, which they fill."""
         if any(piece.dtype != self.dtype for piece in pieces):
             raise ValueError(f"{self.path}: tensors of {[piece.dtype for piece in pieces]} do not fit a place of {self.dtype}")
-        views = [memoryview(piece.contiguous().view(-1).view(torch.uint8).numpy()) for piece in pieces if piece.numel()]
+        views = [piece.contiguous().view(-1).view(torch.uint8).numpy().data for piece in pieces if piece.numel()]
         total = sum(view.nbytes for view in views)
         if total != self.num_bytes:
             raise ValueError(f"{self.path}: {total} bytes do not fit a place of {self.num_bytes}")

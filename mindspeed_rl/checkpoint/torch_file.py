@@ -125,9 +125,11 @@ class SafeUnpickler(pickle.Unpickler):
 
 #: What ``torch.load(pickle_module=...)`` needs.
 safe_pickle = types.ModuleType("safe_pickle")
-safe_pickle.Unpickler = SafeUnpickler
-safe_pickle.UnpicklingError = pickle.UnpicklingError
-safe_pickle.load = lambda file, **options: SafeUnpickler(file, **options).load()
+vars(safe_pickle).update(
+    Unpickler=SafeUnpickler,
+    UnpicklingError=pickle.UnpicklingError,
+    load=lambda file, **options: SafeUnpickler(file, **options).load(),
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class _RecordUnpickler(SafeUnpickler):
         size = self._archive.get_record_size(f"data/{key}")
         if size != count * dtype.itemsize:
             raise pickle.UnpicklingError(f"storage {key} has {size} bytes; its pickle says {count * dtype.itemsize}")
-        return _Storage(self._start + self._archive.get_record_offset(f"data/{key}"), size, dtype)
+        offset = self._archive.get_record_offset(f"data/{key}")  # pyrefly: ignore[missing-attribute]  # torch's stub lacks it
+        return _Storage(self._start + offset, size, dtype)
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor", "_rebuild_tensor_v2"):

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -228,7 +228,8 @@ def layer_spec(
         if kind not in kinds:
             kinds[kind] = _one_layer(network, config, norm, core_attention, *kind)
         specs.append(kinds[kind])
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+    # declared as a built module, but built from its class like the layers
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(nn.Module, norm))
 
 
 def _one_layer(
@@ -248,9 +249,12 @@ def _one_layer(
         )
     )
     layer = spec.submodules
+    assert isinstance(layer, TransformerLayerSubmodules)
     layer.input_layernorm = norm
     layer.pre_mlp_layernorm = norm
-    attention = layer.self_attention.submodules
+    assert isinstance(layer.self_attention, ModuleSpec)
+    # of a class for each kind of attention, with fields of their own
+    attention = cast(Any, layer.self_attention.submodules)
     if network.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = norm
     elif config.qk_layernorm:
@@ -296,7 +300,7 @@ def build_gpt_model(
     reward = network.head == "reward"
     model = (reward_class if reward else lm_class)(
         config,
-        spec,
+        cast(ModuleSpec, spec),  # Megatron takes the specs of a block as well, but does not say so
         vocab_size=network.padded_vocab_size,
         max_sequence_length=max_sequence_length or network.max_position_embeddings,
         pre_process=pre_process,
@@ -305,7 +309,7 @@ def build_gpt_model(
         share_embeddings_and_output_weights=not (network.untie_embeddings_and_output_weights or reward),
         position_embedding_type="yarn" if yarn else "rope",
         rotary_percent=network.rotary_percent,
-        rotary_base=network.rotary_base,
+        rotary_base=cast(int, network.rotary_base),  # computed with as a float, whatever it is declared as
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )

@@ -27,11 +27,15 @@ class ModelFlops:
         weights = 0.0
         for op in architecture.weight_ops(network):
             if op.place != "pre":
-                share = network.moe_router_topk / network.num_moe_experts if op.experts else 1.0
+                share = 1.0
+                if op.experts:
+                    assert network.num_moe_experts is not None
+                    share = network.moe_router_topk / network.num_moe_experts
                 weights += share * sum(math.prod(shape) for shape in op.shapes if len(shape) > 1)
         head = float(network.kv_channels)
         if network.multi_latent_attention:
-            head = (network.qk_head_dim + network.qk_pos_emb_head_dim + network.v_head_dim) / 2
+            sizes = (network.qk_head_dim, network.qk_pos_emb_head_dim, network.v_head_dim)
+            head = sum(size for size in sizes if size is not None) / 2
         return cls(2.0 * weights, 2.0 * network.num_layers * network.num_attention_heads * head)
 
     def training(self, lengths: Iterable[int]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -37,7 +37,9 @@ class NoopLayer(MegatronModule, BaseTransformerLayer):
     def forward(self, hidden_states: Tensor, context: Tensor | None = None, **unused: Any) -> tuple[Tensor, Tensor | None]:
         return hidden_states, context
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         return {}
 
 
@@ -48,9 +50,9 @@ class SandwichNormLayer(TransformerLayer):
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, post_norm: type[nn.Module], **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, **kwargs)
-        for name in ("post_attn_norm", "post_mlp_layernorm"):
-            norm = build_module(post_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-            setattr(self, name, norm)
+        shape = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_attn_norm = cast(nn.Module, build_module(post_norm, **shape))
+        self.post_mlp_layernorm = cast(nn.Module, build_module(post_norm, **shape))
         self.self_attn_bda = _normed(self.self_attn_bda, self.post_attn_norm)
         self.mlp_bda = _normed(self.mlp_bda, self.post_mlp_layernorm)
 
@@ -93,6 +95,7 @@ class WindowedAttention(nn.Module):
         if config.attention_dropout:
             raise ValueError("attention_dropout must be 0 for a model with sliding-window or capped attention")
         self.window, self.softcap = window, softcap
+        assert config.kv_channels is not None  # Megatron derives it where it is not given
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(

@@ -41,7 +41,9 @@ class ScoreHead(nn.Module):
         part = scatter_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(functional.linear(part, self.weight), group=self.tp_group)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 1}, sharded_offsets, **groups)
@@ -53,11 +55,14 @@ class GPTRewardModel(GPTModel):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if self.post_process:
+            assert self.output_layer.weight is not None  # untied: a reward model has no embedding to share
             device = self.output_layer.weight.device
             del self.output_layer
             self.rm_head = ScoreHead(config, self.pg_collection.tp, device)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         # LanguageModule's own marks the output layer, which was replaced
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
