@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mindspeed_rl.data.conversation import BadRow
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.templates import Piece, Rendering, Token
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 TurnIds = tuple[list[int], list[int]]
@@ -25,6 +27,8 @@ class TextEncoder:
         self._add_special_tokens = add_special_tokens
         self.eos_id: int = tokenizer.eos_token_id
         self._special: dict[str, int] = {}
+        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
+        self._cutter: Tokenizer | None = None
         self._backend = None
         if tokenizer.is_fast:
             self._backend = tokenizer.backend_tokenizer
@@ -62,11 +66,18 @@ class TextEncoder:
             self._special[token.name] = number
         return self._special[token.name]
 
-    def encode_renderings(self, renderings: Sequence[Rendering]) -> list[list[TurnIds]]:
-        """(source ids, target ids) of every turn of every rendering, in one pass over the tokenizer."""
-        sides = [side for rendering in renderings for turn in rendering.turns for side in (turn.source, turn.target)]
+    def encode_renderings(self, renderings: Sequence[Rendering]) -> list[list[TurnIds] | BadRow]:
+        """(source ids, target ids) of every turn of every rendering, in one pass over the tokenizer.
+
+        A rendering `as_one_text` gives a BadRow where an answer shares all its tokens with what stands before or after it.
+        """
+        sides = [
+            side for rendering in renderings if not rendering.as_one_text for turn in rendering.turns
+            for side in (turn.source, turn.target)
+        ]  # fmt: skip
         texts = [piece for side in sides for piece in side if isinstance(piece, str)]
         encoded = iter(self.encode(texts))
+        cut = iter(self._encode_whole([rendering for rendering in renderings if rendering.as_one_text]))
 
         def ids(side: tuple[Piece, ...]) -> list[int]:
             if len(side) == 1 and isinstance(side[0], str):
@@ -79,14 +90,80 @@ class TextEncoder:
                     out.append(self.special_id(piece))
             return out
 
-        results = []
+        results: list[list[TurnIds] | BadRow] = []
         for rendering in renderings:
+            if rendering.as_one_text:
+                results.append(next(cut))
+                continue
             turns = []
             for turn in rendering.turns:
                 source = ids(turn.source)
                 turns.append((source, ids(turn.target)))
             results.append(turns)
         return results
+
+    def _encode_whole(self, renderings: Sequence[Rendering]) -> Iterator[list[TurnIds] | BadRow]:
+        """Tokenize each rendering as one text, and cut the ids where its turns' sides meet.
+
+        The ids together are those of the whole text, so that a model reads in training what it reads when it is served. A token
+        across the end of a source belongs to the source: the prompt is over only after it. One across the end of an answer
+        belongs to the next source, whose text must not be learned; but a special token that swallows blanks ends the answer.
+        """
+        for start in range(0, len(renderings), ENCODE_BATCH):
+            batch = renderings[start : start + ENCODE_BATCH]
+            sides = [[_text(side) for turn in rendering.turns for side in (turn.source, turn.target)] for rendering in batch]
+            for texts, tokens in zip(sides, self._encode_with_places(["".join(texts) for texts in sides]), strict=True):
+                yield self._cut(texts, tokens)
+
+    def _encode_with_places(self, texts: list[str]) -> list[Encoding] | list[list[int]]:
+        """Encodings that know each token's place in the text; a tokenizer written in Python gives ids only."""
+        if self._backend is None:
+            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if self._cutter is None:
+            from tokenizers import Tokenizer
+
+            # Post-processors move the places of tokens that begin with a blank, so this copy has none.
+            self._cutter = Tokenizer.from_str(self._backend.to_str())
+            self._cutter.post_processor = None
+        return self._cutter.encode_batch(texts, add_special_tokens=False)
+
+    def _cut(self, texts: list[str], tokens: Encoding | list[int]) -> list[TurnIds] | BadRow:
+        if isinstance(tokens, list):
+            parts = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if any(texts) else []
+            if [token for part in parts for token in part] != tokens:
+                return BadRow(
+                    "the chat template's text has other tokens than its turns one by one, and this tokenizer cannot tell the"
+                    " tokens' places; use a fast tokenizer, or prompt_type"
+                )
+        else:
+            ids = tokens.ids
+            parts = []
+            first = border = 0
+            end = sum(map(len, texts))
+            for number, text in enumerate(texts):
+                border += len(text)
+                stop = max(first, self._token_at(tokens, border, end, ends_source=number % 2 == 0))
+                parts.append(ids[first:stop])
+                first = stop
+        for text, part in zip(texts[1::2], parts[1::2], strict=True):
+            if text and not part:
+                return BadRow(f"the answer {text[:60]!r} has no token of its own; the text around it shares them")
+        return list(zip(parts[::2], parts[1::2], strict=True))
+
+    def _token_at(self, tokens: Encoding, border: int, end: int, *, ends_source: bool) -> int:
+        """Number of the first token of the side that begins at `border` in a text of `end` characters."""
+        # A normalizer may drop characters: the next one that has a token decides.
+        places = (tokens.char_to_token(position) for position in range(border, end))
+        token = next((token for token in places if token is not None), None)
+        if token is None:
+            return len(tokens.ids)
+        begins_before = tokens.token_to_chars(token)[0] < border
+        return token + 1 if begins_before and (ends_source or tokens.ids[token] in self._added_ids) else token
+
+
+def _text(side: tuple[Piece, ...]) -> str:
+    assert all(isinstance(piece, str) for piece in side), side
+    return "".join(piece for piece in side if isinstance(piece, str))
 
 
 def fit_lengths(source: int, target: int, budget: int, *, keeps_fitting_half: bool) -> tuple[int, int]:
@@ -109,15 +186,29 @@ def fit_lengths(source: int, target: int, budget: int, *, keeps_fitting_half: bo
     return max(min(budget - kept_target, source), 0), kept_target
 
 
+def ends_with(turns: Sequence[TurnIds], token: int) -> bool:
+    """True when `token` is the last one of all turns."""
+    last = next((side for turn in reversed(turns) for side in reversed(turn) if side), [])
+    return last[-1:] == [token]
+
+
 def join_turns(
-    turns: Sequence[TurnIds], *, eos_id: int, efficient_eos: bool, budget: int, keeps_fitting_half: bool
+    turns: Sequence[TurnIds],
+    *,
+    eos_id: int,
+    efficient_eos: bool,
+    budget: int,
+    keeps_fitting_half: bool,
+    append_eod: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return (input_ids, labels, truncated), [tokens] int32. Labels are unshifted, IGNORE_INDEX on every source token.
 
     Turns are cut by `fit_lengths`, first turns first; turns past the budget are left out. With `efficient_eos` the label of a
-    later turn's first token is the end token, and one end token closes the sample.
+    later turn's first token is the end token, and one end token closes the sample. With `append_eod` one closes it in any case;
+    a sample that ends with it already gets no second one.
     """
-    remaining = budget - 1 if efficient_eos else budget
+    closes = efficient_eos or (append_eod and not ends_with(turns, eos_id))
+    remaining = budget - 1 if closes else budget
     tokens: list[int] = []
     sources: list[tuple[int, int]] = []
     truncated = False
@@ -133,7 +224,7 @@ def join_turns(
         tokens += source
         tokens += target
         remaining -= len(source) + len(target)
-    if efficient_eos:
+    if closes:
         tokens.append(eos_id)
     input_ids = np.array(tokens, dtype=np.int32)
     labels = input_ids.copy()

@@ -53,14 +53,8 @@ HF_TEMPLATE = "hf"
 Thinking = Literal["true", "false", "none"]
 # Contents of made-up messages (a question, an answer, what follows it): equally long, and nothing a template would change.
 _PROBES = ("question5041", "answerab7302", "nextcont8263")
-_PROBE_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": []},
-    },
-}
+_MAX_BORDERS = 4096
+_REWRITES = "the tokenizer's chat template writes earlier turns differently once later ones follow; use prompt_type"
 
 _FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
 _KNOWN_KEYS = frozenset(
@@ -312,9 +306,9 @@ class _Border:
 class HfTemplate:
     """The tokenizer's own chat template, cut into turns.
 
-    Each answer begins where the template's generation prompt ends. It ends with what the template writes after a last answer, up to
-    and including the tokenizer's end token; where an earlier answer ends otherwise, with the first special token between it and
-    the next message, if that token ends messages. How answers end is asked of the template with made-up messages, so that
+    Each answer begins where the template's generation prompt ends. It ends with what the template writes after a last answer, up
+    to and including the tokenizer's end token; where an earlier answer ends otherwise, with the first special token between it
+    and the next message, if that token ends messages. How answers end is asked of the template with made-up messages, so that
     nothing a row says can be taken for an end.
 
     Raises:
@@ -334,7 +328,7 @@ class HfTemplate:
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)))
-        self._borders: dict[tuple[bool, str | None, bool, Thinking], _Border] = {}
+        self._borders: dict[tuple[tuple[str, ...], Role | None, bool, Thinking], _Border] = {}
         self._terminator = self._find_terminator()
 
     def _apply(self, messages: list[dict], tools: Sequence[dict], thinking: Thinking, *, prompt: bool) -> str:
@@ -345,7 +339,8 @@ class HfTemplate:
             return self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **extra
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # A template is a program of its own: what it cannot write, it refuses with whatever its operations raise.
             raise BadRow(f"the tokenizer's chat template refuses the conversation: {error}") from error
 
     def _find_terminator(self) -> str:
@@ -359,20 +354,23 @@ class HfTemplate:
         return terminator
 
     def _border(self, reply: Message, following: Message | None, tools: Sequence[dict], thinking: Thinking) -> _Border:
-        key = (bool(reply.calls), following.role if following else None, bool(tools), thinking)
+        key = (tuple(call.name for call in reply.calls), following.role if following else None, bool(tools), thinking)
         if key not in self._borders:
+            if len(self._borders) > _MAX_BORDERS:
+                self._borders.clear()
             self._borders[key] = self._find_border(*key)
         return self._borders[key]
 
-    def _find_border(self, calls: bool, following: Role | None, has_tools: bool, thinking: Thinking) -> _Border:
-        """Write made-up messages, and see what stands between their contents."""
-        tools = [_PROBE_TOOL] if has_tools else []
+    def _find_border(self, calls: tuple[str, ...], following: Role | None, has_tools: bool, thinking: Thinking) -> _Border:
+        """Write made-up messages (with the row's function names), and see what stands between their contents."""
+        tools = [_probe_tool(name) for name in dict.fromkeys(calls or ("probe",))] if has_tools else []
         first, answer, last = _PROBES
         after = [Message(following, (last,))] if following else []
         replies = [assistant(answer)]
         if calls:
             # What two different calls have in common at their end is the template's own.
-            replies = [Message("function", ("",), (ToolCall("probe", given),)) for given in ({"a": answer}, {"b": 7})]
+            given: tuple[dict[str, Any], ...] = ({"a": answer}, {"b": 7})
+            replies = [Message("function", ("",), tuple(ToolCall(name, values) for name in calls)) for values in given]
         between = ""
         prompt = ""
         for number, reply in enumerate(replies):
@@ -389,10 +387,10 @@ class HfTemplate:
         if place == 0 or (place > 0 and calls):
             cut = place + len(self._terminator)
         else:
-            place, cut = self._other_end(between, prompt, calls)
+            place, cut = self._other_end(between, prompt, calls=bool(calls))
         return _Border(between[place:cut], between[cut:], prompt)
 
-    def _other_end(self, between: str, prompt: str, calls: bool) -> tuple[int, int]:
+    def _other_end(self, between: str, prompt: str, *, calls: bool) -> tuple[int, int]:
         """(begin, end) in `between` of what closes an answer that does not end as the last answer does."""
         match = self._special.search(between)
         if calls:
@@ -432,7 +430,7 @@ class HfTemplate:
             text = whole[position : len(opening)]
             for content in (*source.contents, (conversation.system or "") if number == 0 else ""):
                 if not _stands_in(content, text):
-                    raise BadRow(f"the tokenizer's chat template drops or changes {content[:60]!r}, which the model should read")
+                    raise BadRow(f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read")
             if number == len(replies):
                 turns.append(Turn(joined([text]), ()))
                 position = len(whole)
@@ -447,7 +445,7 @@ class HfTemplate:
                 raise BadRow("the tokenizer's chat template drops function calls")
             end = limit - len(border.header)
             if end < len(opening) + len(border.end) or not whole[:limit].endswith(border.end + border.header):
-                raise BadRow(f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as it usually does")
+                raise BadRow(f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual")
             answer = whole[len(opening) : end]
             self._check_answer(reply, answer, is_last=following is None, thinking=thinking)
             turns.append(Turn(joined([text]), joined([answer])))
@@ -465,11 +463,13 @@ class HfTemplate:
         read = self._apply(hf_messages(Conversation([source])), tools, thinking, prompt=False)
         prompted = self._apply(hf_messages(Conversation([source])), tools, thinking, prompt=True)
         if prompted.startswith(read) and len(opening) - same <= len(prompted) - len(read):
+            asked = prompted[len(read) :]
+            start = len(opening) - len(asked)
             raise BadRow(
-                f"the tokenizer's chat template asks for an answer with {opening[same:]!r}, but writes answers that begin with"
-                f" {whole[same : same + 20]!r} instead; use prompt_type"
+                f"the tokenizer's chat template asks for an answer with {asked!r}, but writes this one as"
+                f" {whole[start : start + len(asked) + 20]!r}; try another enable_thinking, or prompt_type"
             )
-        raise BadRow("the tokenizer's chat template writes earlier turns differently once later ones follow; use prompt_type")
+        raise BadRow(_REWRITES)
 
     def _content_start(
         self,
@@ -494,7 +494,7 @@ class HfTemplate:
         text = self._apply([*before, *hf_messages(Conversation([probe]))], tools, thinking, prompt=True)
         start = text.find(_PROBES[2])
         if start < 0 or text[:start] != whole[:start]:
-            raise BadRow("the tokenizer's chat template writes earlier turns differently once later ones follow; use prompt_type")
+            raise BadRow(_REWRITES)
         return start
 
     def _check_answer(self, reply: Message, answer: str, *, is_last: bool, thinking: Thinking) -> None:
@@ -507,6 +507,12 @@ class HfTemplate:
         missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
         if missing:
             raise BadRow(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
+
+
+def _probe_tool(name: str) -> dict[str, Any]:
+    properties = {"a": {"type": "string"}, "b": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": []}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
 def _stands_in(content: str, text: str) -> bool:
