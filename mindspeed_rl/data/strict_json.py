@@ -35,7 +35,7 @@ class StrictDecoder:
             value, end = self._decoder.raw_decode(text, start)
         except RecursionError:
             raise json.JSONDecodeError("nested too deeply", text, start) from None
-        half = _HALF.search(text, start, end)
+        half = None if text.isascii() else _HALF.search(text, start, end)
         if half is None and _ESCAPED_HALF.search(text, start, end):
             half = _HALF.search(json.dumps(value, ensure_ascii=False))
         if half is not None:

@@ -306,10 +306,10 @@ class _Border:
 class HfTemplate:
     """The tokenizer's own chat template, cut into turns.
 
-    Each answer begins where the template's generation prompt ends. It ends with what the template writes after a last answer, up
-    to and including the tokenizer's end token; where an earlier answer ends otherwise, with the first special token between it
-    and the next message, if that token ends messages. How answers end is asked of the template with made-up messages, so that
-    nothing a row says can be taken for an end.
+    Each answer begins where the template's generation prompt ends. It ends with what the template writes after a last answer,
+    up to and including the tokenizer's end token; where an earlier answer ends otherwise, with the first special token between
+    it and the next message, if that token ends messages. How answers end is asked of the template with made-up messages, so
+    that nothing a row says can be taken for an end.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it writes nothing after an answer.
