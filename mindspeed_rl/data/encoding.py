@@ -156,7 +156,7 @@ class TextEncoder:
         places = (tokens.char_to_token(position) for position in range(border, end))
         token = next((token for token in places if token is not None), None)
         if token is None:
-            return len(tokens.ids)
+            return len(tokens)
         begins_before = tokens.token_to_chars(token)[0] < border
         return token + 1 if begins_before and (ends_source or tokens.ids[token] in self._added_ids) else token
 

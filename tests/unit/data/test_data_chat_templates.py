@@ -121,8 +121,8 @@ def check(tokenizer, conversation):
         assert target.count(answer) == 1 or answer in ("", "user", "assistant")
         assert all(call.name in target for call in reply.calls)
         if answer and number + 2 < len(conversation.messages) and not reply.calls:
-            # Behind an answer that others follow stand blanks and at most the words and the token that end it.
-            assert len(re.findall(LOOKS_SPECIAL, target.rpartition(answer)[2])) <= 1
+            # Behind an answer that others follow stand blanks and at most the tokens that end it (Cohere's are two).
+            assert len(re.findall(LOOKS_SPECIAL, target.rpartition(answer)[2])) <= 2
 
 
 def outcomes(tokenizer):
