@@ -124,7 +124,7 @@ def check(tokenizer, conversation):
             # It ends as the last answer does, or with one token of its own.
             end = target.rpartition(answer)[2]
             final = tokenizer.decode([target for _, target in turns if target][-1])
-            assert len(re.findall(LOOKS_SPECIAL, end)) <= 1 or prompts or final.endswith(end)
+            assert len(re.findall(LOOKS_SPECIAL, end)) <= 1 or prompts or final.endswith(end.lstrip())
 
 
 def outcomes(tokenizer):
