@@ -104,7 +104,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add("--enable-thinking", choices=THINKING)
     add("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
     add("--drop-thinking", type=_true_or_false, help="leave thoughts out of all answers but the last")
-    add("--append-eod", action="store_true", default=None, help="end token after each pretraining document")
+    add("--append-eod", action="store_true", default=None, help="end token after each document, and each sample without one")
     add("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
     add("--pad-to-multiple-of", type=int)
     add("--pack", action="store_true", default=None, help="several samples in a row")

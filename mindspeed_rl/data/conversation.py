@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mindspeed_rl.data import strict_json
+
 Role = Literal["user", "assistant", "observation", "function"]
 SOURCE_ROLES = ("user", "observation")
 TARGET_ROLES = ("assistant", "function")
@@ -45,8 +47,8 @@ class ToolCall:
         arguments = value.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
+                arguments = strict_json.loads(arguments)
+            except ValueError as error:
                 raise BadRow(f"the arguments of function call {value['name']!r} are not JSON: {error}") from error
         if not isinstance(arguments, dict):
             raise BadRow(f"the arguments of function call {value['name']!r} must be a JSON object")
@@ -112,16 +114,13 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     if value is None or value == "" or value == []:
         return ()
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"the tools are not JSON: {error}") from error
+        value = _tools_json(value)
     if isinstance(value, dict):
         value = [value]
     tools = []
     for entry in value or ():
         if isinstance(entry, str):
-            entry = json.loads(entry)
+            entry = _tools_json(entry)
         if not isinstance(entry, dict):
             raise BadRow(f"a tool must be a JSON object, not {type(entry).__name__}")
         function = entry["function"] if isinstance(entry.get("function"), dict) else entry
@@ -129,3 +128,10 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
             raise BadRow("a tool has no name")
         tools.append(entry if function is not entry else {"type": "function", "function": entry})
     return tuple(tools)
+
+
+def _tools_json(text: str) -> Any:
+    try:
+        return strict_json.loads(text)
+    except ValueError as error:
+        raise BadRow(f"the tools are not JSON: {error}") from error

@@ -15,6 +15,7 @@ from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
 from mindspeed_rl.data.sources import open_source, read_chunk
+from mindspeed_rl.data.summary import MALFORMED
 from mindspeed_rl.data.templates import Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
@@ -198,21 +199,28 @@ def _load_raw(
                 )
             handler = reader
         drafts = []
+        bad: list[tuple[int, BadRow]] = []
         for number, row in numbered:
             try:
                 if isinstance(row, BadRow):
                     raise row
                 draft = handler.render(row)
-                drafts.append((draft.renderings[0], draft.note))
+                drafts.append((number, draft.renderings[0], draft.note))
             except BadRow as error:
-                if settings.on_bad_row == "error":
-                    raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
-                dropped["malformed"] = dropped.get("malformed", 0) + 1
+                bad.append((number, error))
             except DroppedRow as drop:
                 dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
-        encoded = handler.encoder.encode_renderings([rendering for rendering, _ in drafts])
-        for turns, (_, values) in zip(encoded, drafts, strict=True):
-            rows.append([token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)], values)
+        encoded = handler.encoder.encode_renderings([rendering for _, rendering, _ in drafts])
+        for turns, (number, _, values) in zip(encoded, drafts, strict=True):
+            if isinstance(turns, BadRow):
+                bad.append((number, turns))
+            else:
+                rows.append([token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)], values)
+        if bad and settings.on_bad_row == "error":
+            number, error = min(bad, key=lambda entry: entry[0])
+            raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
+        if bad:
+            dropped[MALFORMED] = dropped.get(MALFORMED, 0) + len(bad)
     return PromptDataset(rows, rows.lengths(), max_prompt_length=max_prompt_length, dropped=dropped)
 
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import BadRow
+from mindspeed_rl.data.strict_json import StrictDecoder
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -254,7 +256,7 @@ def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
 
 def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
     """Decode the elements of a JSON array one by one, reading as far as each needs."""
-    decoder = json.JSONDecoder()
+    decoder = StrictDecoder()
     whitespace = " \t\r\n"
     block = 1 << 17
     buffer = file.read(block)
@@ -268,10 +270,10 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
             if buffer[at] == "]":
                 return
             try:
-                value, at = decoder.raw_decode(buffer, at)
+                value, at, wrong = decoder.raw_decode(buffer, at)
                 number += 1
                 size = block
-                yield value
+                yield value if wrong is None else BadRow(f"is not valid JSON ({wrong})")
                 continue
             except json.JSONDecodeError as error:
                 problem = str(error)
@@ -405,8 +407,8 @@ def _text_row(line: bytes) -> Mapping[str, Any] | BadRow:
 
 def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
     try:
-        return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return strict_json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
         return BadRow(f"is not valid JSON ({error})")
 
 

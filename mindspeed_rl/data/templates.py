@@ -32,15 +32,17 @@ For templates that know thoughts:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import BadRow, Conversation, Message
+from mindspeed_rl.data.conversation import BadRow, Conversation, Message, Role, ToolCall, assistant, user
 from mindspeed_rl.data.tools import tool_style
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = Path(__file__).with_name("templates.json")
 HF_TEMPLATE = "hf"
 Thinking = Literal["true", "false", "none"]
+# Contents of made-up messages (a question, an answer, what follows it): equally long, and nothing a template would change.
+_PROBES = ("question5041", "answerab7302", "nextcont8263")
+_MAX_BORDERS = 4096
+_REWRITES = "the tokenizer's chat template writes earlier turns differently once later ones follow; use prompt_type"
 
 _FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
 _KNOWN_KEYS = frozenset(
@@ -80,10 +86,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A rendered conversation; `efficient_eos` says how the end token is taught (see the module's text)."""
+    """A rendered conversation; `efficient_eos` says how the end token is taught (see the module's text).
+
+    With `as_one_text` the turns hold texts only, and are tokenized as the one text that they are together.
+    """
 
     turns: tuple[Turn, ...]
     efficient_eos: bool = False
+    as_one_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,14 +291,28 @@ class Template:
         return "", opening + thought + closing, content
 
 
+@dataclass(frozen=True)
+class _Border:
+    """What the tokenizer's template writes from an answer to the next message's content, and after that up to the next answer.
+
+    `end` closes the answer and is learned with it, `header` opens the next message ("" and the text's rest where none follows).
+    """
+
+    end: str
+    header: str
+    prompt: str
+
+
 class HfTemplate:
     """The tokenizer's own chat template, cut into turns.
 
-    Each answer begins where the template's generation prompt ends and closes with the text the template puts after the last
-    answer, up to and including the tokenizer's end token.
+    Each answer begins where the template's generation prompt ends. It ends with what the template writes after a last answer,
+    up to and including the tokenizer's end token; where an earlier answer ends otherwise, with the first special token between
+    it and the next message, if that token ends messages. How answers end is asked of the template with made-up messages, so
+    that nothing a row says can be taken for an end.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template, or it writes nothing after an answer.
     """
 
     name = HF_TEMPLATE
@@ -301,35 +325,88 @@ class HfTemplate:
         if not tokenizer.chat_template:
             raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
         self._tokenizer = tokenizer
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)))
+        self._borders: dict[tuple[tuple[str, ...], Role | None, bool, Thinking], _Border] = {}
         self._terminator = self._find_terminator()
 
     def _apply(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], thinking: Thinking, *, prompt: bool
     ) -> str:
-        from jinja2 import TemplateError
+        from jinja2.exceptions import TemplateError
 
         extra: dict[str, Any] = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **extra
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # A template is a program of its own: what it cannot write, it refuses with whatever its operations raise.
             raise BadRow(f"the tokenizer's chat template refuses the conversation: {error}") from error
         assert isinstance(text, str)  # token ids with tokenize=True
         return text
 
     def _find_terminator(self) -> str:
-        answer = "0123456789"
-        text = self._apply(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], (), "none", prompt=False
-        )
-        terminator = text[text.rindex(answer) + len(answer) :]
+        messages = hf_messages(Conversation([user(_PROBES[0]), assistant(_PROBES[1])]))
+        _, found, terminator = self._apply(messages, (), "none", prompt=False).rpartition(_PROBES[1])
         eos = self._tokenizer.eos_token
-        if eos in terminator:
+        if eos and eos in terminator:
             terminator = terminator[: terminator.index(eos) + len(eos)]
-        if not terminator:
+        if not found or not terminator:
             raise ValueError("the tokenizer's chat template writes nothing after an answer, so a model could not learn to stop")
         return terminator
+
+    def _border(
+        self, reply: Message, following: Message | None, tools: Sequence[dict[str, Any]], thinking: Thinking
+    ) -> _Border:
+        key = (tuple(call.name for call in reply.calls), following.role if following else None, bool(tools), thinking)
+        if key not in self._borders:
+            if len(self._borders) > _MAX_BORDERS:
+                self._borders.clear()
+            self._borders[key] = self._find_border(*key)
+        return self._borders[key]
+
+    def _find_border(self, calls: tuple[str, ...], following: Role | None, has_tools: bool, thinking: Thinking) -> _Border:
+        """Write made-up messages (with the row's function names), and see what stands between their contents."""
+        tools = [_probe_tool(name) for name in dict.fromkeys(calls or ("probe",))] if has_tools else []
+        first, answer, last = _PROBES
+        after = [Message(following, (last,))] if following else []
+        replies = [assistant(answer)]
+        if calls:
+            # What two different calls have in common at their end is the template's own.
+            given: tuple[dict[str, Any], ...] = ({"a": answer}, {"b": 7})
+            replies = [Message("function", ("",), tuple(ToolCall(name, values) for name in calls)) for values in given]
+        between = ""
+        prompt = ""
+        for number, reply in enumerate(replies):
+            messages = hf_messages(Conversation([user(first), reply, *after]))
+            text = self._apply(messages, tools, thinking, prompt=bool(after))
+            if after:
+                text, found, prompt = text.rpartition(last)
+                if not found:
+                    raise BadRow(f"the tokenizer's chat template drops messages from {following!r} after an answer")
+            start = text.rfind(answer if answer in text else first)
+            text = text[start + len(answer) :]
+            between = os.path.commonprefix([between[::-1], text[::-1]])[::-1] if number else text
+        place = between.find(self._terminator)
+        if place == 0 or (place > 0 and calls):
+            cut = place + len(self._terminator)
+        else:
+            place, cut = self._other_end(between, prompt, calls=bool(calls))
+        return _Border(between[place:cut], between[cut:], prompt)
+
+    def _other_end(self, between: str, prompt: str, *, calls: bool) -> tuple[int, int]:
+        """(begin, end) in `between` of what closes an answer that does not end as the last answer does."""
+        match = self._special.search(between)
+        if calls:
+            if match is None:
+                raise BadRow("the tokenizer's chat template writes nothing that tells where function calls end")
+            return match.span()
+        closers = set(self._special.findall(self._terminator + os.path.commonprefix([between, prompt])))
+        if match is None or match.group() not in closers | {self._tokenizer.eos_token}:
+            return 0, 0  # what comes first opens the next message: to learn it would be to speak for the user
+        return 0, match.end()
 
     def render(self, conversation: Conversation, thinking: Thinking = "none", *, effort: str | None = None) -> Rendering:
         """Write the conversation out; the turns' concatenation is the chat template's own text.
@@ -340,50 +417,116 @@ class HfTemplate:
         conversation.check_order()
         messages = hf_messages(conversation)
         tools = conversation.tools
-        first = len(messages) - conversation.num_hf_messages
-        if tools:
-            self._check_tools_are_written(messages[: first + 1], tools, thinking)
-        ends_with_prompt = len(conversation.messages) % 2 == 1
-        whole = self._apply(messages, tools, thinking, prompt=ends_with_prompt)
+        sources = conversation.messages[::2]
+        replies = conversation.messages[1::2]
+        whole = self._apply(messages, tools, thinking, prompt=len(sources) > len(replies))
+        openings = []
+        sent = len(messages) - conversation.num_hf_messages
+        for source, reply in zip_longest(sources, replies):
+            sent += len(source.contents)
+            openings.append(self._apply(messages[:sent], tools, thinking, prompt=True) if reply else whole)
+            sent += 1
+            self._check_opening(whole, openings[-1], source, tools, thinking)
+        self._check_tools_are_written(openings[0], tools)
         turns = []
         position = 0
-        sent = first
-        for index, message in enumerate(conversation.messages):
-            sent += len(message.contents) if message.role == "observation" else 1
-            if index % 2:
-                continue
-            opening = self._apply(messages[:sent], tools, thinking, prompt=True)
-            if not whole.startswith(opening):
-                raise BadRow(
-                    "the tokenizer's chat template writes earlier turns differently once later ones follow; use prompt_type"
-                )
-            if index + 1 == len(conversation.messages):
-                turns.append(Turn(joined([whole[position:]]), ()))
-                return Rendering(tuple(turns))
-            end = whole.find(self._terminator, len(opening))
-            if end < 0:
-                raise BadRow(f"the tokenizer's chat template did not end the answer with {self._terminator!r}")
-            end += len(self._terminator)
-            answer = whole[len(opening) : end]
-            reply = conversation.messages[index + 1]
-            if any(call.name not in answer for call in reply.calls):
+        sent = len(messages) - conversation.num_hf_messages
+        for number, (source, opening) in enumerate(zip(sources, openings, strict=True)):
+            sent += len(source.contents) + 1
+            text = whole[position : len(opening)]
+            for content in (*source.contents, (conversation.system or "") if number == 0 else ""):
+                if not _stands_in(content, text):
+                    raise BadRow(f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read")
+            if number == len(replies):
+                turns.append(Turn(joined([text]), ()))
+                position = len(whole)
+                break
+            reply = replies[number]
+            following = sources[number + 1] if number + 1 < len(sources) else None
+            border = self._border(reply, following, tools, thinking)
+            limit = len(whole)
+            if following is not None:
+                limit = self._content_start(whole, openings[number + 1], border, following, messages[:sent], tools, thinking)
+            if any(call.name not in whole[len(opening) : limit] for call in reply.calls):
                 raise BadRow("the tokenizer's chat template drops function calls")
-            is_last = index + 2 == len(conversation.messages)
-            if is_last and thinking != "false" and reply.reasoning.strip() not in answer:
-                raise BadRow("the tokenizer's chat template drops the reasoning_content of the last answer")
-            turns.append(Turn(joined([whole[position : len(opening)]]), joined([answer])))
+            end = limit - len(border.header)
+            if end < len(opening) + len(border.end) or not whole[:limit].endswith(border.end + border.header):
+                raise BadRow(f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual")
+            answer = whole[len(opening) : end]
+            self._check_answer(reply, answer, is_last=following is None, thinking=thinking)
+            turns.append(Turn(joined([text]), joined([answer])))
             position = end
-        if whole[position:]:
+        if position < len(whole):
             turns.append(Turn(joined([whole[position:]]), ()))
-        return Rendering(tuple(turns))
+        written = "".join(piece for turn in turns for piece in (*turn.source, *turn.target) if isinstance(piece, str))
+        assert written == whole, (written, whole)
+        return Rendering(tuple(turns), as_one_text=True)
 
-    def _check_tools_are_written(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], thinking: Thinking
+    def _check_opening(
+        self, whole: str, opening: str, source: Message, tools: Sequence[dict[str, Any]], thinking: Thinking
     ) -> None:
-        text = self._apply(messages, tools, thinking, prompt=True)
+        if whole.startswith(opening):
+            return
+        same = len(os.path.commonprefix([whole, opening]))
+        read = self._apply(hf_messages(Conversation([source])), tools, thinking, prompt=False)
+        prompted = self._apply(hf_messages(Conversation([source])), tools, thinking, prompt=True)
+        if prompted.startswith(read) and len(opening) - same <= len(prompted) - len(read):
+            asked = prompted[len(read) :]
+            start = len(opening) - len(asked)
+            raise BadRow(
+                f"the tokenizer's chat template asks for an answer with {asked!r}, but writes this one as"
+                f" {whole[start : start + len(asked) + 20]!r}; try another enable_thinking, or prompt_type"
+            )
+        raise BadRow(_REWRITES)
+
+    def _content_start(
+        self,
+        whole: str,
+        opening: str,
+        border: _Border,
+        following: Message,
+        before: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        thinking: Thinking,
+    ) -> int:
+        """Where the content of the message after an answer begins in `whole`.
+
+        It stands right before the generation prompt as a rule, as it is or stripped. If not, the template is asked once more,
+        with another content.
+        """
+        if len(following.contents) == 1:
+            for content in (following.content, following.content.strip()):
+                if opening.endswith(border.header + content + border.prompt):
+                    return len(opening) - len(border.prompt) - len(content)
+        probe = Message(following.role, (_PROBES[2],) * len(following.contents))
+        text = self._apply([*before, *hf_messages(Conversation([probe]))], tools, thinking, prompt=True)
+        start = text.find(_PROBES[2])
+        if start < 0 or text[:start] != whole[:start]:
+            raise BadRow(_REWRITES)
+        return start
+
+    def _check_answer(self, reply: Message, answer: str, *, is_last: bool, thinking: Thinking) -> None:
+        if is_last and thinking != "false" and reply.reasoning.strip() not in answer:
+            raise BadRow("the tokenizer's chat template drops the reasoning_content of the last answer")
+        if not _stands_in(reply.content, answer) and not _stands_in(reply.content.rpartition("</think>")[2], answer):
+            raise BadRow(f"the tokenizer's chat template drops or changes the answer {reply.content[:60]!r}")
+
+    def _check_tools_are_written(self, text: str, tools: Sequence[dict[str, Any]]) -> None:
         missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
         if missing:
             raise BadRow(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
+
+
+def _probe_tool(name: str) -> dict[str, Any]:
+    properties = {"a": {"type": "string"}, "b": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": []}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+
+
+def _stands_in(content: str, text: str) -> bool:
+    """True when the text holds the content, as it is but for blanks around it, or as the inside of a JSON string."""
+    content = content.strip()
+    return content in text or any(json.dumps(content, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
 def hf_messages(conversation: Conversation) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.conversation import Conversation
 from mindspeed_rl.data.encoding import TextEncoder
+from mindspeed_rl.data.handlers.base import sound
 from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.inference.text_stream import TextDecoder
@@ -85,7 +86,7 @@ class PromptFormat:
         if self._template is None:
             return [self._plain(conversation) for conversation in conversations]
         renderings = [self._template.render(conversation, self._thinking) for conversation in conversations]
-        encoded = self._encoder.encode_renderings(renderings)
+        encoded = sound(self._encoder.encode_renderings(renderings))
         return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
 
     def _plain(self, conversation: Conversation) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,7 @@ class Handler(ABC):
     forced_template: ClassVar[str | None] = None
     add_special_tokens: ClassVar[bool] = False
     can_pack: ClassVar[bool] = False
+    can_append_eod: ClassVar[bool] = False
     length_column: str = "input_ids"
     default_map: ClassVar[Mapping[str, Any]] = {}
 
@@ -107,6 +109,11 @@ class Handler(ABC):
                 )
             self.map.update(settings.map_keys)
             self._explicit = frozenset(settings.map_keys)
+        if settings.append_eod and not self.can_append_eod:
+            raise ValueError(
+                f"append_eod has no meaning for {type(self).__name__}; it closes documents of pretraining and samples of"
+                " supervised and preference tuning"
+            )
         if self.needs_template and settings.template is None:
             raise ValueError(f"{type(self).__name__} needs a prompt_type")
 
@@ -161,6 +168,8 @@ class Handler(ABC):
         if value is None:
             return ""
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise BadRow(f"column {self.map[key]!r} must be text, not {value}")
             return str(value)
         if not isinstance(value, str):
             raise BadRow(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
@@ -202,13 +211,27 @@ class Handler(ABC):
         for number, draft in drafts:
             own = [next(encoded) for _ in draft.renderings]
             try:
-                batch.rows.append(self.assemble(draft, own))
+                batch.rows.append(self.assemble(draft, sound(own)))
             except BadRow as error:
                 batch.bad.append((number, str(error)))
             except DroppedRow as drop:
                 batch.dropped[drop.reason] += 1
         batch.bad.sort()
         return batch
+
+
+def sound(encoded: Sequence[list[TurnIds] | BadRow]) -> list[list[TurnIds]]:
+    """The encoded renderings of a row.
+
+    Raises:
+        BadRow: one of them could not be encoded.
+    """
+    turns = []
+    for entry in encoded:
+        if isinstance(entry, BadRow):
+            raise entry
+        turns.append(entry)
+    return turns
 
 
 def join_lines(first: str, second: str) -> str:

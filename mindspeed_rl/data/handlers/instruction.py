@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import (
     BadRow,
     Conversation,
@@ -19,7 +19,7 @@ from mindspeed_rl.data.conversation import (
     parse_tools,
     user,
 )
-from mindspeed_rl.data.encoding import TurnIds, join_turns
+from mindspeed_rl.data.encoding import TurnIds, ends_with, join_turns
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
     EMPTY_ANSWER,
@@ -37,6 +37,7 @@ class InstructionHandler(Handler):
     """Base of the supervised handlers: a subclass reads a conversation out of a row."""
 
     can_pack = True
+    can_append_eod = True
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
         """Read one row.
@@ -64,7 +65,8 @@ class InstructionHandler(Handler):
         budget = DEFAULT_CUTOFF_TOKENS
         efficient_eos = draft.renderings[0].efficient_eos
         if seq_length is not None:
-            total = sum(len(source) + len(target) for source, target in turns) + efficient_eos
+            closes = efficient_eos or (self.settings.append_eod and not ends_with(turns, self.encoder.eos_id))
+            total = sum(len(source) + len(target) for source, target in turns) + closes
             if total >= seq_length and not self.settings.neat_pack:
                 raise DroppedRow(TOO_LONG)
             budget = seq_length - 1
@@ -74,6 +76,7 @@ class InstructionHandler(Handler):
             efficient_eos=efficient_eos,
             budget=budget,
             keeps_fitting_half=self.template.keeps_fitting_half,
+            append_eod=self.settings.append_eod,
         )
         columns = {"input_ids": input_ids, "attention_mask": np.ones_like(input_ids), "labels": labels}
         return EncodedRow(columns, truncated)
@@ -146,8 +149,8 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     if start < 0:
         raise BadRow("a function call turn holds no JSON")
     try:
-        value = json.loads(text[start:])
-    except json.JSONDecodeError as error:
+        value = strict_json.loads(text[start:])
+    except ValueError as error:
         raise BadRow(f"a function call turn is not JSON: {error}") from error
     calls = tuple(ToolCall.parse(entry) for entry in (value if isinstance(value, list) else [value]))
     if not calls:
@@ -210,8 +213,8 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
     """
     if isinstance(entries, str):
         try:
-            entries = json.loads(entries)
-        except json.JSONDecodeError as error:
+            entries = strict_json.loads(entries)
+        except ValueError as error:
             raise BadRow(f"the messages are not JSON: {error}") from error
     if not isinstance(entries, (list, tuple)) or not entries:
         raise BadRow("the conversation must be a list of messages")

@@ -174,6 +174,7 @@ class LlamaFactoryInstructionHandler(Handler):
     """`--input` names entries of dataset_info.json (comma between them); each is read as its entry says."""
 
     can_pack = True
+    can_append_eod = True
     default_map: ClassVar = {}
 
     def __init__(self, settings: HandlerSettings) -> None:

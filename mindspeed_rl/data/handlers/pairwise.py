@@ -32,6 +32,7 @@ class PairwiseHandler(Handler):
 
     columns = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
     length_column = "chosen_input_ids"
+    can_append_eod = True
 
     def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Message, Message]:
         """Read (prompt, chosen, rejected).
@@ -69,6 +70,7 @@ class PairwiseHandler(Handler):
                 efficient_eos=rendering.efficient_eos,
                 budget=1 << 62,
                 keeps_fitting_half=False,
+                append_eod=self.settings.append_eod,
             )
             if len(input_ids) >= limit:
                 raise DroppedRow(TOO_LONG)

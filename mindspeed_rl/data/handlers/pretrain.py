@@ -23,6 +23,7 @@ class PretrainHandler(Handler):
     """
 
     packed = False
+    can_append_eod = True
     needs_template = False
     add_special_tokens = True
 

@@ -358,6 +358,42 @@ def test_pretrain_documents_and_end_tokens(pretrain):
     assert pretrain("GeneralPretrainHandler", rows, "--append-eod") == [ids("one\ntwo</s>"), ids("三</s>")]
 
 
+OPENAI_PAIR = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "pieces"),
+    [
+        ("empty", ["Q", T("A</s>")]),  # ends no turn itself
+        ("default", ["Human: Q\nAssistant:", T("A</s>")]),  # ends with the end token already: no second one
+        ("chatglm3", ["[gMASK]sop<|user|>\nQ<|assistant|>", T("\nA</s>")]),
+    ],
+)
+def test_append_eod_closes_a_supervised_sample_with_one_trained_end_token(template, pieces, preprocess, expected):
+    got = preprocess("OpenAIInstructionHandler", [OPENAI_PAIR], "--append-eod", template=template)
+    assert sft(got) == [expected(*pieces)]
+
+
+def test_append_eod_closes_both_answers_of_a_pair(preprocess, expected):
+    row = {"instruction": "Q", "chosen": "A", "rejected": "B"}
+    got = preprocess("AlpacaStylePairwiseHandler", [row], "--append-eod", template="empty")
+    for side, answer in (("chosen", "A"), ("rejected", "B")):
+        assert (got[f"{side}_input_ids"][0], got[f"{side}_labels"][0]) == expected("Q", T(answer + "</s>"))
+
+
+def test_the_appended_end_token_counts_in_the_length(preprocess):
+    row = {"instruction": "Q", "output": "A" * 6}
+    assert len(preprocess("AlpacaStyleInstructionHandler", [row], "--seq-length", "8", template="empty")["input_ids"][0]) == 7
+    error = preprocess("AlpacaStyleInstructionHandler", [row], "--append-eod", "--seq-length", "8", template="empty")
+    assert "too long: 1" in error
+
+
+@pytest.mark.parametrize("handler", ["R1AlpacaStyleInstructionHandler", "AlpacaStyleProcessRewardHandler"])
+def test_append_eod_is_refused_where_no_sample_ends(handler, preprocess):
+    error = preprocess(handler, [{"instruction": "Q", "output": "A"}], "--append-eod", template=None)
+    assert f"append_eod has no meaning for {handler}" in error
+
+
 def test_pretrain_padding_fills_up_to_the_multiple_and_no_further(pretrain):
     rows = [{"text": "12345678"}, {"text": "123456789"}]
     got = pretrain("GeneralPretrainHandler", rows, "--pad-to-multiple-of", "4")

@@ -234,6 +234,82 @@ def test_the_summary_counts_and_shows_the_first_sample(gsm8k, tmp_path, read_col
     assert "#### 18<|im_end|>⟧" in summary
 
 
+UNSOUND = {
+    "half of a surrogate pair": '{"instruction": "Q", "output": "a\\ud800b"}',
+    "half of a surrogate pair, as bytes": b'{"instruction": "Q", "output": "a\xed\xa0\x80b"}',
+    "half of a surrogate pair as a column's name": '{"instruction": "Q", "output": "A", "x\\uDFFF": 1}',
+    "NaN": '{"instruction": "Q", "output": NaN}',
+    "Infinity": '{"instruction": "Q", "output": -Infinity}',
+    "more than a double": '{"instruction": "Q", "output": 1e999}',
+    "a key twice": '{"instruction": "Q", "output": "A", "output": "B"}',
+    "a key twice within": '{"instruction": "Q", "output": "A", "meta": [{"a": 1, "a": 1}]}',
+    "more digits than Python reads": '{"instruction": "Q", "output": ' + "1" * 5000 + "}",
+    "deeply nested": '{"instruction": "Q", "output": ' + "[" * 100_000 + "]" * 100_000 + "}",
+}
+
+
+@pytest.mark.parametrize("layout", ["lines", "array"])
+@pytest.mark.parametrize("case", UNSOUND)
+def test_an_unsound_json_row_is_named_and_can_be_skipped(case, layout, tmp_path, tokenizer_folder, capsys):
+    if (case, layout) in (("half of a surrogate pair, as bytes", "array"), ("deeply nested", "array")):
+        pytest.skip("an array that cannot be decoded has no further rows")
+    sound = '{"instruction": "Q \\ud83d\\ude00", "output": "A"}'
+    rows = [row.encode() if isinstance(row, str) else row for row in (sound, UNSOUND[case], sound)]
+    source = tmp_path / "rows.json"
+    source.write_bytes(b"\n".join(rows) if layout == "lines" else b"[" + b",\n".join(rows) + b"]")
+    command = ["--input", str(source), "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", str(tmp_path / "out")]
+    command += ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "default"]
+    assert main(command) == 2
+    assert "rows.json, row 2: " in capsys.readouterr().err
+    assert main([*command, "--on-bad-row", "skip"]) == 0
+    printed = capsys.readouterr().out
+    assert "rows read 3, kept 2" in printed and "rows.json, row 2: " in printed
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"tools": '[{"name": "f", "name": "g"}]'},
+        {"tools": ['{"name": ']},
+        {"messages": '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "A"}]'},
+        {
+            "messages": [
+                {"role": "user", "content": "Q"},
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]},
+            ]
+        },
+    ],
+    ids=["a key twice", "broken", "half of a surrogate pair", "NaN"],
+)
+def test_json_within_a_row_is_read_as_strictly(column, tmp_path, tokenizer_folder, write_jsonl, capsys):
+    row = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
+    command = ["--input", write_jsonl([row, row | column]), "--tokenizer-name-or-path", tokenizer_folder]
+    command += [
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--handler-name",
+        "OpenAIInstructionHandler",
+        "--prompt-type",
+        "qwen_lf",
+    ]
+    assert main(command) == 2
+    assert "rows.jsonl, row 2: the " in capsys.readouterr().err
+    assert main([*command, "--on-bad-row", "skip"]) == 0
+    assert "kept 1" in capsys.readouterr().out
+
+
+def test_a_row_that_the_tokenizers_template_cannot_write_is_named_and_can_be_skipped(
+    tmp_path, chat_tokenizer_folder, write_jsonl, capsys
+):
+    rows = [{"instruction": "Q", "output": "A"}, {"instruction": "Q", "output": "A", "system": "S"}]
+    command = ["--input", write_jsonl(rows), "--tokenizer-name-or-path", chat_tokenizer_folder("gemma2")]
+    command += ["--output-prefix", str(tmp_path / "out"), "--handler-name", "AlpacaStyleInstructionHandler"]
+    assert main([*command, "--prompt-type", "hf"]) == 2
+    assert "rows.jsonl, row 2: the tokenizer's chat template refuses the conversation" in capsys.readouterr().err
+    assert main([*command, "--prompt-type", "hf", "--on-bad-row", "skip"]) == 0
+    assert "rows read 2, kept 1" in capsys.readouterr().out
+
+
 def test_the_histogram_counts_every_row():
     text = histogram(np.array([1, 2, 3, 100]))
     rows = [line.split() for line in text.splitlines()]

@@ -1,0 +1,83 @@
+"""JSON as data may hold it: no NaN or Infinity, no key twice in an object, no half of a surrogate pair, no endless numbers.
+
+Python's decoder takes all of these. A number that is none, one of two values, or a text that no tokenizer can read would then
+train a model without a word, or end the run with a traceback that names no row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+MAX_DIGITS = 4300
+_HALF = re.compile(r"[\ud800-\udfff]")
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class StrictDecoder:
+    """Decodes JSON values, and says what is wrong with them; one decoder serves one thread."""
+
+    def __init__(self) -> None:
+        self._problem: str | None = None
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=self._object, parse_constant=self._constant, parse_int=self._integer, strict=True
+        )
+
+    def raw_decode(self, text: str, start: int = 0) -> tuple[Any, int, str | None]:
+        """(value, its end, what is wrong with it or None) of the JSON value that begins at `start`.
+
+        Raises:
+            json.JSONDecodeError: the text is no JSON, or ends early.
+        """
+        self._problem = None
+        try:
+            value, end = self._decoder.raw_decode(text, start)
+        except RecursionError:
+            raise json.JSONDecodeError("nested too deeply", text, start) from None
+        half = None if text.isascii() else _HALF.search(text, start, end)
+        if half is None and _ESCAPED_HALF.search(text, start, end):
+            half = _HALF.search(json.dumps(value, ensure_ascii=False))
+        if half is not None:
+            self._problem = f"it holds U+{ord(half.group()):04X}, half of a surrogate pair, which is no character"
+        return value, end, self._problem
+
+    def loads(self, text: str) -> Any:
+        """The value of a text that is one JSON value.
+
+        Raises:
+            ValueError: the text is no JSON, or holds what data may not hold.
+        """
+        start = len(text) - len(text.lstrip(" \t\r\n"))
+        value, end, problem = self.raw_decode(text, start)
+        if text[end:].strip(" \t\r\n"):
+            raise json.JSONDecodeError("Extra data", text, end)
+        if problem is not None:
+            raise ValueError(problem)
+        return value
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+            self._problem = f"the key {twice!r} stands twice in an object"
+        return value
+
+    def _constant(self, name: str) -> float:
+        self._problem = f"{name} is no JSON number"
+        return float(name)
+
+    def _integer(self, digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            self._problem = f"it holds a number of {len(digits)} digits"
+            return 0
+        return int(digits)
+
+
+_shared = StrictDecoder()
+
+
+def loads(text: str) -> Any:
+    """As StrictDecoder.loads."""
+    return _shared.loads(text)
