@@ -37,7 +37,7 @@ export OMP_NUM_THREADS=1
 status=0
 "$venv/bin/ruff" check --quiet . || status=1
 "$venv/bin/lint-imports" --no-logo --cache-dir "$venv/.import_linter_cache" || status=1
-"$venv/bin/pyrefly" check --python-interpreter-path "$venv/bin/python" --output-format min-text --summary=none > "$venv/.types" || true
+"$venv/bin/pyrefly" check --python-interpreter-path "$venv/bin/python" --output-format min-text --summary=none || status=1
 [[ $status -eq 0 ]] || echo "tests/run.sh: the linters or the type checker found faults (see above); the result is a failure whatever the tests say." >&2
 
 "$venv/bin/python" -m pytest "${select[@]}" ${arguments[@]+"${arguments[@]}"} "${paths[@]}" || status=$?
