@@ -26,7 +26,7 @@ from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
-from mindspeed_rl.workers.model_source import find_model, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.model_source import fresh_head_notice, find_model, lacks_score_head, reward_model_config
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: who uses the data plane in this loop, and the columns that each puts
@@ -122,7 +122,7 @@ def _check_models(run: Run, inputs: Inputs) -> None:
     if run.objective.has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
         if lacks_score_head(critic):
-            print(f"critic: {critic.weights} has no score head; it starts with a fresh one, whose values are 0", flush=True)
+            print(fresh_head_notice("critic", critic), flush=True)
     reward = reward_model_config(cfg)
     if reward is None:
         return

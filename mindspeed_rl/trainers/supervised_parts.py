@@ -14,7 +14,14 @@ from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
 from mindspeed_rl.workers.groups import SupervisedGroup
-from mindspeed_rl.workers.model_source import find_model, has_own_reference, load_tokenizer_of, reference_of
+from mindspeed_rl.workers.model_source import (
+    find_model,
+    fresh_head_notice,
+    has_own_reference,
+    lacks_score_head,
+    load_tokenizer_of,
+    reference_of,
+)
 
 
 class SupervisedParts:
@@ -38,6 +45,8 @@ class SupervisedParts:
         check_data(config)
         if config.stage == "dpo" and has_own_reference(config):
             reference_of(config, source)
+        if config.stage == "orm" and lacks_score_head(source):
+            print(fresh_head_notice("reward model", source), flush=True)
         self.num_devices, self.log_every = run.plan.world_size, config.log_interval
 
     def describe(self) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl.checkpoint.hf import stored_tensor_names
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
@@ -100,9 +101,20 @@ def weights_kind(folder: Path) -> Literal["hf", "training", "megatron"] | None:
     return None
 
 
-def lacks_score_head(source: ModelSource) -> bool:
-    """True for a Hugging Face folder without a score head; a critic then starts with a fresh one."""
-    return source.kind == "hf" and "score.weight" not in stored_tensor_names(source.weights)
+def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
+    """True for the weights of a language model: a critic, or a reward model in training, starts from them with a fresh head.
+
+    Args:
+        iteration: which of the source's checkpoints is meant; None for the newest.
+    """
+    if source.kind == "hf":
+        return "score.weight" not in stored_tensor_names(source.weights)
+    return not has_score_head(source.weights, iteration)
+
+
+def fresh_head_notice(role: str, source: ModelSource) -> str:
+    """The line that says so."""
+    return f"{role}: {source.weights} has no score head; it starts with a fresh one, whose values are 0"
 
 
 def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
