@@ -11,6 +11,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain import explain, failed, render
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.rewards.declared import reward_mistakes
 
 
 def main(argv: list[str]) -> int:
@@ -37,6 +38,9 @@ def main(argv: list[str]) -> int:
         tree = compose(directory, name, arguments.overrides)
         cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
         report = explain(cfg, arguments.nodes, tree)
+        if cfg.rl_config is not None and not cfg.is_supervised:
+            report["errors"] += reward_mistakes(cfg.rl_config)
+            report["valid"] = not report["errors"]
     except ConfigError as error:
         report = failed(error.errors)
     try:

@@ -8,7 +8,7 @@ may return is written down in `scorer.py`. A new built-in scorer is one function
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 REWARDS: dict[str, str | Callable[..., Any]] = {
@@ -59,8 +59,11 @@ def register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return enter
 
 
-def find(name: str) -> str | Callable[..., Any]:
+def find(name: str, others: Iterable[str] = ()) -> str | Callable[..., Any]:
     """Returns the registry's entry for a name; a `module:function` stands for itself.
+
+    Args:
+        others: further names that a message lists as known.
 
     Raises:
         ValueError: unknown name; lists the known ones and the nearest.
@@ -69,9 +72,10 @@ def find(name: str) -> str | Callable[..., Any]:
         return REWARDS[name]
     if ":" in name:
         return name
-    nearest = difflib.get_close_matches(name, REWARDS, n=1)
+    known = sorted({*REWARDS, *others})
+    nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
     raise ValueError(
-        f"unknown reward function '{name}'{hint} Known: {', '.join(sorted(REWARDS))}; "
+        f"unknown reward function '{name}'{hint} Known: {', '.join(known)}; "
         "or give module:function, or a file that registers the name in external_plugins"
     )

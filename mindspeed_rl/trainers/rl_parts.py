@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import BatchPlan, MegatronConfig, Run, RunConfig, own_reward_devices
+from mindspeed_rl.config import BatchPlan, ConfigError, MegatronConfig, Run, RunConfig, own_reward_devices
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import Trackers
+from mindspeed_rl.rewards.declared import reward_mistakes
+from mindspeed_rl.rewards.trial import loading_mistakes
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
@@ -24,6 +26,7 @@ from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed, make_rollo
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
 from mindspeed_rl.workers.model_source import fresh_head_notice, find_model, lacks_score_head, reward_model_config
@@ -71,6 +74,7 @@ class RLParts:
         """
         self._run = run
         cfg, actor = run.config, run.config.actor_config
+        _check_rewards(run)
         source = find_model(actor, "actor_config")
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
@@ -114,6 +118,13 @@ class RLParts:
     def trainer(self, logger: RolloutLogger) -> RLTrainer:
         """The loop, on workers that were started."""
         return assemble(self._run, self._services, self._inputs, logger, self._resumed)
+
+
+def _check_rewards(run: Run) -> None:
+    """Raises ConfigError for reward functions that do not exist and plug-ins that do not load."""
+    mistakes = reward_mistakes(run.rl) or loading_mistakes(run.rl, worker_environment(run.config, run.platform))
+    if mistakes:
+        raise ConfigError(mistakes)
 
 
 def _check_models(run: Run, inputs: Inputs) -> None:
