@@ -87,6 +87,7 @@ class CheckpointSaver:
         if rank == 0:
             record = {
                 "iteration": iteration,
+                "stage": config.stage,
                 "world_size": dist.get_world_size(),
                 "layout": _layout(self.engine),
                 "noop_layers": list(self.engine.model.plan.layout.noop_layers),

@@ -18,6 +18,7 @@ from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
+from mindspeed_rl.trainers.beginning import find_beginning
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -76,6 +77,7 @@ class RLParts:
         cfg, actor = run.config, run.config.actor_config
         _check_rewards(run)
         source = find_model(actor, "actor_config")
+        self._beginning = find_beginning(run, source)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts = open_run_prompts(cfg, actor.data_path, tokenizer, "data_path")
@@ -89,7 +91,7 @@ class RLParts:
         """What is read, and what is being started."""
         beside = f" and {self._apart} for the reward model" if self._apart else ""
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
-        return f"{self._inputs.prompts.describe()}\n{starting}"
+        return f"{self._inputs.prompts.describe()}\n{self._beginning}\n{starting}"
 
     def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""

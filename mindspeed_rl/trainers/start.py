@@ -38,8 +38,6 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         stack.enter_context(cluster(parts.num_devices, run.platform))
         resumed = parts.start(stack)
         start = resumed.get("iteration", 0)
-        if resumed:
-            print(f"resumed after iteration {start}", flush=True)
         title = Path(cfg.config_name).stem
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
         logger = report.logger = parts.logger(trackers, progress)

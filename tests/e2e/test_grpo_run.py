@@ -82,7 +82,7 @@ def test_the_resumed_run_equals_the_uninterrupted_one_to_the_bit(task: Path, uni
     first = int((killed.folder / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert 1 <= first < 3
     resumed = finished(task, killed.folder, ITERATIONS)
-    assert f"resumed after iteration {first}" in resumed.output
+    assert f"goes on after iteration {first} of" in resumed.output
     records = {record["iteration"]: figures(record) for record in resumed.metrics}  # the last of each number counts
     assert records == {record["iteration"]: figures(record) for record in uninterrupted.metrics}
     ours, theirs = (
