@@ -17,6 +17,9 @@ from mindspeed_rl.rewards.declared import reward_mistakes
 def main(argv: list[str]) -> int:
     """Print the plan of a run file; return 0 when it is sound and 2 when it is not.
 
+    A sound file that still lacks keys, or asks for what this version does not have, ends in "not ready" and returns 0: rules
+    can be checked before the last path is known.
+
     Args:
         argv: the arguments behind `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
     """

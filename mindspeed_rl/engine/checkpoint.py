@@ -275,7 +275,8 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     fresh_head = engine.model.plan.network.head == "reward" and not has_score_head(Path(folder), iteration)
     if fresh_head and with_optimizer:
         raise ValueError(
-            f"load: {path} is a language model's, without a score head to go on with; set finetune: true to start from its weights."
+            f"load: {path} is a language model's, without a score head to go on with; set finetune: true to start from its "
+            "weights."
         )
     wanted = _sharded_state(engine, parts, with_optimizer=with_optimizer, is_loading=True)
     if fresh_head:

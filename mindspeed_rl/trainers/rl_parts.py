@@ -30,7 +30,7 @@ from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
-from mindspeed_rl.workers.model_source import fresh_head_notice, find_model, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.model_source import find_model, fresh_head_notice, lacks_score_head, reward_model_config
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: who uses the data plane in this loop, and the columns that each puts
