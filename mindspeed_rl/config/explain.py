@@ -140,7 +140,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    """"valid", or why a file without a mistake does not start a run."""
+    """ "valid", or why a file without a mistake does not start a run."""
     reasons = []
     if report["unavailable"]:
         reasons.append("it asks for what this version does not have")

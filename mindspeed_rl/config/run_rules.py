@@ -300,6 +300,7 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
 _RANGES: dict[str, Bounds] = {
     "rl_config.epochs": Bounds(1),
     "rl_config.reward_failure_limit": Bounds(0, 1),
+    "rl_config.unscored_iterations_limit": Bounds(0),
     "rl_config.reward_timeout_s": Bounds(0, excludes_low=True),
     "rl_config.reward_memory_gib": Bounds(0, excludes_low=True),
     "rl_config.ref_model_sync_steps": Bounds(1),

@@ -42,8 +42,29 @@ REWARDS: dict[str, str | Callable[..., Any]] = {
 """Name -> scorer: a function, a class whose instances are callable, or `module:function` (imported in the worker only)."""
 
 
-def register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+ACCURACIES: set[str] = {
+    "acc",
+    "base_acc",
+    "math_17k_acc",
+    "acc_for_dapo",
+    "acc_for_ppo",
+    "math_verify_reward",
+    "retool_reward",
+    "accuracy",
+    "exact_match",
+    "multiple_choice",
+    "gsm8k",
+    "gsm8k_flexible",
+    "code",
+}
+"""Scorers that say whether an answer is right: 1.0 for a right one, less for any other. Only their mean may be called accuracy."""
+
+
+def register(name: str, *, is_accuracy: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function (or class) is known as `name` from here on.
+
+    Args:
+        is_accuracy: see `ACCURACIES`.
 
     Raises:
         ValueError: the name is taken by another function.
@@ -54,6 +75,8 @@ def register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         if known is not None and known is not scorer:
             raise ValueError(f"the reward name '{name}' is already taken by {known}; register the function under another name")
         REWARDS[name] = scorer
+        if is_accuracy:
+            ACCURACIES.add(name)
         return scorer
 
     return enter

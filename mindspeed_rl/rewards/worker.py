@@ -36,6 +36,7 @@ class Kind:
     batched: bool
     is_async: bool
     timeout_s: float
+    is_accuracy: bool
 
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
@@ -108,7 +109,9 @@ class Worker:
         for name, target in setup["targets"].items():  # registered in the pool's process, by a module that is not loaded here
             REWARDS.setdefault(name, target)
         self.scorers = [Scorer.of(name, import_scorer(name), self._settings) for name in setup["functions"]]
-        self.kinds = [Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s) for s in self.scorers]
+        self.kinds = [
+            Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s, s.is_accuracy) for s in self.scorers
+        ]
 
     def serve(self, job: dict[str, Any]) -> bool:
         """Scores one job; False if this process should end rather than go on: out of memory, or with too many children."""
