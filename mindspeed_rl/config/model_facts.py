@@ -43,7 +43,8 @@ def _max_length(folder: Path, config: Mapping[str, Any]) -> int | None:
     if length is None:
         return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
+    scaling = scaling if isinstance(scaling, Mapping) else {}
+    factor = scaling.get("factor")
     if isinstance(factor, (int, float)) and scaling.get("rope_type", scaling.get("type")) != "llama3":
         length = int(length * factor)
     tokenizer = _count(_read(folder / "tokenizer_config.json"), "model_max_length")
