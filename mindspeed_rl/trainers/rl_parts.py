@@ -30,7 +30,13 @@ from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
-from mindspeed_rl.workers.model_source import find_model, fresh_head_notice, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.model_source import (
+    check_critic_start,
+    find_model,
+    fresh_head_notice,
+    lacks_score_head,
+    reward_model_config,
+)
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: who uses the data plane in this loop, and the columns that each puts
@@ -83,7 +89,7 @@ class RLParts:
         prompts = open_run_prompts(cfg, actor.data_path, tokenizer, "data_path")
         held_out = open_run_prompts(cfg, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
-        _check_models(run, self._inputs)
+        _check_models(run, self._inputs, self._beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = run.plan.world_size + self._apart
 
@@ -129,11 +135,16 @@ def _check_rewards(run: Run) -> None:
         raise ConfigError(mistakes)
 
 
-def _check_models(run: Run, inputs: Inputs) -> None:
-    """Says where the critic's head comes from; raises for a reward model that cannot read the actor's tokens."""
+def _check_models(run: Run, inputs: Inputs, goes_on_after: int | None) -> None:
+    """Says where the critic's head comes from.
+
+    Raises:
+        ValueError: the critic begins otherwise than the actor, or the reward model cannot read the actor's tokens.
+    """
     cfg = run.config
-    if run.objective.has_critic and cfg.critic_config is not None:
+    if run.objective is not None and run.objective.has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
+        check_critic_start(cfg.critic_config, critic, goes_on_after)
         if lacks_score_head(critic):
             print(fresh_head_notice("critic", critic), flush=True)
     reward = reward_model_config(cfg)

@@ -117,6 +117,29 @@ def fresh_head_notice(role: str, source: ModelSource) -> str:
     return f"{role}: {source.weights} has no score head; it starts with a fresh one, whose values are 0"
 
 
+def check_critic_start(config: MegatronConfig, source: ModelSource, goes_on_after: int | None) -> None:
+    """Actor and critic begin alike.
+
+    Args:
+        config, source: of the critic.
+        goes_on_after: the iteration after which the actor goes on; None when it starts from weights alone.
+
+    Raises:
+        ValueError: one of them would go on and the other start anew.
+    """
+    resumes = source.kind == "training" and not config.finetune
+    if goes_on_after is None and resumes:
+        raise ValueError(
+            f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
+            "critic_config.finetune: true to take its weights alone."
+        )
+    if goes_on_after is not None and not (resumes and (source.weights / f"iter_{goes_on_after:07d}").is_dir()):
+        raise ValueError(
+            f"critic_config.load: the actor goes on after iteration {goes_on_after}, but {source.weights} holds no critic of that "
+            "iteration to go on with; name the critic's own checkpoints, with critic_config.finetune: false."
+        )
+
+
 def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
     """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
 

@@ -10,19 +10,25 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.config import Run, build_run_config, resolve
+from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
 from mindspeed_rl.trainers.beginning import find_beginning, how_to_go_on
-from mindspeed_rl.workers.model_source import ModelSource
+from mindspeed_rl.workers.model_source import ModelSource, check_critic_start
 
 
-def run(stage: str, *, iters: int = 10, **actor: Any) -> Run:
+def run(
+    stage: str, *, iters: int = 10, rl_config: dict[str, Any] | None = None, critic_config: Any = None, **actor: Any
+) -> Run:
     """A run of one device with these keys of the actor."""
-    training = {"stage": stage, "global_batch_size": 8, "micro_batch_size": 8, "train_iters": iters, "seq_length": 64, **actor}
-    tree: dict[str, Any] = {"platform": "cpu", "megatron_training": training}
+    training = {"stage": stage, "global_batch_size": 8, "micro_batch_size": 8, "train_iters": iters, "seq_length": 64}
+    tree: dict[str, Any] = {"platform": "cpu", "megatron_training": training, "actor_config": {}}
+    tree["actor_config" if stage.startswith("ray") else "megatron_training"] |= actor
     if stage.startswith("ray"):
         tree["rl_config"] = {"actor_resource": {"num_npus": 1}, "mini_batch_size": 8, "n_samples_per_prompt": 4}
         tree["rl_config"]["max_prompt_length"] = 32
         tree["generate_config"] = {"infer_tensor_parallel_size": 1, "sampling_config": {"max_tokens": 8}}
+        tree["rl_config"] |= rl_config or {}
+    if critic_config is not None:
+        tree["critic_config"] = critic_config
     return resolve(build_run_config(tree, config_name="test"), platform="cpu")
 
 
@@ -98,3 +104,32 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
     os.utime(Path(save, "latest_checkpointed_iteration.txt"), (0, 0))  # another run's, long ago
     assert "no checkpoint to go on from yet" in how_to_go_on(fresh, begun)
     assert "give the same command again" in how_to_go_on(again, begun)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "goes_on_after", "said"),
+    [
+        (False, None, "the actor starts anew; set critic_config.finetune: true"),
+        (True, 4, "holds no critic of that iteration to go on with"),
+        (False, 5, "holds no critic of that iteration to go on with"),
+        (True, None, None),
+        (False, 4, None),
+    ],
+)
+def test_actor_and_critic_begin_alike(tmp_path: Path, finetune: bool, goes_on_after: int | None, said: str | None) -> None:
+    source, config = checkpoint(tmp_path, 4, RL, "ray_ppo"), MegatronConfig(finetune=finetune)
+    if said is None:
+        check_critic_start(config, source, goes_on_after)
+        return
+    with pytest.raises(ValueError, match=said):
+        check_critic_start(config, source, goes_on_after)
+
+
+def test_an_interrupted_run_with_a_critic_names_both_checkpoints(tmp_path: Path) -> None:
+    save = str(tmp_path / "save")
+    checkpoint(Path(save), 4, RL, "ray_ppo")
+    critic = {"finetune": True, "load": "/model", "micro_batch_size": 8}
+    ppo = {"save": save, "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
+    assert "critic_config.save is not set" in how_to_go_on(run("ray_ppo", critic_config=critic, **ppo), 0.0)
+    said = how_to_go_on(run("ray_ppo", critic_config={**critic, "save": "/critic"}, **ppo), 0.0)
+    assert said.endswith("critic_config.load=/critic critic_config.finetune=false")
