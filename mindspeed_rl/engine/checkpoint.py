@@ -283,7 +283,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         for index in range(len(engine.model.models)):
             wanted[f"model{index}"].pop(SCORE_HEAD, None)
     with _said_plainly(f"load: {path} does not fit this run"):
-        state = dist_checkpointing.load(wanted, str(path))
+        state: Any = dist_checkpointing.load(wanted, str(path))
     for index, model in enumerate(engine.model.models):
         if fresh_head and parts != "adapters":  # the head below adapters is that of the base weights
             _clear_head(model, state[f"model{index}"])

@@ -50,6 +50,7 @@ class Advantages:
         self._cfg, self._plan, self._folder = run.config, run.plan, run.folder
         self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
         self.entropy_threshold: float | None = None
+        self._unscored_limit = run.rl.unscored_iterations_limit
         self._unscored = 0  # iterations in a row
 
     def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
@@ -76,7 +77,8 @@ class Advantages:
         scored = ~rewards.isnan()
         self._unscored = 0 if scored.any() else self._unscored + 1
         if self._unscored:
-            self._say_unscored(iteration, [result.state for result in batch["reward_results"]])
+            results: Sequence[Any] = batch["reward_results"]
+            self._say_unscored(iteration, [result.state for result in results])
         response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
         metrics = self._score_metrics(batch, rewards[scored])
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
@@ -142,7 +144,7 @@ class Advantages:
         Raises:
             RuntimeError: `unscored_iterations_limit` iterations in a row.
         """
-        limit = self._cfg.rl_config.unscored_iterations_limit
+        limit = self._unscored_limit
         counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
         text = (
             f"iteration {iteration + 1}: none of {len(states)} responses got a score ({counts}), so nothing is learnt; a reward "
