@@ -48,7 +48,9 @@ class GenerateConfig:
     enable_expert_parallel: bool = key(False, "split experts over replicas instead of inside one")
     data_parallel_size: int | None = key(None, "derived: devices / infer_tensor_parallel_size", no_effect="the plan derives it")
 
-    max_num_seqs: int = key(1, "responses that are generated at the same time in one replica; not written: its share of a rollout")
+    max_num_seqs: int = key(
+        1, "responses that are generated at the same time in one replica; not written: its share of a rollout"
+    )
     max_model_len: int = key(2048, "longest prompt + response, in tokens; not written: max_prompt_length + max_tokens")
     max_num_batched_tokens: int = key(2048, "tokens one engine step may process")
     dtype: Literal["bfloat16", "float32"] = key(

@@ -57,7 +57,7 @@ ACCURACIES: set[str] = {
     "gsm8k_flexible",
     "code",
 }
-"""Scorers that say whether an answer is right: 1.0 for a right one, less for any other. Only their mean may be called accuracy."""
+"""Scorers that say whether an answer is right: 1.0 if it is, less if not. Only their mean may be called accuracy."""
 
 
 def register(name: str, *, is_accuracy: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

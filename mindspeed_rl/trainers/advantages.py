@@ -147,8 +147,8 @@ class Advantages:
         limit = self._unscored_limit
         counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
         text = (
-            f"iteration {iteration + 1}: none of {len(states)} responses got a score ({counts}), so nothing is learnt; a reward "
-            "function that returns None has no opinion."
+            f"iteration {iteration + 1}: none of {len(states)} responses got a score ({counts}), so nothing is learnt; a "
+            "reward function that returns None has no opinion."
         )
         if limit and self._unscored >= limit:
             raise RuntimeError(f"{text} That is iteration {self._unscored} in a row (rl_config.unscored_iterations_limit).")

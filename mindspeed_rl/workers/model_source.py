@@ -135,8 +135,8 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, goes_on_afte
         )
     if goes_on_after is not None and not (resumes and (source.weights / f"iter_{goes_on_after:07d}").is_dir()):
         raise ValueError(
-            f"critic_config.load: the actor goes on after iteration {goes_on_after}, but {source.weights} holds no critic of that "
-            "iteration to go on with; name the critic's own checkpoints, with critic_config.finetune: false."
+            f"critic_config.load: the actor goes on after iteration {goes_on_after}, but {source.weights} holds no critic of "
+            "that iteration to go on with; name the critic's own checkpoints, with critic_config.finetune: false."
         )
 
 
