@@ -170,6 +170,16 @@ class MegatronFolder:
             self._content[name] = content
         return self._content[name]
 
+    def names(self) -> set[str]:
+        """Of the tensors in all its model chunks, as `state` gives them."""
+        found = set()
+        for folder in self.rank_folders:
+            for key, chunk in self._load(folder).items():
+                if re.fullmatch(r"model\d*", key):
+                    joined = ("/".join(keys) for keys, _ in walk_records(chunk))
+                    found.update(name if self.legacy else name.removeprefix("module.") for name in joined)
+        return found
+
     def layout(self, network: Network) -> Layout:
         """How the checkpoint is cut: from its args, and from the names of its files where args are silent.
 

@@ -11,6 +11,9 @@ from mindspeed_rl.checkpoint.mcore import MegatronFolder, iteration_folder
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.network import Network
 
+#: Megatron's name of the one weight that a critic or reward model has and a language model does not
+SCORE_HEAD = "rm_head.weight"
+
 
 class MegatronTensors:
     """A TensorSource over stored parameters; the last one read stays in memory, as its tensors are asked for together."""
@@ -51,3 +54,17 @@ def open_megatron(
 
         return MegatronTensors(list(DistFolder(path, iteration).open(architecture, network, loosely).groups))
     return MegatronTensors(list(MegatronFolder(path, iteration).open(architecture, network, loosely).groups))
+
+
+def has_score_head(path: Path, iteration: int | None = None) -> bool:
+    """True when a checkpoint in any Megatron layout ends in a score head, False for a language model's.
+
+    Raises:
+        ValueError: the checkpoint is incomplete or damaged.
+    """
+    folder = iteration_folder(path, iteration)
+    if (folder / "metadata.json").is_file():
+        from mindspeed_rl.checkpoint.dist import METADATA_FILE, read_metadata  # takes a second, see open_megatron
+
+        return SCORE_HEAD in read_metadata(folder / METADATA_FILE).state_dict_metadata
+    return SCORE_HEAD in MegatronFolder(path, iteration).names()

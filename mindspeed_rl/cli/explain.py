@@ -11,10 +11,14 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain import explain, failed, render
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.rewards.declared import reward_mistakes
 
 
 def main(argv: list[str]) -> int:
     """Print the plan of a run file; return 0 when it is sound and 2 when it is not.
+
+    A sound file that still lacks keys, or asks for what this version does not have, ends in "not ready" and returns 0: rules
+    can be checked before the last path is known.
 
     Args:
         argv: the arguments behind `explain`, for example ["--config-name", "grpo_tiny_cpu", "rl_config.epochs=2"].
@@ -37,6 +41,9 @@ def main(argv: list[str]) -> int:
         tree = compose(directory, name, arguments.overrides)
         cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
         report = explain(cfg, arguments.nodes, tree)
+        if cfg.rl_config is not None and not cfg.is_supervised:
+            report["errors"] += reward_mistakes(cfg.rl_config)
+            report["valid"] = not report["errors"]
     except ConfigError as error:
         report = failed(error.errors)
     try:

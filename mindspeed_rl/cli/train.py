@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 
-from mindspeed_rl.config import ConfigError, load_run_config, resolve
+from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
 from mindspeed_rl.observability.logging import quiet_environment
 
 
@@ -18,6 +19,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example rl_config.clip_ratio=0.1")
     arguments = parser.parse_intermixed_args(argv)
+    run, begun = None, time.time() - 1.0  # file systems may count in whole seconds
     try:
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         _prepare_environment()
@@ -34,15 +36,25 @@ def main(argv: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted; all workers were ended.", file=sys.stderr)
+        _say_how_to_go_on(run, begun)
         return 130
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
+        _say_how_to_go_on(run, begun)
         return 1
     print(f"finished: {run.folder}")
     return 0
+
+
+def _say_how_to_go_on(run: Run | None, begun: float) -> None:
+    """The last line of a run that ended before its time; none for one that never began."""
+    if run is not None:
+        from mindspeed_rl.trainers.beginning import how_to_go_on
+
+        print(how_to_go_on(run, begun), file=sys.stderr)
 
 
 def _prepare_environment() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_rl.config.effects import changed_keys, keys_without_effect
 from mindspeed_rl.config.mend import mended
+from mindspeed_rl.config.notices import learning_rate, run_warnings
 from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.plan import batch_table
 from mindspeed_rl.config.resources import resources, short
@@ -21,9 +22,10 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
     changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in
-    this version) and `missing` (needed to start). Numbers that do not come out even are shown as fractions, so that an
-    invalid plan can be read too.
+    `dispatch_sizes`; `resources`; `formula`; `learning_rate`; `derived` (keys that the file leaves out and that follow from
+    it, each with its value and from what); `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`;
+    `unavailable` (switched on, but not in this version) and `missing` (needed to start). Numbers that do not come out even
+    are shown as fractions, so that an invalid plan can be read too.
     """
     violations = validate(cfg, num_nodes)
     known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
@@ -55,6 +57,9 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
         "dispatch_sizes": {} if rollout is None else {name: shown(size) for name, size in rollout.dispatch_sizes().items()},
         "resources": {} if sizes is None else resources(cfg, sizes),
         "formula": formula(cfg),
+        "learning_rate": learning_rate(cfg),
+        "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
+        "warnings": run_warnings(cfg, num_nodes),
         "changed_keys": changed_keys(cfg),
         "keys_without_effect": keys_without_effect(cfg),
         "unavailable": unavailable(cfg),
@@ -74,6 +79,9 @@ def failed(errors: list[str]) -> dict[str, Any]:
         "dispatch_sizes": {},
         "resources": {},
         "formula": "",
+        "learning_rate": "",
+        "derived": {},
+        "warnings": [],
         "changed_keys": {},
         "keys_without_effect": {},
         "unavailable": [],
@@ -109,6 +117,11 @@ def render(report: dict[str, Any]) -> str:
         parts.append(_resources(report["resources"]))
     if report["formula"]:
         parts.append("Objective\n" + "\n".join(f"  {line}" for line in report["formula"].splitlines()))
+    if report["learning_rate"]:
+        parts.append(f"Learning rate\n  {report['learning_rate']}")
+    if report["derived"]:
+        rows = {name: f"{_cell(item['value'])}  from {item['from']}" for name, item in report["derived"].items()}
+        parts.append("Derived: keys that are not written\n" + _table(rows))
     if report["changed_keys"]:
         parts.append("Keys that differ from their defaults\n" + _table(report["changed_keys"]))
     if report["keys_without_effect"]:
@@ -120,9 +133,21 @@ def render(report: dict[str, Any]) -> str:
         )
     if report["missing"]:
         parts.append("Still needed to start training\n" + "\n".join(f"  {line}" for line in report["missing"]))
+    if report["warnings"]:
+        parts.append("Warnings\n" + "\n".join(f"  - {line}" for line in report["warnings"]))
     if report["valid"]:
-        parts.append("valid")
+        parts.append(_verdict(report))
     return "\n\n".join(parts)
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """ "valid", or why a file without a mistake does not start a run."""
+    reasons = []
+    if report["unavailable"]:
+        reasons.append("it asks for what this version does not have")
+    if report["missing"]:
+        reasons.append(f"{len(report['missing'])} key(s) are still needed")
+    return f"not ready: {' and '.join(reasons)}; see above" if reasons else "valid"
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -38,7 +38,9 @@ ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
 class GenerateConfig:
     """Rollout engine: layout, limits, what leaves the device while it generates, sampling."""
 
-    infer_tensor_parallel_size: int = key(8, "devices one rollout replica is split over")
+    infer_tensor_parallel_size: int = key(
+        8, "devices one rollout replica is split over; not written: as many as the actor's weights, if heads allow"
+    )
     infer_pipeline_parallel_size: int = key(1, "must be 1: the rollout engine has no pipeline here")
     infer_expert_parallel_size: int = key(
         1, "replicas that share the experts of a MoE model", needs=("enable_expert_parallel", (True,))
@@ -46,8 +48,10 @@ class GenerateConfig:
     enable_expert_parallel: bool = key(False, "split experts over replicas instead of inside one")
     data_parallel_size: int | None = key(None, "derived: devices / infer_tensor_parallel_size", no_effect="the plan derives it")
 
-    max_num_seqs: int = key(1, "responses that are generated at the same time in one replica")
-    max_model_len: int = key(2048, "longest prompt + response, in tokens")
+    max_num_seqs: int = key(
+        1, "responses that are generated at the same time in one replica; not written: its share of a rollout"
+    )
+    max_model_len: int = key(2048, "longest prompt + response, in tokens; not written: max_prompt_length + max_tokens")
     max_num_batched_tokens: int = key(2048, "tokens one engine step may process")
     dtype: Literal["bfloat16", "float32"] = key(
         "bfloat16", "number format of the rollout weights; float32 exactly when bf16 is false"

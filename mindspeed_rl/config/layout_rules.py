@@ -211,7 +211,8 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
     if tp < 1:
         yield Violation("rollout.positive", {tp_key: tp}, f"{tp_key} ({tp}) must be at least 1", ({tp_key: 1},))
         return
-    heads = actor.num_attention_heads
+    facts = cfg.model_facts
+    heads = actor.num_attention_heads or (facts.num_heads if facts else None)
     if heads is not None and heads % tp:
         yield Violation(
             "rollout.heads",
@@ -219,6 +220,8 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             f"num_attention_heads ({heads}) must be divisible by {tp_key} ({tp}): the rollout engine splits whole heads",
         )
     kv_heads = actor.num_query_groups if actor.group_query_attention else None
+    if actor.num_attention_heads is None and facts is not None:
+        kv_heads = facts.num_kv_heads
     if kv_heads is not None and not actor.multi_latent_attention and kv_heads % tp and tp % kv_heads:
         yield Violation(
             "rollout.kv_heads",

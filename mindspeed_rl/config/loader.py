@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.config.derived import derive
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
 from mindspeed_rl.config.generate import ENGINE_SAMPLING, GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.model_facts import read_model_facts
 from mindspeed_rl.config.objective import unusable_plugins
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
@@ -114,7 +116,9 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         msprobe_config=msprobe,
         set_keys=set_keys,
         spelled=spelled,
+        model_facts=read_model_facts(actor),
     )
+    cfg.derived = derive(cfg)
     if rl is not None and not cfg.is_supervised and (wrong := unusable_plugins(rl, cfg.stage or "ray_grpo")):
         raise ConfigError(wrong)
     return cfg

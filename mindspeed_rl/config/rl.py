@@ -228,6 +228,9 @@ class RewardKeys:
     reward_memory_gib: float | None = key(4.0, "memory one reward process may use, in GiB; null: no limit")
     reward_failure_policy: Literal["drop", "retry", "zero"] = key("drop", "what happens to a sample whose score failed")
     reward_failure_limit: float = key(0.1, "share of failed scores, of the last 1024, above which the run stops")
+    unscored_iterations_limit: int = key(
+        3, "iterations in a row without a score for any response after which the run stops; 0: it goes on"
+    )
     reward_model: str | None = key(None, "folder of a reward model whose score is added last")
     reward_model_weight: float = key(1.0, "its weight beside the reward functions")
     process_reward_aggregation: Literal["min", "mean", "product", "last", "max"] = key(

@@ -8,11 +8,20 @@ from typing import Any, Literal, get_args
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import SUPERVISED_STAGES, MegatronConfig
+from mindspeed_rl.config.model_facts import ModelFacts
 from mindspeed_rl.config.rl import RLConfig
 
 #: what `platform` of a run file may say: auto, or a device kind that `mindspeed_rl.platform` knows
 PlatformName = Literal["auto", "npu", "cpu", "cuda"]
 PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """A value that the run file leaves out, and what it was derived from."""
+
+    value: Any
+    source: str
 
 
 @dataclass(kw_only=True)
@@ -26,6 +35,8 @@ class RunConfig:
         reward_config, critic_config, vit_config: None when the run file has no such group.
         rl_config, generate_config: None in supervised stages.
         spelled: the values, as the run file has them, of keys that another key may also say, by dotted name.
+        model_facts: what the model's own files say; None where they are not on this machine.
+        derived: the values of keys that the run file leaves out and that follow from it, by dotted name.
         set_keys: the keys that the run file or an override set, by group (model blocks not included).
     """
 
@@ -43,6 +54,8 @@ class RunConfig:
     generate_config: GenerateConfig | None = None
     profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
     msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
+    model_facts: ModelFacts | None = None
+    derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
     spelled: dict[str, Any] = field(default_factory=dict)
 

@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
 from mindspeed_rl.engine import optimizer_state, random_state
 from mindspeed_rl.engine.lora import LoraSettings, is_trained
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -85,6 +88,7 @@ class CheckpointSaver:
         if rank == 0:
             record = {
                 "iteration": iteration,
+                "stage": config.stage,
                 "world_size": dist.get_world_size(),
                 "layout": _layout(self.engine),
                 "noop_layers": list(self.engine.model.plan.layout.noop_layers),
@@ -158,12 +162,18 @@ def _sharded_state(
     for index, model in enumerate(engine.model.models):
         weights = model.sharded_state_dict()
         if parts != "all":
-            weights = {name: value for name, value in weights.items() if is_trained(name) == (parts == "adapters")}
+            # a score head belongs to what a LoRA run trains, and to any model that another one starts from
+            wanted = is_trained if parts == "adapters" else _is_base
+            weights = {name: value for name, value in weights.items() if wanted(name)}
         state[f"model{index}"] = weights
     if with_optimizer and engine.optimizer is not None:
         weights = state if len(engine.model.models) > 1 else {"model": state["model0"]}
         state["optimizer"] = optimizer_state.sharded_state(engine.optimizer, weights, is_loading=is_loading)
     return state
+
+
+def _is_base(name: str) -> bool:
+    return ".lora_" not in name
 
 
 def _layout(engine: TrainEngine) -> dict[str, int]:
@@ -216,12 +226,19 @@ def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], pa
     scheduler.step(increment=0)
 
 
+def _clear_head(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Adds a head whose values are 0 to the weights of a model chunk that has a head."""
+    head = dict(model.named_parameters()).get(SCORE_HEAD)
+    if head is not None:
+        weights[SCORE_HEAD] = torch.zeros_like(head)
+
+
 def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | None = None) -> dict[str, Any]:
     """Restores weights and, unless the run's keys say otherwise, optimizer, schedule and random generators; collective.
 
     The layout may differ from the one that saved. A checkpoint with adapters only leaves the base weights as they are; one
-    without adapters leaves a model's fresh adapters as they are. Random generators are restored when world size and layout
-    are the same.
+    without adapters leaves a model's fresh adapters as they are; one of a language model gives a critic or reward model a score
+    head whose values are 0. Random generators are restored when world size and layout are the same.
 
     Args:
         engine: with its optimizer built, if it is to be restored.
@@ -256,11 +273,22 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
         raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
     parts = _parts_to_load(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
+    fresh_head = engine.model.plan.network.head == "reward" and not has_score_head(Path(folder), iteration)
+    if fresh_head and with_optimizer:
+        raise ValueError(
+            f"load: {path} is a language model's, without a score head to go on with; set finetune: true to start from its "
+            "weights."
+        )
     wanted = _sharded_state(engine, parts, with_optimizer=with_optimizer, is_loading=True)
+    if fresh_head:
+        for index in range(len(engine.model.models)):
+            wanted[f"model{index}"].pop(SCORE_HEAD, None)
     with _said_plainly(f"load: {path} does not fit this run"):
         # a tuple comes only where keys may be missing
         state = cast(dict[str, Any], dist_checkpointing.load(wanted, str(path)))
     for index, model in enumerate(engine.model.models):
+        if fresh_head and parts != "adapters":  # the head below adapters is that of the base weights
+            _clear_head(model, state[f"model{index}"])
         model.load_state_dict(state[f"model{index}"], strict=parts == "all")
     if with_optimizer:
         assert optimizer is not None and scheduler is not None  # an engine that trains has both

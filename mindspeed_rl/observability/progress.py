@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 # What the line shows, in this order, where the run has it: metric, label, format.
 HEADLINES: tuple[tuple[str, str, str], ...] = (
     ("eval/accuracy", "eval", ".1%"),
+    ("eval/reward", "eval_reward", ".3f"),
     ("eval/loss", "eval_loss", ".4f"),
     ("grpo/score/mean", "reward", ".3f"),
     ("dapo/score/mean", "reward", ".3f"),

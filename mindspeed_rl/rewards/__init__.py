@@ -7,7 +7,7 @@ may return is written down in `scorer.py`. A new built-in scorer is one function
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mindspeed_rl import registry
@@ -43,8 +43,29 @@ REWARDS: dict[str, str | Callable[..., Any]] = {
 """Name -> scorer: a function, a class whose instances are callable, or `module:function` (imported in the worker only)."""
 
 
-def register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+ACCURACIES: set[str] = {
+    "acc",
+    "base_acc",
+    "math_17k_acc",
+    "acc_for_dapo",
+    "acc_for_ppo",
+    "math_verify_reward",
+    "retool_reward",
+    "accuracy",
+    "exact_match",
+    "multiple_choice",
+    "gsm8k",
+    "gsm8k_flexible",
+    "code",
+}
+"""Scorers that say whether an answer is right: 1.0 if it is, less if not. Only their mean may be called accuracy."""
+
+
+def register(name: str, *, is_accuracy: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function (or class) is known as `name` from here on.
+
+    Args:
+        is_accuracy: see `ACCURACIES`.
 
     Raises:
         ValueError: the name is taken by another function.
@@ -55,13 +76,18 @@ def register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         if known is not None and known is not scorer:
             raise ValueError(f"the reward name '{name}' is already taken by {known}; register the function under another name")
         REWARDS[name] = scorer
+        if is_accuracy:
+            ACCURACIES.add(name)
         return scorer
 
     return enter
 
 
-def find(name: str) -> str | Callable[..., Any]:
+def find(name: str, others: Iterable[str] = ()) -> str | Callable[..., Any]:
     """Returns the registry's entry for a name; a `module:function` stands for itself.
+
+    Args:
+        others: further names that a message lists as known.
 
     Raises:
         ValueError: unknown name; lists the known ones and the nearest.
@@ -70,7 +96,8 @@ def find(name: str) -> str | Callable[..., Any]:
         return REWARDS[name]
     if ":" in name:
         return name
+    known = sorted({*REWARDS, *others})
     raise ValueError(
-        f"unknown reward function '{name}'{registry.did_you_mean(name, REWARDS)} Known: {', '.join(sorted(REWARDS))}; "
+        f"unknown reward function '{name}'{registry.did_you_mean(name, known)} Known: {', '.join(known)}; "
         "or give module:function, or a file that registers the name in external_plugins"
     )

@@ -105,6 +105,11 @@ class Dispatcher:
             self.close()
             raise
 
+    @property
+    def accuracies(self) -> list[int]:
+        """Which functions say whether an answer is right; known once a worker has loaded them."""
+        return [index for index, kind in enumerate(self._kinds) if kind.is_accuracy]
+
     def run(self, batch: Batch, timeout_s: float | None) -> None:
         """Every call of the batch has a value or a failure.
 

@@ -93,6 +93,11 @@ class RewardPool:
             )
         return batch.result(0, self.functions, self.weights, self.settings)
 
+    @property
+    def accuracies(self) -> list[str]:
+        """Names of the functions that say whether an answer is right; known once something was scored."""
+        return [self.functions[index] for index in self._dispatcher.accuracies]
+
     def close(self) -> None:
         """Ends every process of the pool."""
         self._dispatcher.close()

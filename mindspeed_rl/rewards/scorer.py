@@ -12,7 +12,8 @@ A dataset without reference answers has no `label` and no `solution`: asking for
 
 A function that names `samples`, `responses` or `completions` scores a batch; all others one sample. Either kind may be
 `async`. A callable class is instantiated once in each worker, with `settings` (or `args`) if its constructor asks for it; its
-attribute `timeout_s`, if it has one, takes the place of `reward_timeout_s`.
+attribute `timeout_s`, if it has one, takes the place of `reward_timeout_s`. A function or instance with the attribute
+`is_accuracy = True`, or registered so, says whether an answer is right.
 
 It returns a number (a list of numbers for a batch), None for "no opinion", or a dict of named parts. A dict's score is its
 entry "score", or the sum of its numbers where there is none; its texts become notes.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.rewards import find
+from mindspeed_rl.rewards import ACCURACIES, find
 from mindspeed_rl.rewards.records import RewardSample, RewardSettings
 
 _BATCH_PARAMETERS = {"samples", "responses", "completions"}
@@ -54,6 +55,7 @@ class Scorer:
         wanted: the names of its parameters; None if it takes every column (`**columns`).
         required: the parameters without a default.
         timeout_s: its own time limit, None for the common one.
+        is_accuracy: it says whether an answer is right, see `rewards.ACCURACIES`.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Scorer:
     wanted: frozenset[str] | None
     required: frozenset[str]
     timeout_s: float | None
+    is_accuracy: bool
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], settings: RewardSettings) -> Scorer:
@@ -85,6 +88,7 @@ class Scorer:
             wanted=None if takes_all else frozenset(p.name for p in named),
             required=frozenset(p.name for p in named if p.default is p.empty),
             timeout_s=getattr(made, "timeout_s", None),
+            is_accuracy=name in ACCURACIES or bool(getattr(made, "is_accuracy", False)),
         )
 
     def call(self, samples: Sequence[RewardSample], settings: RewardSettings) -> Any:

@@ -36,6 +36,7 @@ class Kind:
     batched: bool
     is_async: bool
     timeout_s: float
+    is_accuracy: bool
 
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
@@ -44,7 +45,7 @@ def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
     try:
         worker = Worker(channel, setup)
     except Exception as error:  # the user's modules may raise anything while they load; the pool turns it into its own error
-        channel.send({"op": "broken", "error": str(error) if isinstance(error, ValueError) else _describe(error)})
+        channel.send({"op": "broken", "error": str(error) if isinstance(error, ValueError) else describe(error)})
         return
     channel.send({"op": "ready", "functions": [vars(kind) for kind in worker.kinds]})
     while (job := channel.receive()) is not None:
@@ -81,13 +82,16 @@ def load_plugin(path: str) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"external_plugins: '{path}' fails to load: {_describe(error)}") from error
+        raise ValueError(f"external_plugins: '{path}' fails to load: {describe(error, path)}") from error
 
 
-def _describe(error: BaseException) -> str:
-    """The exception with the line of the user's code it came from."""
+def describe(error: BaseException, path: str | None = None) -> str:
+    """The exception with the line of the user's code it came from: the last one in `path`, or the last one at all."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"[:1000]
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    frame = next((frame for frame in reversed(frames) if frame.filename == path), frames[-1] if frames else None)
+    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame is not None else ""
     return f"{type(error).__name__}: {error}{place}"[:1000]
 
 
@@ -105,7 +109,9 @@ class Worker:
         for name, target in setup["targets"].items():  # registered in the pool's process, by a module that is not loaded here
             REWARDS.setdefault(name, target)
         self.scorers = [Scorer.of(name, import_scorer(name), self._settings) for name in setup["functions"]]
-        self.kinds = [Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s) for s in self.scorers]
+        self.kinds = [
+            Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s, s.is_accuracy) for s in self.scorers
+        ]
 
     def serve(self, job: dict[str, Any]) -> bool:
         """Scores one job; False if this process should end rather than go on: out of memory, or with too many children."""
@@ -183,7 +189,7 @@ class Worker:
         if isinstance(error, MemoryError):
             state, text = "memory", "ran out of memory (reward_memory_gib)"
         elif error is not None:
-            state, text = "failed", str(error) if isinstance(error, ScorerError) else _describe(error)
+            state, text = "failed", str(error) if isinstance(error, ScorerError) else describe(error)
         self._channel.send({"op": "value", "function": function, "sample": row, "value": value, "state": state, "error": text})
 
     def _num_children(self) -> int:

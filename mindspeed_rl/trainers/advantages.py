@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,12 +50,14 @@ class Advantages:
         self._run, self._plan = run, run.plan
         self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
         self.entropy_threshold: float | None = None
+        self._unscored_limit = run.rl.unscored_iterations_limit
+        self._unscored = 0  # iterations in a row
 
     def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
         """Rows have advantages, returns, scored_mask (what counts at all) and loss_mask (what trains).
 
         Raises:
-            RuntimeError: responses come from other weights than the newest.
+            RuntimeError: responses come from other weights than the newest, or none has had a score for too long.
         """
         rows, objective = range(self._plan.num_train_samples), self._schedule.objective
         columns = ["rewards", "reward_results", "response_length", "truncated", "weight_version"]
@@ -70,6 +74,10 @@ class Advantages:
         width = int(lengths.max())
         sampled = torch.arange(width)[None, :] < lengths[:, None]
         scored = ~rewards.isnan()
+        self._unscored = 0 if scored.any() else self._unscored + 1
+        if self._unscored:
+            results: Sequence[Any] = batch["reward_results"]
+            self._say_unscored(iteration, [result.state for result in results])
         response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
         metrics = self._score_metrics(batch, rewards[scored])
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
@@ -129,6 +137,22 @@ class Advantages:
         for name, value in reward_metrics(results, group_size=self._plan.n_samples_per_prompt).items():
             metrics.add_mean(name, value)
         return metrics
+
+    def _say_unscored(self, iteration: int, states: Sequence[str]) -> None:
+        """Warns of an iteration that teaches nothing, and stops a run in which there are too many of them.
+
+        Raises:
+            RuntimeError: `unscored_iterations_limit` iterations in a row.
+        """
+        limit = self._unscored_limit
+        counts = ", ".join(f"{count} {state}" for state, count in Counter(states).most_common())
+        text = (
+            f"iteration {iteration + 1}: none of {len(states)} responses got a score ({counts}), so nothing is learnt; a "
+            "reward function that returns None has no opinion."
+        )
+        if limit and self._unscored >= limit:
+            raise RuntimeError(f"{text} That is iteration {self._unscored} in a row (rl_config.unscored_iterations_limit).")
+        self._logger.note(f"warning: {text}")
 
     def _check_versions(self, batch: Batch, iteration: int) -> None:
         versions = set(ragged(batch["weight_version"]).tensor().tolist())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.records import RewardResult
+from mindspeed_rl.rewards.records import RewardResult, reward_functions
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.services import Services
 
@@ -28,15 +28,18 @@ class Evaluator:
         if prompts is not None:
             self._items = [prompts[index] for index in range(min(len(prompts), actor.eval_num_prompts or len(prompts)))]
         self._actors, self._rewards, self._model_rewards = services.actors, services.rewards, model_rewards
+        self._first = next(iter(reward_functions(run.rl)[0]), None)
         self._greedy, self._seed = run.rl.eval_greedy, actor.seed
 
     def run(self) -> Metrics:
-        """eval/accuracy (share of responses with the full score of the first reward function), eval/<part>, eval/reward."""
+        """eval/reward, eval/<part> and, where the first reward function says whether an answer is right, eval/accuracy.
+
+        The accuracy is the share of responses with that function's full score.
+        """
         responses, results = self.score(self._items, greedy=self._greedy)
-        first = next(iter(results[0].parts), None)
         results = self._model_rewards.add(results, self._items, responses)
         metrics = Metrics()
-        if first is not None:
+        if (first := self._accuracy()) is not None:
             metrics.add_mean("eval/accuracy", sum(result.parts.get(first, 0.0) >= 1.0 for result in results), len(results))
         metrics.add_mean("eval/reward", math.fsum(result.total or 0.0 for result in results), len(results))
         for result in results:
@@ -45,12 +48,18 @@ class Evaluator:
         metrics.add_mean("eval/response_length", sum(map(len, responses)), len(responses))
         return metrics
 
+    def _accuracy(self) -> str | None:
+        """The first reward function, if it says whether an answer is right."""
+        return self._first if self._first in self._rewards.accuracies else None
+
     def describe(self, metrics: Metrics) -> str:
         """One line for the console."""
         results = metrics.results()
         sampling = "greedy" if self._greedy else "sampled"
         shown = (
-            f"accuracy {results['eval/accuracy']:.1%}" if "eval/accuracy" in results else f"reward {results['eval/reward']:.3f}"
+            f"accuracy {results['eval/accuracy']:.1%}"
+            if "eval/accuracy" in results
+            else f"mean reward {results['eval/reward']:.3f}"
         )
         return f"held-out {shown} on {len(self._items)} prompts ({sampling})"
 

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import MegatronConfig, Run, own_reward_devices
+from mindspeed_rl.config import ConfigError, MegatronConfig, Run, own_reward_devices
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import Trackers
+from mindspeed_rl.rewards.declared import reward_mistakes
+from mindspeed_rl.rewards.trial import loading_mistakes
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
+from mindspeed_rl.trainers.beginning import find_beginning
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -24,9 +27,16 @@ from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed, make_rollo
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
-from mindspeed_rl.workers.model_source import find_model, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.model_source import (
+    check_critic_start,
+    find_model,
+    fresh_head_notice,
+    lacks_score_head,
+    reward_model_config,
+)
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: who uses the data plane in this loop, and the columns that each puts
@@ -71,13 +81,15 @@ class RLParts:
         """
         self._run = run
         cfg, actor = run.config, run.config.actor_config
+        _check_rewards(run)
         source = find_model(actor, "actor_config")
+        self._beginning = find_beginning(run, source)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts = open_run_prompts(run, actor.data_path, tokenizer, "data_path")
         held_out = open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
-        _check_models(run, self._inputs)
+        _check_models(run, self._inputs, self._beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = run.plan.world_size + self._apart
 
@@ -85,7 +97,7 @@ class RLParts:
         """What is read, and what is being started."""
         beside = f" and {self._apart} for the reward model" if self._apart else ""
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
-        return f"{self._inputs.prompts.describe()}\n{starting}"
+        return f"{self._inputs.prompts.describe()}\n{self._beginning}\n{starting}"
 
     def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
@@ -117,14 +129,26 @@ class RLParts:
         return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
 
 
-def _check_models(run: Run, inputs: Inputs) -> None:
-    """Says where the critic's head comes from; raises for a reward model that cannot read the actor's tokens."""
+def _check_rewards(run: Run) -> None:
+    """Raises ConfigError for reward functions that do not exist and plug-ins that do not load."""
+    mistakes = reward_mistakes(run.rl) or loading_mistakes(run.rl, worker_environment(run.config, run.platform))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _check_models(run: Run, inputs: Inputs, goes_on_after: int | None) -> None:
+    """Says where the critic's head comes from.
+
+    Raises:
+        ValueError: the critic begins otherwise than the actor, or the reward model cannot read the actor's tokens.
+    """
     cfg = run.config
     assert run.objective is not None
     if run.objective.has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
+        check_critic_start(cfg.critic_config, critic, goes_on_after)
         if lacks_score_head(critic):
-            print(f"critic: {critic.weights} has no score head; it starts with a fresh one, whose values are 0", flush=True)
+            print(fresh_head_notice("critic", critic), flush=True)
     reward = reward_model_config(cfg)
     if reward is None:
         return

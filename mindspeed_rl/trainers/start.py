@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config.notices import run_warnings
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.rl import RLTrainer
@@ -36,11 +37,11 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         absolute_paths(cfg)
         trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg))
         print(f"run folder: {run.folder}\n{parts.describe()}", flush=True)
+        for text in run_warnings(cfg, run.num_nodes):
+            print(f"warning: {text}", flush=True)
         stack.enter_context(cluster(parts.num_devices, run.platform))
         resumed = parts.start(stack)
         start = resumed.get("iteration", 0)
-        if resumed:
-            print(f"resumed after iteration {start}", flush=True)
         title = Path(cfg.config_name).stem
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
         logger = report.logger = parts.logger(trackers, progress)

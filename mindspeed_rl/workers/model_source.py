@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl.checkpoint.hf import stored_tensor_names
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
@@ -103,9 +104,43 @@ def weights_kind(folder: Path) -> WeightsKind | None:
     return None
 
 
-def lacks_score_head(source: ModelSource) -> bool:
-    """True for a Hugging Face folder without a score head; a critic then starts with a fresh one."""
-    return source.kind == "hf" and "score.weight" not in stored_tensor_names(source.weights)
+def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
+    """True for the weights of a language model: a critic, or a reward model in training, starts from them with a fresh head.
+
+    Args:
+        iteration: which of the source's checkpoints is meant; None for the newest.
+    """
+    if source.kind == "hf":
+        return "score.weight" not in stored_tensor_names(source.weights)
+    return not has_score_head(source.weights, iteration)
+
+
+def fresh_head_notice(role: str, source: ModelSource) -> str:
+    """The line that says so."""
+    return f"{role}: {source.weights} has no score head; it starts with a fresh one, whose values are 0"
+
+
+def check_critic_start(config: MegatronConfig, source: ModelSource, goes_on_after: int | None) -> None:
+    """Actor and critic begin alike.
+
+    Args:
+        config, source: of the critic.
+        goes_on_after: the iteration after which the actor goes on; None when it starts from weights alone.
+
+    Raises:
+        ValueError: one of them would go on and the other start anew.
+    """
+    resumes = source.kind == "training" and not config.finetune
+    if goes_on_after is None and resumes:
+        raise ValueError(
+            f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
+            "critic_config.finetune: true to take its weights alone."
+        )
+    if goes_on_after is not None and not (resumes and (source.weights / f"iter_{goes_on_after:07d}").is_dir()):
+        raise ValueError(
+            f"critic_config.load: the actor goes on after iteration {goes_on_after}, but {source.weights} holds no critic of "
+            "that iteration to go on with; name the critic's own checkpoints, with critic_config.finetune: false."
+        )
 
 
 def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:

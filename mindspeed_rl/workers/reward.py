@@ -28,10 +28,15 @@ class RewardWorker:
         self.pool = RewardPool.from_config(run.rl, max_tokens=self.max_tokens)
         self.timers = Timers(worker=f"reward {number}")
 
-    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
-        """Scores one made-up response, so that a broken reward function stops the run before the first rollout."""
+    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> list[str]:
+        """Scores one made-up response, so that a broken reward function stops the run before the first rollout.
+
+        Returns:
+            Names of the functions that say whether an answer is right.
+        """
         answer = self.tokenizer.encode(label or "", add_special_tokens=False)
         self.pool.check(self._sample(list(prompt_ids), answer, label, columns, False))
+        return self.pool.accuracies
 
     def score(self, rows: list[int]) -> WorkerReport:
         """The rows have rewards; waits for responses that are still being generated.

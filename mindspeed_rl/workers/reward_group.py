@@ -10,6 +10,7 @@ import ray
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.records import RewardResult
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
@@ -18,10 +19,15 @@ from mindspeed_rl.workers.waiting import Pending, wait_all
 
 
 class RewardGroup:
-    """One reward worker a node, each scoring its share of the rows."""
+    """One reward worker a node, each scoring its share of the rows.
+
+    Attributes:
+        accuracies: names of functions that say whether an answer is right; the run's own ones after `check`.
+    """
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:
         self._plane = plane
+        self.accuracies = frozenset(ACCURACIES)
         env = worker_environment(run.config, run.platform)
         # Scoring needs no tensors: importing torch_npu in these processes would only claim devices.
         options = {
@@ -34,7 +40,8 @@ class RewardGroup:
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
         """Every reward function gives a score to a sample."""
-        wait_all([self._actors[0].check.remote(prompt_ids, label, columns)], ["reward worker"], "check", None)
+        (found,) = wait_all([self._actors[0].check.remote(prompt_ids, label, columns)], ["reward worker"], "check", None)
+        self.accuracies |= frozenset(found)
 
     def score_now(self, items: list[PromptItem], responses: list[list[int]]) -> list[RewardResult]:
         """Scores of given responses, in order."""

@@ -19,6 +19,7 @@ from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteratio
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import WithFreshHead, load_weights
+from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.model_source import ModelSource, base_of, lacks_score_head
 
@@ -94,14 +95,17 @@ class Role:
 
     def _load_start(self, source: ModelSource, iteration: int | None = None) -> None:
         """Weights of a source that holds nothing but weights."""
+        if source.kind == "training":
+            return
+        plan = self.model.plan
+        fresh_head = plan.network.head == "reward" and lacks_score_head(source, iteration)
         if source.kind == "hf":
-            folder = HfFolder(source.weights)
-            fresh_head = self.model.plan.network.head == "reward" and lacks_score_head(source)
-            load_weights(self.model, WithFreshHead(folder, self.model.plan.network.hidden_size) if fresh_head else folder)
-        elif source.kind == "megatron":
-            plan, loosely = self.model.plan, self.config.load_checkpoint_loosely
-            tensors = open_megatron(source.weights, plan.architecture, plan.network, iteration, loosely=loosely)
-            load_weights(self.model, tensors)
+            tensors: TensorSource = HfFolder(source.weights)
+        else:
+            stored = plan.network.with_head("lm") if fresh_head else plan.network
+            loosely = self.config.load_checkpoint_loosely
+            tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely)
+        load_weights(self.model, WithFreshHead(tensors, plan.network.hidden_size) if fresh_head else tensors)
 
     @property
     def dtype(self) -> torch.dtype:

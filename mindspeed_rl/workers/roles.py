@@ -10,7 +10,13 @@ from typing import Any
 from mindspeed_rl.config import MegatronConfig, Run, own_reward_devices
 from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
-from mindspeed_rl.workers.model_source import ModelSource, find_model, lacks_score_head, reward_model_config
+from mindspeed_rl.workers.model_source import (
+    ModelSource,
+    check_critic_start,
+    find_model,
+    lacks_score_head,
+    reward_model_config,
+)
 from mindspeed_rl.workers.role import PassSettings, Role
 from mindspeed_rl.workers.scoring import Scoring, make_scoring
 
@@ -103,17 +109,7 @@ def _critic(run: Run, resumed_at: int | None, shared: PassSettings) -> Role:
             "parallel sizes."
         )
     source = find_model(config, "critic_config")
-    resumes = source.kind == "training" and not config.finetune
-    if resumed_at is None and resumes:
-        raise ValueError(
-            f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
-            "critic_config.finetune: true to take its weights alone."
-        )
-    if resumed_at is not None and not (resumes and iteration_folder(source.weights, resumed_at).is_dir()):
-        raise ValueError(
-            f"critic_config.load: the actor goes on after iteration {resumed_at}, but {source.weights} holds no critic of that "
-            "iteration to go on with."
-        )
+    check_critic_start(config, source, resumed_at)
     plan = plan_model(config, source.hf_folder, head="reward")
     return Role("critic", config, plan, source, shared, steps_per_iteration=steps, iteration=resumed_at)
 

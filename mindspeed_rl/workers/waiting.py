@@ -76,7 +76,7 @@ def _later_failures(
 
 def _distance_from_cause(error: Exception) -> int:
     """0 for a death, 1 for an error of its own, more for what another worker's end brings about."""
-    if isinstance(error, RayActorError):
+    if isinstance(error, RayActorError) and not error.actor_init_failed:
         return 0
     text = str(error)
     if "DataPlaneAborted" in text:
@@ -96,6 +96,19 @@ def _reason(error: Exception) -> str:
     """The cause in one line, without Ray's wrapping."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         return f"{type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        # Ray carries only the text: the traceback, whose last paragraph begins with the exception at the margin of the line
+        return _raised_in(str(error))
     if isinstance(error, RayActorError):
         return "its process died (see logs/ in the run folder; the kernel may have killed it for memory)."
     return str(error).strip().splitlines()[-1]
+
+
+def _raised_in(text: str) -> str:
+    """The exception at the end of a traceback, with all lines of its message."""
+    lines = text.strip().splitlines()
+    files = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    start = files[-1] + 1 if files else 0
+    while start < len(lines) - 1 and lines[start].startswith("  "):
+        start += 1
+    return "\n".join(lines[start:])

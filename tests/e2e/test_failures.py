@@ -63,4 +63,46 @@ def test_ctrl_c_ends_everything(task: Path, tmp_path: Path, moment: str) -> None
         command.interrupt()
         assert command.wait(60) == 130
         assert "interrupted" in command.output and "Traceback" not in command.output
+        assert "to go on" in command.output.strip().splitlines()[-1]
         assert command.leftovers() == []
+
+
+SILENT = """
+from mindspeed_rl.rewards import register
+
+@register("silent")
+def silent(response: str) -> None:
+    return None
+"""
+
+
+def test_a_reward_function_without_an_opinion_is_warned_of_and_then_stops_the_run(task: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "silent.py"
+    plugin.write_text(SILENT)
+    reward = ["rl_config.verifier_function=[silent]", f"rl_config.external_plugins=[{plugin}]"]
+    held_out = f"megatron_training.eval_data_path={task / 'heldout.jsonl'}"
+    with running(task, tmp_path, *ONE_PROCESS, *reward, LONG, held_out) as command:
+        assert command.wait(300) == 1
+        assert "held-out mean reward 0.000" in command.output and "accuracy" not in command.output
+        assert command.output.count("none of 32 responses got a score (32 skipped)") == 3
+        assert "iteration 3 in a row (rl_config.unscored_iterations_limit)" in command.output
+        assert command.output.strip().splitlines()[-1] == "to go on after iteration 2, give the same command again."
+        assert command.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["rl_config.verifier_function=[exact_mach]"], "unknown reward function 'exact_mach'; did you mean 'exact_match'?"),
+        (["rl_config.external_plugins=[broken.py]"], "No module named 'no_such_module_xyz' (broken.py:2)"),
+    ],
+    ids=["name", "import"],
+)
+def test_a_mistake_in_a_plug_in_ends_the_command_before_ray_starts(
+    task: Path, tmp_path: Path, changes: list[str], said: str
+) -> None:
+    (tmp_path / "broken.py").write_text("import json\nimport no_such_module_xyz\n")
+    with running(task, tmp_path, *ONE_PROCESS, LONG, *changes) as command:
+        assert command.wait(120) == 2
+        assert said in command.output and "starting" not in command.output and "died" not in command.output
+        assert not (tmp_path / "run").exists()

@@ -82,13 +82,40 @@ def test_the_resumed_run_equals_the_uninterrupted_one_to_the_bit(task: Path, uni
     first = int((killed.folder / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert 1 <= first < 3
     resumed = finished(task, killed.folder, ITERATIONS)
-    assert f"resumed after iteration {first}" in resumed.output
+    assert f"goes on after iteration {first} of" in resumed.output
     records = {record["iteration"]: figures(record) for record in resumed.metrics}  # the last of each number counts
     assert records == {record["iteration"]: figures(record) for record in uninterrupted.metrics}
     ours, theirs = (
         load_file(command.folder / "save" / "hf" / "iter_0000003" / "model.safetensors") for command in (resumed, uninterrupted)
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
+
+
+PPO = [
+    "megatron_training.stage=ray_ppo",
+    "megatron_training.train_iters=1",
+    "rl_config.adv_estimator=gae",
+    "critic_config.model=tiny_qwen25",
+    "critic_config.tensor_model_parallel_size=2",
+    "critic_config.micro_batch_size=16",
+    "critic_config.lr=1e-3",
+    "critic_config.finetune=true",
+]
+
+
+def test_a_critic_starts_from_the_checkpoint_of_a_language_model(task: Path, uninterrupted: Command, tmp_path: Path) -> None:
+    start = uninterrupted.folder / "save"
+    command = finished(task, tmp_path, *PPO, f"critic_config.load={start}", timeout_s=500)
+    assert f"critic: {start} has no score head; it starts with a fresh one, whose values are 0" in command.output
+    assert command.metrics[0]["critic/values/max"] == command.metrics[0]["critic/values/min"] == 0.0
+    assert command.metrics[0]["critic/grad_norm"] > 0.0
+
+
+def test_a_run_with_nothing_left_to_do_says_so_before_ray_starts(task: Path, uninterrupted: Command) -> None:
+    with running(task, uninterrupted.folder, ITERATIONS, f"run_dir={uninterrupted.folder / 'again'}") as command:
+        assert command.wait(120) == 2
+        assert "the run would go on after iteration 3" in command.output and "nothing is left to do" in command.output
+        assert "starting" not in command.output
 
 
 def assert_same_first_update(ours: Command, theirs: Command) -> None:

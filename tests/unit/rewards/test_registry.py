@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config.rl import RLConfig
-from mindspeed_rl.rewards import REWARDS, find, register
+from mindspeed_rl.rewards import ACCURACIES, REWARDS, find, register
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.records import RewardSample, RewardSettings, reward_functions
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
@@ -133,3 +133,20 @@ def test_settings_are_copied_from_the_configuration_and_derived_where_unset() ->
     assert (settings.reward_timeout_s, settings.num_reward_workers, settings.repetition_n_grams) == (7.0, 3, 4)
     assert settings.max_tokens == 64
     assert RewardSettings.from_config(RLConfig(reward_timeout_s=0.5), max_tokens=64).reward_timeout_s == 0.5
+
+
+def test_only_functions_that_say_whether_an_answer_is_right_are_accuracies(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from mindspeed_rl.rewards import register\n"
+        "@register('right', is_accuracy=True)\ndef right(response):\n    return 1.0\n"
+        "@register('long')\ndef long(response):\n    return 1.0\n"
+        "@register('marked')\ndef marked(response):\n    return 1.0\n"
+        "marked.is_accuracy = True\n"
+    )
+    functions = ["exact_match", "format", "right", "long", "marked", "repetition"]
+    settings = RewardSettings(external_plugins=(str(plugin),))
+    with RewardPool(functions, settings=settings) as pool:
+        pool.check(RewardSample(response="2", response_ids=[5], label="2"))
+        assert pool.accuracies == ["exact_match", "right", "marked"]
+    assert ACCURACIES <= set(REWARDS)

@@ -59,6 +59,23 @@ def test_the_cause_is_named_although_its_consequence_comes_first(
         ray.kill(actor)
 
 
+class Unbuildable:
+    """Raises while it is built."""
+
+    def __init__(self) -> None:
+        raise ValueError("two things:\n  - the first\n  - the second")
+
+    def work(self) -> None: ...
+
+
+def test_an_error_in_a_constructor_is_no_death(local_ray: None) -> None:
+    actors = [ray.remote(Unbuildable).options(num_cpus=0).remote(), ray.remote(Worker).options(num_cpus=0).remote()]
+    futures = [actors[0].work.remote(), actors[1].work.remote("lost peer")]
+    with pytest.raises(WorkerFailed) as caught:
+        wait_all(futures, ["worker 0", "worker 1"], "set_up", None)
+    assert str(caught.value) == "worker 0 failed in set_up: ValueError: two things:\n  - the first\n  - the second"
+
+
 def test_results_come_in_the_order_of_the_workers(local_ray: None) -> None:
     actors = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
     futures = [actors[0].work.remote("slow", 0.3), actors[1].work.remote("fast")]

@@ -1,0 +1,69 @@
+"""What a sound run file may cost its user: time, or the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import read_sizes, world_size
+
+#: rounds of generation above which a rollout is called slow
+_MANY_ROUNDS = 4
+
+
+def learning_rate(cfg: RunConfig) -> str:
+    """Return how the learning rate moves, in numbers; empty where none is set."""
+    actor = cfg.actor_config
+    if actor.lr is None:
+        return ""
+    iters = actor.lr_decay_iters or actor.train_iters
+    span = "" if iters is None else f" at iteration {iters}"
+    if actor.lr_decay_style == "constant":
+        text = f"constant {actor.lr:g}"
+    else:
+        text = f"{actor.lr_decay_style} from {actor.lr:g} to {actor.min_lr:g}{span}"
+    if actor.lr_warmup_fraction:
+        text += f", after a warm-up from {actor.lr_warmup_init:g} over {actor.lr_warmup_fraction:.0%} of it"
+    elif actor.lr_warmup_iters:
+        text += f", after a warm-up from {actor.lr_warmup_init:g} over {actor.lr_warmup_iters} iteration(s)"
+    return text
+
+
+def run_warnings(cfg: RunConfig, num_nodes: int = 1) -> list[str]:
+    """Return a sentence for each thing that costs time or results and that the run file may not have meant."""
+    group = "megatron_training" if cfg.is_supervised else "actor_config"
+    found = [*_kept(cfg.actor_config, group), *_schedule(cfg, group)]
+    if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
+        found += _rounds(cfg, num_nodes)
+    return found
+
+
+def _kept(actor: MegatronConfig, group: str) -> Iterator[str]:
+    if actor.save is None and not actor.skip_train:
+        yield f"{group}.save is not set: the trained weights are lost when the run ends"
+
+
+def _schedule(cfg: RunConfig, group: str) -> Iterator[str]:
+    actor = cfg.actor_config
+    written = cfg.set_keys.get(group, frozenset()) | cfg.set_keys.get("megatron_training", frozenset())
+    decays = actor.lr_decay_style == "linear" and actor.min_lr == 0.0 and not actor.skip_train
+    if actor.lr is not None and decays and not written & {"lr_decay_style", "min_lr"}:
+        yield (
+            f"{group}.lr_decay_style is not set: the learning rate falls linearly from {actor.lr:g} to 0 at the last "
+            "iteration, where nothing is learnt any more; write constant, cosine or linear to choose"
+        )
+
+
+def _rounds(cfg: RunConfig, num_nodes: int) -> Iterator[str]:
+    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+        return
+    sizes, at_once = read_sizes(cfg, num_nodes), cfg.generate_config.max_num_seqs if cfg.generate_config else 0
+    if not sizes.can_divide or at_once < 1 or "max_num_seqs" not in cfg.set_keys.get("generate_config", frozenset()):
+        return
+    share = sizes.rollout_samples / sizes.rollout.dp_size
+    if at_once < 32 and share / at_once > _MANY_ROUNDS:
+        yield (
+            f"generate_config.max_num_seqs is {at_once}: a replica generates its {float(share):g} responses {at_once} at a "
+            "time, which is slow; leave the key out to have it derived"
+        )

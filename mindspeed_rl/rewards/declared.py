@@ -1,0 +1,130 @@
+"""What can be said of a run file's reward functions without running anything of the user's."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.rewards import REWARDS, find
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.rl import RLConfig
+
+
+def reward_mistakes(rl: RLConfig) -> list[str]:
+    """Returns a sentence for each plug-in file that cannot be a Python file and each reward function that nothing defines.
+
+    Plug-ins are read, not run: where one may register names that cannot be read from it, an unknown name is no mistake yet.
+    """
+    if not rl.rule_reward:
+        return []
+    mistakes: list[str] = []
+    declared = Declared()
+    for path in rl.external_plugins:
+        try:
+            declared.read(Path(path).expanduser())
+        except ValueError as error:
+            mistakes.append(f"rl_config.external_plugins: {error}")
+    if not mistakes:
+        for name in rl.verifier_function:
+            if wrong := _unknown(name, declared):
+                mistakes.append(f"rl_config.verifier_function: {wrong}")
+    return mistakes
+
+
+def _unknown(name: str, declared: Declared) -> str | None:
+    if name in REWARDS or name in declared.names:
+        return None
+    if ":" in name:
+        package = name.partition(":")[0].partition(".")[0]
+        return None if _exists(package) else f"'{name}': there is no module '{package}' in sys.path or the working directory"
+    if not declared.complete:
+        return None
+    try:
+        find(name, declared.names)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@dataclass
+class Declared:
+    """Names that plug-ins register.
+
+    Attributes:
+        complete: no further name can come from them.
+    """
+
+    names: list[str] = field(default_factory=list)
+    complete: bool = True
+
+    def read(self, path: Path) -> None:
+        """Adds a plug-in's names.
+
+        Raises:
+            ValueError: no such file, or no Python; names the line.
+        """
+        if not path.is_file():
+            raise ValueError(f"there is no file '{path}'")
+        if path.suffix != ".py":
+            raise ValueError(f"'{path}' is not a Python file (*.py)")
+        try:
+            tree = ast.parse(path.read_bytes(), filename=str(path))
+        except SyntaxError as error:
+            raise ValueError(f"'{path}', line {error.lineno}: {type(error).__name__}: {error.msg}") from error
+        except ValueError as error:  # null bytes
+            raise ValueError(f"'{path}': {error}") from error
+        for name in _registered(tree):
+            if name is None:
+                self.complete = False
+            else:
+                self.names.append(name)
+        self.complete &= not any(_is_beside(package, path) for package in _imported(tree))
+
+
+def _registered(tree: ast.Module) -> Iterator[str | None]:
+    """Names given to `register(...)` and `REWARDS[...] = ...`; None for one that is computed."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _last_name(node.func) == "register":
+            yield _text(node.args[0] if node.args else next((item.value for item in node.keywords), None))
+        elif isinstance(node, ast.Subscript) and _last_name(node.value) == "REWARDS":
+            yield _text(node.slice)
+        elif isinstance(node, ast.Attribute) and _last_name(node.value) == "REWARDS":
+            yield None  # REWARDS.update(...)
+        elif isinstance(node, ast.alias) and node.name == "register" and node.asname is not None:
+            yield None
+
+
+def _last_name(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+
+
+def _text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Top-level packages that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _is_beside(package: str, path: Path) -> bool:
+    """True for a module of the user's own, which may register names as well."""
+    return package not in sys.stdlib_module_names and any(_holds(folder, package) for folder in (path.parent, Path.cwd()))
+
+
+def _exists(package: str) -> bool:
+    return _holds(Path.cwd(), package) or importlib.util.find_spec(package) is not None
+
+
+def _holds(folder: Path, package: str) -> bool:
+    return package != "mindspeed_rl" and ((folder / f"{package}.py").is_file() or (folder / package).is_dir())

@@ -1,0 +1,101 @@
+"""Where a run begins, by one rule: a checkpoint of ours without `finetune` is gone on with, everything else gives weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.checkpoint.mcore import LATEST_NAME, iteration_folder
+from mindspeed_rl.config import Run
+from mindspeed_rl.workers.model_source import ModelSource
+
+#: what the state of a run must hold for a run of this kind to go on with it
+_NEEDED = {True: ("consumed_samples",), False: ("kl", "rollout")}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins.
+
+    Attributes:
+        weights: the folder that the weights are read from.
+        iteration: after which the run goes on; 0 for one that starts from weights alone.
+    """
+
+    weights: Path
+    iteration: int
+
+    def __str__(self) -> str:
+        if self.iteration:
+            return f"goes on after iteration {self.iteration} of {self.weights}"
+        return f"starts from the weights of {self.weights}"
+
+
+def find_beginning(run: Run, source: ModelSource) -> Beginning:
+    """Where a run with these weights begins.
+
+    Args:
+        source: of the actor, or of the model that a supervised stage trains.
+
+    Raises:
+        ValueError: the checkpoint cannot be gone on with in this run, or nothing is left to do.
+    """
+    config, group = run.config.actor_config, _group(run)
+    if source.kind != "training" or config.finetune:
+        return Beginning(source.weights, 0)
+    record = _record(source.weights)
+    iteration = record["iteration"]
+    advice = f"set {group}.finetune: true to start from its weights"
+    missing = [name for name in _NEEDED[run.config.is_supervised] if name not in record["run_state"]]
+    stage = record.get("stage")  # checkpoints of earlier versions do not say
+    if missing or (run.config.is_supervised and stage is not None and stage != run.config.stage):
+        written = f"stage {stage}" if stage is not None else "another stage"
+        raise ValueError(
+            f"{group}.load: {source.weights} was written by {written}, which a run of stage {run.config.stage} cannot go on "
+            f"with; {advice}."
+        )
+    train_iters = run.plan.train_iters or 0
+    if iteration >= train_iters and not (run.config.is_supervised and config.skip_train):
+        raise ValueError(
+            f"{group}.train_iters: {train_iters}, but the run would go on after iteration {iteration} of {source.weights}: "
+            f"nothing is left to do. Raise train_iters to go on, or {advice}."
+        )
+    return Beginning(source.weights, iteration)
+
+
+def how_to_go_on(run: Run, begun: float) -> str:
+    """What a user does after the run has ended before its time.
+
+    Args:
+        begun: when the run began, in the seconds of `time.time`; older checkpoints in its folders are none of this run.
+    """
+    config, group = run.config.actor_config, _group(run)
+    if config.save is None:
+        return f"there is no checkpoint to go on from: {group}.save is not set."
+    latest = Path(config.save, LATEST_NAME)
+    goes_on = config.load is not None and Path(config.load) == Path(config.save) and not config.finetune
+    if not latest.is_file() or (latest.stat().st_mtime < begun and not goes_on):
+        every = "only after the last iteration" if config.save_interval is None else f"every {config.save_interval} iterations"
+        return f"there is no checkpoint to go on from yet: {group}.save_interval writes one {every}."
+    after = f"to go on after iteration {latest.read_text().strip()}"
+    if goes_on:
+        return f"{after}, give the same command again."
+    keys = [f"{group}.load={config.save}", f"{group}.finetune=false"]
+    if config.pretrained_checkpoint is None:  # the reference, and base weights below adapters
+        keys.append(f"{group}.pretrained_checkpoint={config.load}")
+    critic = run.config.critic_config
+    if run.objective is not None and run.objective.has_critic and critic is not None:
+        if critic.save is None:
+            return "there is no checkpoint to go on from: critic_config.save is not set."
+        keys += [f"critic_config.load={critic.save}", "critic_config.finetune=false"]
+    return f"{after}, give the same command with {' '.join(keys)}"
+
+
+def _group(run: Run) -> str:
+    return "megatron_training" if run.config.is_supervised else "actor_config"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    return json.loads((iteration_folder(folder) / "run_state.json").read_text(encoding="utf-8"))

@@ -1,0 +1,135 @@
+"""A run says where it begins, refuses to do nothing, and says how to go on when it ends before its time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
+from mindspeed_rl.trainers.beginning import find_beginning, how_to_go_on
+from mindspeed_rl.workers.model_source import ModelSource, check_critic_start
+
+
+def run(
+    stage: str, *, iters: int = 10, rl_config: dict[str, Any] | None = None, critic_config: Any = None, **actor: Any
+) -> Run:
+    """A run of one device with these keys of the actor."""
+    training = {"stage": stage, "global_batch_size": 8, "micro_batch_size": 8, "train_iters": iters, "seq_length": 64}
+    tree: dict[str, Any] = {"platform": "cpu", "megatron_training": training, "actor_config": {}}
+    tree["actor_config" if stage.startswith("ray") else "megatron_training"] |= actor
+    if stage.startswith("ray"):
+        tree["rl_config"] = {"actor_resource": {"num_npus": 1}, "mini_batch_size": 8, "n_samples_per_prompt": 4}
+        tree["rl_config"]["max_prompt_length"] = 32
+        tree["generate_config"] = {"infer_tensor_parallel_size": 1, "sampling_config": {"max_tokens": 8}}
+        tree["rl_config"] |= rl_config or {}
+    if critic_config is not None:
+        tree["critic_config"] = critic_config
+    return resolve(build_run_config(tree, config_name="test"), platform="cpu")
+
+
+def checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage: str | None) -> ModelSource:
+    """A training checkpoint as far as the driver reads it."""
+    (folder / f"iter_{iteration:07d}").mkdir(parents=True)
+    record = {"iteration": iteration, "run_state": state} | ({} if stage is None else {"stage": stage})
+    (folder / f"iter_{iteration:07d}" / "run_state.json").write_text(json.dumps(record))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return ModelSource(folder, folder, "training")
+
+
+RL, SUPERVISED = {"kl": {}, "rollout": {}}, {"consumed_samples": 8}
+
+
+@pytest.mark.parametrize(("stage", "state"), [("ray_grpo", RL), ("sft", SUPERVISED)])
+def test_a_checkpoint_is_gone_on_with_unless_only_its_weights_are_asked_for(
+    tmp_path: Path, stage: str, state: dict[str, Any]
+) -> None:
+    source = checkpoint(tmp_path, 4, state, stage)
+    assert str(find_beginning(run(stage), source)) == f"goes on after iteration 4 of {tmp_path}"
+    assert str(find_beginning(run(stage, finetune=True), source)) == f"starts from the weights of {tmp_path}"
+    for kind in ("hf", "megatron"):
+        other = ModelSource(tmp_path, tmp_path, kind)
+        assert str(find_beginning(run(stage), other)) == f"starts from the weights of {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "state", "written", "group"),
+    [
+        ("ray_grpo", SUPERVISED, "sft", "actor_config"),
+        ("ray_grpo", SUPERVISED, None, "actor_config"),
+        ("sft", RL, "ray_grpo", "megatron_training"),
+        ("dpo", SUPERVISED, "sft", "megatron_training"),
+    ],
+)
+def test_another_stage_s_checkpoint_needs_finetune(
+    tmp_path: Path, stage: str, state: dict[str, Any], written: str | None, group: str
+) -> None:
+    source = checkpoint(tmp_path, 4, state, written)
+    with pytest.raises(ValueError) as caught:
+        find_beginning(run(stage), source)
+    assert f"{group}.load: {tmp_path} was written by" in str(caught.value)
+    assert f"set {group}.finetune: true to start from its weights" in str(caught.value)
+    assert find_beginning(run(stage, finetune=True), source).iteration == 0
+
+
+@pytest.mark.parametrize(("stage", "state"), [("ray_grpo", RL), ("sft", SUPERVISED)])
+def test_a_run_with_nothing_left_to_do_is_refused(tmp_path: Path, stage: str, state: dict[str, Any]) -> None:
+    source = checkpoint(tmp_path, 10, state, stage)
+    with pytest.raises(ValueError, match=r"train_iters: 10, but the run would go on after iteration 10 of .* nothing is left"):
+        find_beginning(run(stage), source)
+    assert find_beginning(run(stage, iters=11), source).iteration == 10
+
+
+def test_only_an_evaluation_is_left_to_do_after_the_last_iteration(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path, 10, SUPERVISED, "sft")
+    assert find_beginning(run("sft", skip_train=True), source).iteration == 10
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+    begun, save = time.time() - 5, str(tmp_path / "save")
+    assert how_to_go_on(run("ray_grpo"), begun) == "there is no checkpoint to go on from: actor_config.save is not set."
+    fresh = run("ray_grpo", save=save, load="/model", finetune=True, save_interval=2)
+    assert "to go on from yet" in how_to_go_on(fresh, begun) and "every 2 iterations" in how_to_go_on(fresh, begun)
+    checkpoint(Path(save), 4, RL, "ray_grpo")
+    assert how_to_go_on(fresh, begun) == (
+        f"to go on after iteration 4, give the same command with actor_config.load={save} actor_config.finetune=false "
+        "actor_config.pretrained_checkpoint=/model"
+    )
+    again = run("ray_grpo", save=save, load=save, pretrained_checkpoint="/model")
+    assert how_to_go_on(again, begun) == "to go on after iteration 4, give the same command again."
+    os.utime(Path(save, "latest_checkpointed_iteration.txt"), (0, 0))  # another run's, long ago
+    assert "no checkpoint to go on from yet" in how_to_go_on(fresh, begun)
+    assert "give the same command again" in how_to_go_on(again, begun)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "goes_on_after", "said"),
+    [
+        (False, None, "the actor starts anew; set critic_config.finetune: true"),
+        (True, 4, "holds no critic of that iteration to go on with"),
+        (False, 5, "holds no critic of that iteration to go on with"),
+        (True, None, None),
+        (False, 4, None),
+    ],
+)
+def test_actor_and_critic_begin_alike(tmp_path: Path, finetune: bool, goes_on_after: int | None, said: str | None) -> None:
+    source, config = checkpoint(tmp_path, 4, RL, "ray_ppo"), MegatronConfig(finetune=finetune)
+    if said is None:
+        check_critic_start(config, source, goes_on_after)
+        return
+    with pytest.raises(ValueError, match=said):
+        check_critic_start(config, source, goes_on_after)
+
+
+def test_an_interrupted_run_with_a_critic_names_both_checkpoints(tmp_path: Path) -> None:
+    save = str(tmp_path / "save")
+    checkpoint(Path(save), 4, RL, "ray_ppo")
+    critic = {"finetune": True, "load": "/model", "micro_batch_size": 8}
+    ppo = {"save": save, "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
+    assert "critic_config.save is not set" in how_to_go_on(run("ray_ppo", critic_config=critic, **ppo), 0.0)
+    said = how_to_go_on(run("ray_ppo", critic_config={**critic, "save": "/critic"}, **ppo), 0.0)
+    assert said.endswith("critic_config.load=/critic critic_config.finetune=false")
