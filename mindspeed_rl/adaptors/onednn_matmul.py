@@ -129,7 +129,7 @@ def _by_products(function: type[torch.autograd.Function]) -> type[torch.autograd
 
 
 def adapt_linear_layers(module: Any) -> None:
-    """The linear layers of Megatron's `tensor_parallel.layers` multiply by oneDNN where that is faster."""
+    """Makes the linear layers of Megatron's `tensor_parallel.layers` multiply by oneDNN where that is faster."""
     if is_used():
         for name in ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight"):
             setattr(module, name, _by_products(getattr(module, name)))

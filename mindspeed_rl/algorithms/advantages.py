@@ -24,7 +24,7 @@ WHITEN_EPS = 1e-8
 
 @torch.no_grad()
 def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """Return (advantages [B, R], returns [B, R], metrics) by the objective's estimator.
+    """Returns (advantages [B, R], returns [B, R], metrics) by the objective's estimator.
 
     Raises:
         ValueError: an input that the estimator needs is missing, or a group is too small for it.
@@ -63,13 +63,13 @@ _INPUTS = {
 
 
 def missing_inputs(inputs: AdvantageInputs, objective: Objective) -> list[str]:
-    """Return what the objective's estimator needs and the inputs do not have, each in words."""
+    """Returns what the objective's estimator needs and the inputs do not have, each in words."""
     wanted = [_INPUTS[need] for need in sorted(objective.advantage.needs)]
     return [f"{name}, {words}" for name, words in wanted if getattr(inputs, name) is None]
 
 
 def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group's mean, scale it, and spread it over the response.
+    """Centres each reward on its group's mean, scales it, and spreads it over the response.
 
     A_i = (R_i - mean_group R) / (std R + eps); std with n - 1, of the group (GRPO, arXiv:2402.03300), of the whole batch, or no
     division at all (scale "none", Dr. GRPO, arXiv:2503.20783). R_i is the score minus kl_coef * sum_t kl_t.
@@ -93,7 +93,7 @@ def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, T
 
 
 def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Compare each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
+    """Compares each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
 
     A_i = R_i - 1/(G-1) sum_{j != i} R_j = G/(G-1) * (R_i - mean_group R).
     """
@@ -104,7 +104,7 @@ def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Whiten the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
+    """Whitens the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
 
     rho_t = [t = last] R - kl_coef * kl_t; G_t = rho_t + gamma * G_{t+1} over response tokens; A = whiten(G).
     """
@@ -114,7 +114,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group, spread it over the tokens and whiten over the global batch (arXiv:2501.03262)."""
+    """Centres each reward on its group, spreads it over the tokens and whitens over the batch (arXiv:2501.03262)."""
     scores = sequence_rewards(inputs)
     mean, _, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
     returns = (scores - mean).unsqueeze(1).expand(inputs.mask.shape)
@@ -123,7 +123,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) 
 
 
 def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
+    """Subtracts the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
 
     A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++.
     """
@@ -133,7 +133,7 @@ def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor
 
 
 def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Estimate advantages with a critic (GAE, arXiv:1506.02438) and whiten them.
+    """Estimates advantages with a critic (GAE, arXiv:1506.02438) and whitens them.
 
     delta_t = rho_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns = A + V before whitening. t+1 is the
     next response token: tokens the actor did not sample are stepped over. V after the last token is 0.
@@ -156,7 +156,7 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Normalize every reward function within the group, add them up, and whiten over the batch (GDPO, arXiv:2601.05242).
+    """Normalizes every reward function within the group, adds them up, and whitens over the batch (GDPO, arXiv:2601.05242).
 
     a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
     A_i = (a_i - mean_batch a) / (std_batch a + eps).
@@ -183,7 +183,7 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
 
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Return the score of each response less its summed KL penalty: [B] float64."""
+    """Returns the score of each response less its summed KL penalty: [B] float64."""
     scores = torch.where(inputs.valid, inputs.rewards.double(), 0.0)
     if inputs.kl is not None and inputs.kl_coef:
         scores = scores - inputs.kl_coef * row_sum(inputs.kl.double(), inputs.mask).squeeze(1)
@@ -191,7 +191,7 @@ def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Return rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
+    """Returns rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
     mask = inputs.mask
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
@@ -202,7 +202,7 @@ def token_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
+    """Returns (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
 
     Raises:
         ValueError: fewer than two tokens: the variance is undefined.
@@ -214,7 +214,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _group_statistics(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, unbiased std (0 for a single score) and number of the valid scores of each row's group, [B] each."""
+    """Returns mean, unbiased std (0 for a single score) and number of the valid scores of each row's group, [B] each."""
     groups, valid = scores.view(-1, group_size), valid.view(-1, group_size)
     count = valid.sum(dim=1, keepdim=True)
     mean = torch.where(valid, groups, 0).sum(dim=1, keepdim=True) / count.clamp(min=1)

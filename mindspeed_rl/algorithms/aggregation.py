@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def aggregate(
     token_losses: Tensor, loss_mask: Tensor, response_mask: Tensor, normalizer: Normalizer, max_response_length: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of the per-token losses under the normalizer.
+    """Returns (sum, count) of the per-token losses under the normalizer.
 
     Args:
         token_losses: [B, R].
@@ -50,10 +50,10 @@ def aggregate(
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of each row where the mask is True: [B, 1]; 0 for a row without any."""
+    """Returns the mean of each row where the mask is True: [B, 1]; 0 for a row without any."""
     return torch.where(mask, values, 0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of each row where the mask is True: [B, 1]."""
+    """Returns the sum of each row where the mask is True: [B, 1]."""
     return torch.where(mask, values, 0).sum(dim=1, keepdim=True)

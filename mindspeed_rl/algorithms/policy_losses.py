@@ -77,7 +77,7 @@ def sapo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
-    """Return the sum and count of the policy loss of these rows, and their metrics.
+    """Returns the sum and count of the policy loss of these rows, and their metrics.
 
     Args:
         objective: with the KL coefficient of this step: `dataclasses.replace(objective, kl_coef=...)` where it moves.
@@ -152,7 +152,7 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return the importance ratio of every token: [B, R], with gradient.
+    """Returns the importance ratio of every token: [B, R], with gradient.
 
     token: e^{log r_t}. sequence: e^{mean_t log r_t}, the same for all tokens of the row. sequence_token: the value of the
     latter with the gradient of log pi(t) alone.

@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.records import LossOutput, Terms, masked_extreme, m
 def value_loss(
     values: Tensor, returns: Tensor, response_mask: Tensor, *, old_values: Tensor | None = None, clip_range: float | None = None
 ) -> LossOutput:
-    """Return the squared error of the critic's values as a token sum and token count.
+    """Returns the squared error of the critic's values as a token sum and token count.
 
     L_t = 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), arXiv:1707.06347; without clip_range 1/2 (v - G)^2.
 

@@ -64,7 +64,7 @@ class TransferDock:
     # Writing
 
     def put(self, data: Mapping[str, Sequence[Any] | Ragged], indexes: Sequence[int], overwrite: bool = False) -> None:
-        """The cells hold the data and are ready; everybody who waited for them goes on.
+        """Puts the data into the cells, makes them ready, and wakes everybody who waits.
 
         Args:
             data: one entry per index for each column: 1-D tensors, scalars or objects, see `columns.pack`.
@@ -163,7 +163,7 @@ class TransferDock:
     # Life of an iteration
 
     def clear(self, num_prompts: int) -> None:
-        """The dock is empty and has room for `num_prompts` prompts; all bits are cleared and an `abort` is lifted.
+        """Empties the dock, makes room for `num_prompts` prompts, clears all bits and lifts an `abort`.
 
         Raises:
             RuntimeError: somebody still waits for rows of this iteration.
@@ -174,7 +174,7 @@ class TransferDock:
         self._reset(num_prompts)
 
     def abort(self, reason: str) -> None:
-        """Everybody who waits for rows, or asks for some until the next `clear`, gets `DataPlaneAborted` with this reason."""
+        """Raises `DataPlaneAborted` with this reason in everybody who waits for rows, or asks until the next `clear`."""
         self._abort_reason = reason
         self._wake()
 

@@ -168,7 +168,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
 
 
 def _reduce_over_expert_ranks(model: nn.Module) -> None:
-    """Experts that several tensor ranks hold get the gradient sum over those ranks.
+    """Marks experts that several tensor ranks hold, so that their gradients are summed over those ranks.
 
     Megatron marks them so itself, but only where expert parallelism is on; without it the ranks' experts would drift apart.
     """

@@ -111,7 +111,7 @@ class CheckpointSaver:
             self._queue.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
-        """Returns when no save is under way."""
+        """Completes a background save, waiting for it where it is still writing."""
         with _said_plainly(f"save: the checkpoint in {self.folder} could not be written"):
             self._queue.maybe_finalize_async_calls(blocking=True)
 
@@ -207,7 +207,7 @@ def _shown(record: dict[str, Any]) -> str:
 
 
 def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], path: Path) -> None:
-    """The schedule stands where the saved one stood; its shape is this run's."""
+    """Moves the schedule to where the saved one stood; its shape stays this run's."""
     mine = scheduler.state_dict()
     changed = [f"{name} {saved[name]} -> {mine[name]}" for name in saved if name != "num_steps" and saved[name] != mine[name]]
     if changed and dist.get_rank() == 0:

@@ -138,7 +138,7 @@ class Adapter:
 
 
 class _SumGradients(torch.autograd.Function):
-    """The same tensor; its gradient is summed over a group.
+    """Returns the same tensor, and sums its gradient over a group.
 
     Megatron's `copy_to_tensor_model_parallel_region` would do, but it reduces a copy and returns the unreduced gradient when
     that is not contiguous, as those of transposed matrices are.
@@ -471,7 +471,7 @@ _ADAPTED: dict[type, type] = {
 
 
 def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gated: bool) -> None:
-    """The targeted layers of a block will be built with adapters.
+    """Replaces the targeted layers in a block's spec by their adapted forms.
 
     Args:
         gated: linear_fc1 holds gate and up, one above the other.
@@ -502,7 +502,7 @@ def _adapt(spec: ModuleSpec, settings: LoraSettings, gated: bool) -> None:
 
 
 def start_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
-    """Everything but adapters (and a value head) is frozen; A has its first values, B is zero.
+    """Freezes everything but adapters (and a value head), gives A its first values and sets B to zero.
 
     A is uniform in +-1 / sqrt(in), the same under every layout: the whole matrix is drawn and this rank's part taken.
     """
@@ -560,7 +560,7 @@ def _global_name(layout: Layout, local: str, stage: int) -> str:
 
 @contextlib.contextmanager
 def adapters_disabled(model: BuiltModel) -> Iterator[None]:
-    """The model computes with its base weights alone inside the block."""
+    """Switches the adapters off inside the block, so that the model computes with its base weights alone."""
     adapted = [module for chunk in model.models for module in chunk.modules() if isinstance(module, AdaptedModule)]
     for module in adapted:
         module.adapter_enabled = False

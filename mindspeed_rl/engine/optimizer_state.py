@@ -37,7 +37,7 @@ def sharded_state(optimizer: MegatronOptimizer, weights: dict[str, Any], *, is_l
 
 
 def load_state(optimizer: MegatronOptimizer, states: dict[str, States], *, num_steps: int) -> None:
-    """Moments and main weights are the loaded ones; the model's weights must be loaded already.
+    """Loads moments and main weights; the model's weights must be loaded already.
 
     Args:
         num_steps: that the optimizer had made when it was saved.

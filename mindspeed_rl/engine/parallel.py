@@ -45,7 +45,7 @@ class RankInfo:
 
 
 def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
-    """Device, process groups and random generators of this rank are set up; collective over the training world.
+    """Sets up device, process groups and random generators of this rank; collective over the training world.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 

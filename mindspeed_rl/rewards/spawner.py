@@ -80,7 +80,7 @@ class Spawner:
         self._setup: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Serves the pool until it is gone; then kills every descendant."""
+        """Serves the pool until its process ends or closes the socket; then kills every descendant."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = socket.socketpair()
         woken.setblocking(False)
@@ -105,7 +105,7 @@ class Spawner:
                 os.waitpid(child, 0)
 
     def _serve(self, events: set[str], woken: socket.socket) -> bool:
-        """Handles what happened; False once the pool is gone."""
+        """Handles what happened; returns False once the pool has ended."""
         if "pool" in events:
             return False
         if "control" in events:

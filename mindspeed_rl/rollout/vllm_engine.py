@@ -40,7 +40,7 @@ def _kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
 
 @contextmanager
 def _own_socket_folder() -> Iterator[None]:
-    """Has vLLM make the sockets by which the ranks of an engine meet in a folder that is gone when the block ends.
+    """Has vLLM make the sockets by which the ranks of an engine meet in a folder that is removed when the block ends.
 
     Once they have met the files are of no use, and those of a killed process would stay. vLLM may have kept the folder of an
     earlier engine of this process in its copy of the environment, which is dropped.
@@ -220,9 +220,9 @@ class VllmEngine:
         self._hooks.release(self._llm)
 
     def restore_weights(self) -> None:
-        """Weight storage exists again; its content is undefined until the next `load_weights`."""
+        """Allocates weight storage again; its content is undefined until the next `load_weights`."""
         self._hooks.restore_weights(self._llm)
 
     def restore_cache(self) -> None:
-        """The KV cache exists again, empty."""
+        """Allocates the KV cache again, empty."""
         self._hooks.restore_cache(self._llm)
