@@ -132,6 +132,7 @@ def apply() -> None:
         ValueError: a variable contradicts sleep mode or weight updates.
     """
     os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")
+    # the hooks reach into the engine's model, so it must live in this process
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     check_environment(dict(os.environ))
 

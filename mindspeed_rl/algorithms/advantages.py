@@ -49,6 +49,7 @@ def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[T
         terms[f"critic/{label}/min"] = masked_extreme(values, mask, "min")
     if inputs.group_size > 1:
         groups, valid = inputs.rewards.view(-1, inputs.group_size), inputs.valid.view(-1, inputs.group_size)
+        # a row without a score is neither the largest nor the smallest
         spread = torch.where(valid, groups, float("-inf")).amax(dim=1) - torch.where(valid, groups, float("inf")).amin(dim=1)
         terms["reward/zero_std_groups"] = masked_mean((spread == 0).float(), valid.any(dim=1))
     return advantages, returns, read_metrics(terms)
@@ -99,6 +100,7 @@ def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
     """
     scores = sequence_rewards(inputs)
     mean, _, count = _group_statistics(scores, inputs.valid, inputs.group_size)
+    # a single scored response equals its mean, so any divisor gives 0
     advantages = _spread((scores - mean) * count / (count - 1).clamp(min=1), inputs)
     return advantages, advantages
 
@@ -174,6 +176,7 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
         raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
     total = torch.zeros_like(inputs.rewards, dtype=torch.float64)
     for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
+        # a failed score may be NaN, and NaN times 0 is NaN
         column = torch.where(valid, column, 0)
         mean, std, _ = _group_statistics(column, valid, inputs.group_size)
         total += weight * (column - mean) / (std + objective.adv_epsilon)
@@ -184,6 +187,7 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
     """Returns the score of each response less its summed KL penalty: [B] float64."""
+    # rewards may be NaN in rows without a score
     scores = torch.where(inputs.valid, inputs.rewards.double(), 0.0)
     if inputs.kl is not None and inputs.kl_coef:
         scores = scores - inputs.kl_coef * row_sum(inputs.kl.double(), inputs.mask).squeeze(1)
@@ -194,6 +198,7 @@ def token_rewards(inputs: AdvantageInputs) -> Tensor:
     """Returns rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
     mask = inputs.mask
     positions = torch.arange(mask.shape[1], device=mask.device)
+    # -1, which is no position, for a row without a response token
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
     rewards = torch.where(positions == last, inputs.rewards.double().unsqueeze(1), 0.0)
     if inputs.kl is not None and inputs.kl_coef:

@@ -36,11 +36,13 @@ def aggregate(
     Returns:
         sum: 0-d, with the gradient of token_losses. count: 0-d int64.
     """
+    # not a product: outside the mask a loss may be NaN
     masked = torch.where(loss_mask, token_losses, 0)
     if normalizer == "token":
         return masked.sum(), loss_mask.sum()
     num_sequences = response_mask.any(dim=1).sum()
     if normalizer == "sequence":
+        # a row that a filter emptied gives 0 / 1
         lengths = loss_mask.sum(dim=1).clamp(min=1)
         return (masked.sum(dim=1) / lengths).sum(), num_sequences
     assert normalizer == "constant", normalizer

@@ -82,6 +82,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     return {
         "rollout/log_probs_diff_mean": masked_mean(difference.abs(), mask),
         "rollout/log_probs_diff_max": masked_extreme(difference.abs(), mask, "max"),
+        # expm1, because w - 1 cancels where both policies nearly agree
         "rollout/kl": masked_mean(torch.expm1(difference) - difference, mask),
         "rollout/ess": ("ess", (kept.sum(), mask.sum(), kept.square().sum())),
     }

@@ -63,6 +63,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator,
     if estimator.gradient is None:
         return value
     slope = estimator.load_gradient()(x)
+    # the value of one function with the gradient of the other
     return slope + (value - slope).detach()
 
 

@@ -77,6 +77,7 @@ def groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
     if group_size == 1:
         return torch.ones(groups.shape[0], dtype=torch.bool, device=metric.device)
     scored = ~groups.isnan()
+    # a group without any score compares -inf > inf, and goes
     return torch.where(scored, groups, -torch.inf).amax(dim=1) > torch.where(scored, groups, torch.inf).amin(dim=1)
 
 

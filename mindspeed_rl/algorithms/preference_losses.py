@@ -134,6 +134,7 @@ def process_reward_loss(logits: Tensor, labels: Tensor, placeholder_mask: Tensor
         labels: [B, S] int64 in [0, K) where the mask is True: which of the K is right; other positions are never read.
         placeholder_mask: [B, S] bool.
     """
+    # cross_entropy wants a class at every position, also where the result is dropped
     targets = torch.where(placeholder_mask, labels, 0)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(labels)
     loss_sum, count = torch.where(placeholder_mask, losses, 0).sum(), placeholder_mask.sum()

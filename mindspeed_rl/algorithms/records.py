@@ -47,6 +47,7 @@ def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"
     nothing = float("-inf") if reduction == "max" else float("inf")
     kept = torch.where(mask, values.detach(), nothing)
     if not kept.numel():
+        # amax refuses an empty tensor
         return reduction, (kept.new_tensor(nothing), mask.sum())
     return reduction, (kept.amax() if reduction == "max" else kept.amin(), mask.sum())
 

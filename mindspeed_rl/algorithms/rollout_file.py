@@ -73,6 +73,7 @@ class RolloutBatch:
     def save(self, path: Path) -> None:
         """Writes `path`, which ends in .safetensors, and the JSON file beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors takes no strided views
         save_file({name: column.detach().cpu().contiguous() for name, column in self.columns.items()}, path)
         meaning = {
             "format": FORMAT,

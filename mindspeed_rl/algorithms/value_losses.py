@@ -36,6 +36,7 @@ def value_loss(
         old_values = torch.where(response_mask, old_values, 0)
         bounded = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns).square()
         terms["critic/vf_clipfrac"] = masked_mean(bounded > losses, response_mask)
+        # the worse of the two: clipping never makes a step look better than it is
         losses = torch.maximum(losses, bounded)
     loss_sum, count = aggregate(0.5 * losses, response_mask, response_mask, "token", None)
     terms |= {

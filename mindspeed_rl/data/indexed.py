@@ -71,6 +71,7 @@ class IndexedWriter:
         assert sum(lengths) == len(tokens), (sum(lengths), len(tokens))
         first = len(self._builder.sequence_lengths) + 1
         self._builder.add_document(tokens, lengths)
+        # the end of the one document that the builder believes in
         self._builder.document_indices.pop()
         self._builder.document_indices.extend(range(first, first + len(lengths)))
 

@@ -24,6 +24,7 @@ def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
             raise ValueError(f"sample {index} has {length} tokens, more than the capacity {capacity}")
         waiting[length].append(index)
     for indices in waiting.values():
+        # samples are popped from the end, which so is the lowest index
         indices.reverse()
 
     # largest[n]: the greatest length <= n that still has samples, by path halving; 0 when there is none.
@@ -38,6 +39,7 @@ def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
             length = largest[length]
         return length
 
+    # empty samples get packs of their own, because length 0 means below that nothing is left
     packs: list[list[int]] = [[index] for index in reversed(waiting.pop(0, []))]
     while True:
         length = find(capacity)

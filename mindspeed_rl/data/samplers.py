@@ -45,6 +45,7 @@ class BatchSampler:
         order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         while True:
             batch: list[int] = []
+            # a batch may span several epochs where the dataset is smaller than it
             while len(batch) < batch_size:
                 if position == self.num_samples:
                     epoch, position = epoch + 1, 0

@@ -86,6 +86,7 @@ class TransferDock:
             if not overwrite:
                 check_unwritten(name, rows[self._ready[name][rows]].tolist())
             packed[name] = column
+        # all checks have passed: from here on every column is written
         for name, column in packed.items():
             self._block_of[name][rows] = len(self._blocks[name])
             self._place_of[name][rows] = np.arange(len(rows))
@@ -150,9 +151,11 @@ class TransferDock:
             batch, rows = self.get(consumer, columns, count, indexes)
             if batch is not None and rows is not None:
                 return batch, rows
+            # no await since `get`, so no put can have gone unnoticed
             changed = asyncio.Event()
             self._waiters.add(changed)
             try:
+                # a negative time is over at once
                 await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 missing = self._describe_missing(self._request(consumer, columns, count, indexes))
@@ -168,6 +171,7 @@ class TransferDock:
         Raises:
             RuntimeError: somebody still waits for rows of this iteration.
         """
+        # after an abort waiters may be registered still: they raise when the loop reaches them
         if self._waiters and self._abort_reason is None:
             raise RuntimeError(f"The dock cannot be cleared while {len(self._waiters)} request(s) wait for its rows.")
         self._abort_reason = None
@@ -202,6 +206,7 @@ class TransferDock:
             return take(self._blocks[name][used[0]], places)
         by_block = [np.flatnonzero(blocks == block) for block in used]
         joined = concatenate([take(self._blocks[name][block], places[at]) for block, at in zip(used, by_block)])
+        # back into the order of `rows`
         return take(joined, np.argsort(np.concatenate(by_block)))
 
     def _wake(self) -> None:

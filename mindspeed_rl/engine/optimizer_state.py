@@ -43,6 +43,7 @@ def load_state(optimizer: MegatronOptimizer, states: dict[str, States], *, num_s
         num_steps: that the optimizer had made when it was saved.
     """
     for name, part in _parts(optimizer).items():
+        # Adam's bias correction depends on it
         groups = [{**group, "step": num_steps} for group in part.optimizer.state_dict()["param_groups"]]
         part.load_state_dict(_for_megatron(part, states.get(name, {}), groups))
 
@@ -79,6 +80,7 @@ def _for_megatron(part: MegatronOptimizer, states: States, groups: list[dict[str
         if part.config.bf16:
             mains = {number: state["fp32_param"] for number, state in states.items()}
         else:
+            # Megatron wants main weights here too: the model's own, which were loaded before
             mains = dict(enumerate(parameter.detach() for buffer in part.buffers for parameter in buffer.param_index_map))
         return {
             "optimizer": {"param_groups": groups},

@@ -79,6 +79,7 @@ class Dispatcher:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            # signals of the terminal reach the pool's process only, whose end is the spawner's
             start_new_session=True,
         )
         theirs.close()

@@ -85,6 +85,7 @@ class Spawner:
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)
+        # Python writes to the wakeup descriptor only for signals that have a handler
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's business; its end is ours
         signal.set_wakeup_fd(wake.fileno())
@@ -155,6 +156,7 @@ class Spawner:
         try:
             os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            # the spawner died before the signal for that was asked for
             if os.getppid() != spawner_pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -182,6 +184,7 @@ class Spawner:
             if worker is None:
                 continue
             try:
+                # what the dead worker's scorers have left in its group
                 os.killpg(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
