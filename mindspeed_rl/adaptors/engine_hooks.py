@@ -14,7 +14,7 @@ DERIVED = (".W_UV", ".W_UK_T")
 
 
 def refresh_latent_attention(model: nn.Module) -> None:
-    """The matrices that latent attention folds out of `kv_b_proj` equal its present weight.
+    """Computes the matrices that latent attention folds out of `kv_b_proj` from its present weight.
 
     vLLM computes W_UV and W_UK_T once, after its own load of the checkpoint. Where they are copies (vllm-ascend's kernel
     objects hold such) and not views, `load_weights` alone leaves the old ones in use, and every token is decoded with a

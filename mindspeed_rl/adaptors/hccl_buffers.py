@@ -46,7 +46,7 @@ def parse(text: str | None) -> dict[str, int]:
 
 
 def apply(sizes: Mapping[str, int]) -> None:
-    """Groups that `initialize_model_parallel` makes from now on have buffers of these sizes (MiB)."""
+    """Gives groups that `initialize_model_parallel` makes from now on buffers of these sizes (MiB)."""
     from megatron.core import parallel_state
 
     theirs = parallel_state.get_nccl_options

@@ -137,6 +137,7 @@ class AdamW(torch.optim.Optimizer):
                 [self.state[param]["exp_avg"] for param in params],
                 [self.state[param]["exp_avg_sq"] for param in params],
                 [],
+                # adamw adds 1 to its counts before it uses them; these copies are then dropped
                 [torch.tensor(float(group["step"] - 1)) for _ in params],
                 foreach=False,
                 amsgrad=False,
@@ -198,6 +199,7 @@ def _experts(module: Any) -> None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.config
+        # a copy, because all layers share the config
         self.config = copy.copy(config)
         self.config.bf16 = True  # read by the original's assertion only
         try:
@@ -224,6 +226,7 @@ def _writer(module: Any) -> None:
         for index, bucket in enumerate(write_buckets):
             done: queue.Queue[Any] = queue.Queue()
             count: queue.Queue[int] = queue.Queue()
+            # write_preloaded_data takes one entry off when it is done
             count.put(index)
             writer.write_preloaded_data(transforms, index, bucket, done, count, True, use_msc=use_msc)
             result = done.get()[1]
@@ -286,6 +289,7 @@ def _async_calls(module: Any) -> None:
             return
         args = list(request.async_fn_args)
         if request.preload_fn:
+            # in the caller's thread: training changes the tensors as soon as this returns
             args[1] = request.preload_fn()
         self.start_time = 0.0
         self.process = threading.Thread(target=request.async_fn, args=args, kwargs=request.async_fn_kwargs or {})

@@ -206,6 +206,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     Raises:
         ValueError: keys of the run file contradict each other, or one is unknown to the installed MindSpeed.
     """
+    # first, so that a wrong key is found before anything is patched
     buffers = hccl_buffers.parse(config.hccl_group_buffer)
     apply()
     check(config)

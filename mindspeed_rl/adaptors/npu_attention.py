@@ -175,6 +175,7 @@ class _RingAttention(torch.autograd.Function):
             source = (me - step) % size
             pending = None
             if step + 1 < size:
+                # the next block travels while the kernel works on this one
                 following, pending = _exchange(key_value, group)
             block = _Block(lengths, me, source, query.device)
             block_out, maximum, total = torch_npu.npu_fusion_attention(
@@ -186,6 +187,7 @@ class _RingAttention(torch.autograd.Function):
                 scale=scale,
                 **block.arguments(query.device),
             )[:3]
+            # the kernel repeats both statistics along a last dimension of 8
             block_out, block_log_sum = block_out.float(), maximum[..., 0] + total[..., 0].log()
             if out is None:
                 out, log_sum = block_out, block_log_sum
@@ -210,9 +212,11 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, log_sum = ctx.saved_tensors
         size, me = ctx.group.size(), ctx.group.rank()
         grad = grads[0].contiguous()
+        # with the log-sum as maximum and 1 as sum the kernel's exp(s - max) / sum is the whole row's softmax
         maximum = log_sum[..., None].expand(*log_sum.shape, 8).contiguous()
         ones = torch.ones_like(maximum)
         key_value = torch.stack([key, value])
+        # blocks add up in float32 and are rounded once, at the end
         grad_query = torch.zeros_like(query, dtype=torch.float32)
         grad_key_value = torch.zeros_like(key_value, dtype=torch.float32)
         following = key_value

@@ -56,6 +56,7 @@ def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
     out = _by_onednn(a[:, :_PIECE], b[:_PIECE])
     for start in range(_PIECE, whole, _PIECE):
         out.add_(_by_onednn(a[:, start : start + _PIECE], b[start : start + _PIECE]))
+    # the rest by MKL, because its length is a new one in every step
     return out.addmm_(a[:, whole:], b[whole:]) if whole < k else out
 
 
@@ -129,7 +130,7 @@ def _by_products(function: type[torch.autograd.Function]) -> type[torch.autograd
 
 
 def adapt_linear_layers(module: Any) -> None:
-    """The linear layers of Megatron's `tensor_parallel.layers` multiply by oneDNN where that is faster."""
+    """Makes the linear layers of Megatron's `tensor_parallel.layers` multiply by oneDNN where that is faster."""
     if is_used():
         for name in ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight"):
             setattr(module, name, _by_products(getattr(module, name)))

@@ -58,6 +58,7 @@ class _Stream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
 
+    # a class that defines __eq__ loses it
     __hash__ = object.__hash__
 
     def wait_stream(self, other: Any) -> None:
@@ -95,6 +96,7 @@ class _Cuda(types.ModuleType):
         for name in ("Float", "Half", "BFloat16", "Long", "Int", "Byte"):
             setattr(self, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
         self.is_available = self.is_initialized = self.is_current_stream_capturing = _returns(False)
+        # a device in place of an index: Megatron hands it on as `device=`
         self.current_device, self.device_count = _returns(_CPU), _returns(1)
         self.get_device_capability = _returns((0, 0))
         self.set_device = self.synchronize = self.empty_cache = self.set_stream = self.reset_peak_memory_stats = _nothing

@@ -132,6 +132,7 @@ def apply() -> None:
         ValueError: a variable contradicts sleep mode or weight updates.
     """
     os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")
+    # the hooks reach into the engine's model, so it must live in this process
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     check_environment(dict(os.environ))
 
@@ -165,7 +166,7 @@ class VllmAscendHooks(EngineHooks):
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 
     def before_load(self, model: nn.Module) -> None:
-        """Expert parameters in the checkpoint's layout, each with the loader that vLLM looks for."""
+        """Puts expert parameters into the checkpoint's layout, each with the loader that vLLM looks for."""
         for _, module in _expert_modules(model):
             for weight in _EXPERT_WEIGHTS:
                 parameter = module._parameters[weight]
@@ -176,7 +177,7 @@ class VllmAscendHooks(EngineHooks):
         self._in_checkpoint_layout = True
 
     def after_load(self, model: nn.Module) -> None:
-        """Expert parameters in the kernels' layout, latent attention's matrices those of the new weights.
+        """Puts experts into the kernels' layout and computes latent attention's matrices from the new weights.
 
         No byte of an expert moves, because the loaded tensors were views of the kernels' layout.
         """

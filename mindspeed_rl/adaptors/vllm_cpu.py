@@ -41,7 +41,7 @@ def apply() -> None:
 
 
 def _name_segments_uniquely(run_id: str) -> None:
-    """Shared-memory segments carry the run's name and leave the file system as soon as every rank has mapped them.
+    """Names shared-memory segments after the run, and unlinks them as soon as every rank has mapped them.
 
     Only valid once torch.distributed is initialised: the init method string that carries the name is then unused.
     """

@@ -24,7 +24,7 @@ WHITEN_EPS = 1e-8
 
 @torch.no_grad()
 def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """Return (advantages [B, R], returns [B, R], metrics) by the objective's estimator.
+    """Returns (advantages [B, R], returns [B, R], metrics) by the objective's estimator.
 
     Raises:
         ValueError: an input that the estimator needs is missing, or a group is too small for it.
@@ -49,6 +49,7 @@ def compute_advantages(inputs: AdvantageInputs, objective: Objective) -> tuple[T
         terms[f"critic/{label}/min"] = masked_extreme(values, mask, "min")
     if inputs.group_size > 1:
         groups, valid = inputs.rewards.view(-1, inputs.group_size), inputs.valid.view(-1, inputs.group_size)
+        # a row without a score is neither the largest nor the smallest
         spread = torch.where(valid, groups, float("-inf")).amax(dim=1) - torch.where(valid, groups, float("inf")).amin(dim=1)
         terms["reward/zero_std_groups"] = masked_mean((spread == 0).float(), valid.any(dim=1))
     return advantages, returns, read_metrics(terms)
@@ -63,13 +64,13 @@ _INPUTS = {
 
 
 def missing_inputs(inputs: AdvantageInputs, objective: Objective) -> list[str]:
-    """Return what the objective's estimator needs and the inputs do not have, each in words."""
+    """Returns what the objective's estimator needs and the inputs do not have, each in words."""
     wanted = [_INPUTS[need] for need in sorted(objective.advantage.needs)]
     return [f"{name}, {words}" for name, words in wanted if getattr(inputs, name) is None]
 
 
 def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group's mean, scale it, and spread it over the response.
+    """Centres each reward on its group's mean, scales it, and spreads it over the response.
 
     A_i = (R_i - mean_group R) / (std R + eps); std with n - 1, of the group (GRPO, arXiv:2402.03300), of the whole batch, or no
     division at all (scale "none", Dr. GRPO, arXiv:2503.20783). R_i is the score minus kl_coef * sum_t kl_t.
@@ -93,18 +94,19 @@ def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, T
 
 
 def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Compare each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
+    """Compares each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
 
     A_i = R_i - 1/(G-1) sum_{j != i} R_j = G/(G-1) * (R_i - mean_group R).
     """
     scores = sequence_rewards(inputs)
     mean, _, count = _group_statistics(scores, inputs.valid, inputs.group_size)
+    # a single scored response equals its mean, so any divisor gives 0
     advantages = _spread((scores - mean) * count / (count - 1).clamp(min=1), inputs)
     return advantages, advantages
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Whiten the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
+    """Whitens the discounted return of every token over the global batch (REINFORCE++, arXiv:2501.03262).
 
     rho_t = [t = last] R - kl_coef * kl_t; G_t = rho_t + gamma * G_{t+1} over response tokens; A = whiten(G).
     """
@@ -114,7 +116,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, objective: Objective) -> tuple[
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Centre each reward on its group, spread it over the tokens and whiten over the global batch (arXiv:2501.03262)."""
+    """Centres each reward on its group, spreads it over the tokens and whitens over the batch (arXiv:2501.03262)."""
     scores = sequence_rewards(inputs)
     mean, _, _ = _group_statistics(scores, inputs.valid, inputs.group_size)
     returns = (scores - mean).unsqueeze(1).expand(inputs.mask.shape)
@@ -123,7 +125,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, objective: Objective) 
 
 
 def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Subtract the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
+    """Subtracts the score of the prompt's greedy response from the return (ReMax, arXiv:2310.10505).
 
     A_t = G_t - R(greedy), with the token rewards and returns of REINFORCE++.
     """
@@ -133,7 +135,7 @@ def remax(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor
 
 
 def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Estimate advantages with a critic (GAE, arXiv:1506.02438) and whiten them.
+    """Estimates advantages with a critic (GAE, arXiv:1506.02438) and whitens them.
 
     delta_t = rho_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns = A + V before whitening. t+1 is the
     next response token: tokens the actor did not sample are stepped over. V after the last token is 0.
@@ -156,7 +158,7 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Normalize every reward function within the group, add them up, and whiten over the batch (GDPO, arXiv:2601.05242).
+    """Normalizes every reward function within the group, adds them up, and whitens over the batch (GDPO, arXiv:2601.05242).
 
     a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik;
     A_i = (a_i - mean_batch a) / (std_batch a + eps).
@@ -174,6 +176,7 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
         raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
     total = torch.zeros_like(inputs.rewards, dtype=torch.float64)
     for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
+        # a failed score may be NaN, and NaN times 0 is NaN
         column = torch.where(valid, column, 0)
         mean, std, _ = _group_statistics(column, valid, inputs.group_size)
         total += weight * (column - mean) / (std + objective.adv_epsilon)
@@ -183,7 +186,8 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
 
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Return the score of each response less its summed KL penalty: [B] float64."""
+    """Returns the score of each response less its summed KL penalty: [B] float64."""
+    # rewards may be NaN in rows without a score
     scores = torch.where(inputs.valid, inputs.rewards.double(), 0.0)
     if inputs.kl is not None and inputs.kl_coef:
         scores = scores - inputs.kl_coef * row_sum(inputs.kl.double(), inputs.mask).squeeze(1)
@@ -191,9 +195,10 @@ def sequence_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Return rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
+    """Returns rewards per token: the score on the last response token, less kl_coef * kl_t on each: [B, R] float64."""
     mask = inputs.mask
     positions = torch.arange(mask.shape[1], device=mask.device)
+    # -1, which is no position, for a row without a response token
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
     rewards = torch.where(positions == last, inputs.rewards.double().unsqueeze(1), 0.0)
     if inputs.kl is not None and inputs.kl_coef:
@@ -202,7 +207,7 @@ def token_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
+    """Returns (values - mean) / sqrt(var + 1e-8) with mean and unbiased var over all masked tokens.
 
     Raises:
         ValueError: fewer than two tokens: the variance is undefined.
@@ -214,7 +219,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _group_statistics(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, unbiased std (0 for a single score) and number of the valid scores of each row's group, [B] each."""
+    """Returns mean, unbiased std (0 for a single score) and number of the valid scores of each row's group, [B] each."""
     groups, valid = scores.view(-1, group_size), valid.view(-1, group_size)
     count = valid.sum(dim=1, keepdim=True)
     mean = torch.where(valid, groups, 0).sum(dim=1, keepdim=True) / count.clamp(min=1)

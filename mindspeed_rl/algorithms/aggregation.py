@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def aggregate(
     token_losses: Tensor, loss_mask: Tensor, response_mask: Tensor, normalizer: Normalizer, max_response_length: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of the per-token losses under the normalizer.
+    """Returns (sum, count) of the per-token losses under the normalizer.
 
     Args:
         token_losses: [B, R].
@@ -36,11 +36,13 @@ def aggregate(
     Returns:
         sum: 0-d, with the gradient of token_losses. count: 0-d int64.
     """
+    # not a product: outside the mask a loss may be NaN
     masked = torch.where(loss_mask, token_losses, 0)
     if normalizer == "token":
         return masked.sum(), loss_mask.sum()
     num_sequences = response_mask.any(dim=1).sum()
     if normalizer == "sequence":
+        # a row that a filter emptied gives 0 / 1
         lengths = loss_mask.sum(dim=1).clamp(min=1)
         return (masked.sum(dim=1) / lengths).sum(), num_sequences
     assert normalizer == "constant", normalizer
@@ -50,10 +52,10 @@ def aggregate(
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of each row where the mask is True: [B, 1]; 0 for a row without any."""
+    """Returns the mean of each row where the mask is True: [B, 1]; 0 for a row without any."""
     return torch.where(mask, values, 0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of each row where the mask is True: [B, 1]."""
+    """Returns the sum of each row where the mask is True: [B, 1]."""
     return torch.where(mask, values, 0).sum(dim=1, keepdim=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def rollout_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Return the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
+    """Returns the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
 
     Args:
         old_log_probs: [B, R], by the trainer, of the policy that sampled.
@@ -45,14 +45,14 @@ def rollout_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tens
 
 
 def truncate(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Return min(w, C): [B, R]."""
+    """Returns min(w, C): [B, R]."""
     assert objective.correction is not None
     weight = _weight(difference, mask, objective.correction.weight)
     return weight.clamp(max=objective.rollout_importance_sampling_threshold)
 
 
 def mask_outside(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
-    """Return w where C_min <= the bounded number <= C, else 0: [B, R]."""
+    """Returns w where C_min <= the bounded number <= C, else 0: [B, R]."""
     correction, low = objective.correction, objective.rollout_importance_sampling_threshold_min or 0.0
     assert correction is not None
     bounded = _weight(difference, mask, correction.bounded)
@@ -70,7 +70,7 @@ def _weight(difference: Tensor, mask: Tensor, over: Literal["token", "sequence",
 
 @torch.no_grad()
 def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Terms]:
-    """Return how far the trainer's log-probs are from the inference engine's, over the masked tokens.
+    """Returns how far the trainer's log-probs are from the inference engine's, over the masked tokens.
 
     rollout/log_probs_diff_mean, _max: |log pi_old - log mu|.
     rollout/kl: KL(mu || pi_old), by k3 on the tokens mu sampled: w - 1 - log w.
@@ -82,6 +82,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Ten
     return {
         "rollout/log_probs_diff_mean": masked_mean(difference.abs(), mask),
         "rollout/log_probs_diff_max": masked_extreme(difference.abs(), mask, "max"),
+        # expm1, because w - 1 cancels where both policies nearly agree
         "rollout/kl": masked_mean(torch.expm1(difference) - difference, mask),
         "rollout/ess": ("ess", (kept.sum(), mask.sum(), kept.square().sum())),
     }

@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 
 def k1(x: Tensor) -> Tensor:
-    """Return x."""
+    """Returns x."""
     return x
 
 
 def absolute(x: Tensor) -> Tensor:
-    """Return |x|."""
+    """Returns |x|."""
     return x.abs()
 
 
 def k2(x: Tensor) -> Tensor:
-    """Return x^2 / 2."""
+    """Returns x^2 / 2."""
     return 0.5 * x.square()
 
 
 def k3(x: Tensor) -> Tensor:
-    """Return e^-x + x - 1, without the cancellation near x = 0."""
+    """Returns e^-x + x - 1, without the cancellation near x = 0."""
     return torch.expm1(-x) + x
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, clamp: bool = False) -> Tensor:
-    """Return the per-token KL estimate.
+    """Returns the per-token KL estimate.
 
     Args:
         log_probs: [B, R], of the policy that sampled; the gradient goes through it.
@@ -63,6 +63,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator,
     if estimator.gradient is None:
         return value
     slope = estimator.load_gradient()(x)
+    # the value of one function with the gradient of the other
     return slope + (value - slope).detach()
 
 
@@ -73,7 +74,7 @@ class FixedKL:
         self.coef = coef
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Leave the coefficient as it is."""
+        """Leaves the coefficient as it is."""
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}
@@ -98,7 +99,7 @@ class AdaptiveKL:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Move the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
+        """Moves the coefficient after an iteration of `num_samples` responses whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_samples / self.horizon
 
@@ -110,7 +111,7 @@ class AdaptiveKL:
 
 
 def kl_controller(objective: Objective) -> FixedKL | AdaptiveKL:
-    """Return the controller that kl_ctrl_type names; the driver owns it and saves its state_dict with the checkpoint."""
+    """Returns the controller that kl_ctrl_type names; the driver owns it and saves its state_dict with the checkpoint."""
     if objective.kl_ctrl_type == "fixed":
         return FixedKL(objective.kl_coef)
     return AdaptiveKL(objective.kl_coef, target=objective.kl_target, horizon=objective.kl_horizon)

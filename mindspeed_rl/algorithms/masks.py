@@ -11,7 +11,7 @@ from mindspeed_rl.algorithms.aggregation import row_mean
 
 
 def overlong_filter(loss_mask: Tensor, truncated: Tensor) -> Tensor:
-    """Return the loss mask without the responses that ended for lack of room.
+    """Returns the loss mask without the responses that ended for lack of room.
 
     The rewards of these responses still count in their group's advantage; their rows still count as sequences (`aggregation`).
 
@@ -23,7 +23,7 @@ def overlong_filter(loss_mask: Tensor, truncated: Tensor) -> Tensor:
 
 
 def entropy_threshold(shards: Sequence[tuple[Tensor, Tensor]], top_quantile: float) -> float | None:
-    """Return the entropy below which tokens lose their policy term, over the whole global batch (arXiv:2506.01939).
+    """Returns the entropy below which tokens lose their policy term, over the whole global batch (arXiv:2506.01939).
 
     It is the (1 - top_quantile) quantile, linearly interpolated, of the entropies of all shards. Tokens with H >= threshold
     train. Gather the shards of all data-parallel ranks first: a threshold of a part of the batch depends on how it was cut.
@@ -54,7 +54,7 @@ def entropy_threshold(shards: Sequence[tuple[Tensor, Tensor]], top_quantile: flo
 
 
 def off_policy_keep(advantages: Tensor, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, delta: float) -> Tensor:
-    """Return which sequences keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
+    """Returns which sequences keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
 
     A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The
     advantage of a sequence is its mean over the tokens that train. Denominators keep the dropped tokens.
@@ -64,7 +64,7 @@ def off_policy_keep(advantages: Tensor, log_probs: Tensor, sampler_log_probs: Te
 
 
 def groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
-    """Return which groups differ within themselves in the metric: [B / group_size] bool (DAPO, arXiv:2503.14476).
+    """Returns which groups differ within themselves in the metric: [B / group_size] bool (DAPO, arXiv:2503.14476).
 
     For a metric of right or wrong this keeps 0 < #right < G. Groups of one are kept.
 
@@ -77,10 +77,11 @@ def groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
     if group_size == 1:
         return torch.ones(groups.shape[0], dtype=torch.bool, device=metric.device)
     scored = ~groups.isnan()
+    # a group without any score compares -inf > inf, and goes
     return torch.where(scored, groups, -torch.inf).amax(dim=1) > torch.where(scored, groups, torch.inf).amin(dim=1)
 
 
 def rows_of_groups(groups: Tensor, group_size: int) -> Tensor:
-    """Return the rows of the groups that are True: [n * group_size] int64, in order."""
+    """Returns the rows of the groups that are True: [n * group_size] int64, in order."""
     first = groups.nonzero().flatten() * group_size
     return (first.unsqueeze(1) + torch.arange(group_size, device=groups.device)).flatten()

@@ -39,6 +39,7 @@ def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     if objective.delta is not None:
         unclipped = -ratio.clamp(max=objective.delta) * advantages
     bounded = -ratio.clamp(1.0 - objective.clip_ratio_low, 1.0 + objective.clip_ratio_high) * advantages
+    # a loss is the negated objective, so PPO's minimum is a maximum here
     losses = torch.maximum(unclipped, bounded)
     clipped = bounded > unclipped
     if objective.clip_ratio_c is not None:
@@ -77,7 +78,7 @@ def sapo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
-    """Return the sum and count of the policy loss of these rows, and their metrics.
+    """Returns the sum and count of the policy loss of these rows, and their metrics.
 
     Args:
         objective: with the KL coefficient of this step: `dataclasses.replace(objective, kl_coef=...)` where it moves.
@@ -86,8 +87,10 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
         ValueError: a term that the objective switches on lacks its tensor.
     """
     mask, response_mask = batch.mask, batch.response_mask
+    # masked before any exponential: infinity times a mask of 0 is NaN, in backward too
     log_probs = torch.where(mask, batch.log_probs, 0)
     advantages = torch.where(mask, batch.advantages, 0)
+    # exactly on-policy the ratio is 1, and carries the gradient of log pi
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     drift = log_probs - old_log_probs
@@ -134,9 +137,11 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
 
     loss_sum, count = total(policy)
     metrics["actor/pg_loss"] = ("mean", (loss_sum.detach(), count))
+    # where the reference is at hand its KL is measured, also if it does not train
     if objective.kl_in_loss or inputs.ref_log_probs is not None:
         reference = _required(inputs.ref_log_probs, "ref_log_probs", "the KL term")
         kl = kl_penalty(log_probs, reference, objective.kl, clamp=objective.kl_clamp)
+        # tokens come from the old policy: the ratio turns the estimate into one under the new
         if objective.use_bias_correction_kl:
             kl = kl * log_ratio.exp()
         kl_sum, _ = total(kl)
@@ -152,7 +157,7 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return the importance ratio of every token: [B, R], with gradient.
+    """Returns the importance ratio of every token: [B, R], with gradient.
 
     token: e^{log r_t}. sequence: e^{mean_t log r_t}, the same for all tokens of the row. sequence_token: the value of the
     latter with the gradient of log pi(t) alone.
@@ -163,6 +168,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
     if level == "sequence":
         return sequence.exp().expand_as(log_ratio)
     assert level == "sequence_token", level
+    # log_ratio cancels in the value, the detached mean adds nothing to the gradient
     return (log_ratio - log_ratio.detach() + sequence.detach()).exp()
 
 

@@ -53,7 +53,7 @@ class DPOSettings:
 
     @classmethod
     def from_config(cls, config: MegatronConfig) -> DPOSettings:
-        """Return the settings that the dpo keys of a run file mean."""
+        """Returns the settings that the dpo keys of a run file mean."""
         return cls(config.dpo_loss_type, config.dpo_beta, config.dpo_label_smoothing, config.pref_ftx)
 
 
@@ -76,14 +76,14 @@ class SimPOSettings:
 
     @classmethod
     def from_config(cls, config: MegatronConfig) -> SimPOSettings:
-        """Return the settings that the simpo keys of a run file mean."""
+        """Returns the settings that the simpo keys of a run file mean."""
         return cls(
             config.simpo_loss_type, config.simpo_beta, config.gamma_beta_ratio, config.simpo_label_smoothing, config.pref_ftx
         )
 
 
 def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
-    """Return the DPO loss (arXiv:2305.18290) summed over pairs.
+    """Returns the DPO loss (arXiv:2305.18290) summed over pairs.
 
     z = (log pi_c - log pi_r) - (ref_c - ref_r), with label smoothing e:
         sigmoid: -(1 - e) log sigmoid(beta z) - e log sigmoid(-beta z)
@@ -105,7 +105,7 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
 
 
 def simpo_loss(batch: PreferenceBatch, settings: SimPOSettings) -> LossOutput:
-    """Return the SimPO loss (arXiv:2405.14734) summed over pairs.
+    """Returns the SimPO loss (arXiv:2405.14734) summed over pairs.
 
     z = log pi_c / |c| - log pi_r / |r| - gamma_beta_ratio; sigmoid and hinge of beta z as in DPO, and
     its pref_ftx term. No reference model.
@@ -118,7 +118,7 @@ def simpo_loss(batch: PreferenceBatch, settings: SimPOSettings) -> LossOutput:
 
 
 def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossOutput:
-    """Return the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
+    """Returns the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
 
     Args:
         chosen_scores, rejected_scores: [P], the value head on the last token of each answer; with gradient.
@@ -127,13 +127,14 @@ def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Loss
 
 
 def process_reward_loss(logits: Tensor, labels: Tensor, placeholder_mask: Tensor) -> LossOutput:
-    """Return the process reward model's cross entropy at the placeholders, as a sum and their number.
+    """Returns the process reward model's cross entropy at the placeholders, as a sum and their number.
 
     Args:
         logits: [B, S, K], with gradient: the logits of the K reward tokens (the whole vocabulary when none are named).
         labels: [B, S] int64 in [0, K) where the mask is True: which of the K is right; other positions are never read.
         placeholder_mask: [B, S] bool.
     """
+    # cross_entropy wants a class at every position, also where the result is dropped
     targets = torch.where(placeholder_mask, labels, 0)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(labels)
     loss_sum, count = torch.where(placeholder_mask, losses, 0).sum(), placeholder_mask.sum()

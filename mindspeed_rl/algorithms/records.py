@@ -23,13 +23,13 @@ class EffectiveShare(Metric):
     squares: float = 0.0
 
     def merged(self, other: Metric) -> EffectiveShare:
-        """Return the share over both parts together."""
+        """Returns the share over both parts together."""
         if not isinstance(other, EffectiveShare):
             raise ValueError("an effective share merges only with another one")
         return EffectiveShare("sum", self.value + other.value, self.count + other.count, self.squares + other.squares)
 
     def result(self) -> float:
-        """Return the share; NaN when nothing was measured or every weight is 0."""
+        """Returns the share; NaN when nothing was measured or every weight is 0."""
         return self.value**2 / (self.count * self.squares) if self.squares else math.nan
 
 
@@ -38,21 +38,22 @@ Terms = tuple[str, tuple[Tensor, ...]]
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Terms:
-    """Return the mean of the values where the mask is True."""
+    """Returns the mean of the values where the mask is True."""
     return "mean", (torch.where(mask, values.detach(), 0).sum(), mask.sum())
 
 
 def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"]) -> Terms:
-    """Return the largest or smallest value where the mask is True."""
+    """Returns the largest or smallest value where the mask is True."""
     nothing = float("-inf") if reduction == "max" else float("inf")
     kept = torch.where(mask, values.detach(), nothing)
     if not kept.numel():
+        # amax refuses an empty tensor
         return reduction, (kept.new_tensor(nothing), mask.sum())
     return reduction, (kept.amax() if reduction == "max" else kept.amin(), mask.sum())
 
 
 def read_metrics(terms: Mapping[str, Terms]) -> dict[str, Metric]:
-    """Return the metrics as plain floats, read from the device in one transfer; those over nothing are left out."""
+    """Returns the metrics as plain floats, read from the device in one transfer; those over nothing are left out."""
     flat = [part for _, parts in terms.values() for part in parts]
     exact = any(part.dtype == torch.float64 for part in flat)
     numbers = iter(torch.stack([part.to(torch.float64 if exact else torch.float32) for part in flat]).tolist() if flat else ())

@@ -71,8 +71,9 @@ class RolloutBatch:
                 raise ValueError(f"column {name} must be bool, not {column.dtype}")
 
     def save(self, path: Path) -> None:
-        """Write `path`, which ends in .safetensors, and the JSON file beside it."""
+        """Writes `path`, which ends in .safetensors, and the JSON file beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors takes no strided views
         save_file({name: column.detach().cpu().contiguous() for name, column in self.columns.items()}, path)
         meaning = {
             "format": FORMAT,
@@ -86,7 +87,7 @@ class RolloutBatch:
 
 
 def load_rollout_batch(path: Path) -> RolloutBatch:
-    """Return the batch saved under `path`.
+    """Returns the batch saved under `path`.
 
     Raises:
         ValueError: a file is missing, is of another format, or its columns do not fit together.

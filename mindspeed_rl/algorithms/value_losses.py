@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.records import LossOutput, Terms, masked_extreme, m
 def value_loss(
     values: Tensor, returns: Tensor, response_mask: Tensor, *, old_values: Tensor | None = None, clip_range: float | None = None
 ) -> LossOutput:
-    """Return the squared error of the critic's values as a token sum and token count.
+    """Returns the squared error of the critic's values as a token sum and token count.
 
     L_t = 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), arXiv:1707.06347; without clip_range 1/2 (v - G)^2.
 
@@ -36,6 +36,7 @@ def value_loss(
         old_values = torch.where(response_mask, old_values, 0)
         bounded = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns).square()
         terms["critic/vf_clipfrac"] = masked_mean(bounded > losses, response_mask)
+        # the worse of the two: clipping never makes a step look better than it is
         losses = torch.maximum(losses, bounded)
     loss_sum, count = aggregate(0.5 * losses, response_mask, response_mask, "token", None)
     terms |= {

@@ -29,14 +29,14 @@ _COLUMN_FILE = re.compile(r"_packed_(?P<column>.+)_document\.idx$")
 
 @contextmanager
 def megatron_import() -> Iterator[None]:
-    """Silence what megatron-core says at import about packages it does not need here."""
+    """Silences what megatron-core says at import about packages it does not need here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
         yield
 
 
 def _megatron() -> ModuleType:
-    """Import megatron-core's module late: it takes seconds, and an adaptor may have to come before it."""
+    """Imports megatron-core's module late: it takes seconds, and an adaptor may have to come before it."""
     with megatron_import():
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset
@@ -64,18 +64,19 @@ class IndexedWriter:
         self._builder.document_indices = array("q", [0])
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int]) -> None:
-        """Append consecutive documents of one sequence each; `tokens` is their concatenation.
+        """Appends consecutive documents of one sequence each; `tokens` is their concatenation.
 
         The builder takes them as one document of many sequences, which costs one write, and then learns where each ends.
         """
         assert sum(lengths) == len(tokens), (sum(lengths), len(tokens))
         first = len(self._builder.sequence_lengths) + 1
         self._builder.add_document(tokens, lengths)
+        # the end of the one document that the builder believes in
         self._builder.document_indices.pop()
         self._builder.document_indices.extend(range(first, first + len(lengths)))
 
     def add_dataset(self, path_prefix: str | Path) -> None:
-        """Append a whole `.bin/.idx` pair."""
+        """Appends a whole `.bin/.idx` pair."""
         # add_index runs a full garbage collection, 0.2 s with megatron-core loaded; freezing leaves it nothing to look at.
         gc.freeze()
         try:
@@ -84,16 +85,16 @@ class IndexedWriter:
             gc.unfreeze()
 
     def close(self) -> None:
-        """Write the index."""
+        """Writes the index."""
         self._builder.finalize(self.path_prefix + ".idx")
 
     def abort(self) -> None:
-        """Stop without an index; the `.bin` stays for the caller to remove."""
+        """Stops without an index; the `.bin` stays for the caller to remove."""
         self._builder.data_file.close()
 
 
 def open_indexed(path_prefix: str | Path) -> IndexedDataset:
-    """Memory-map one pair.
+    """Memory-maps one pair.
 
     Raises:
         ValueError: a file of the pair is missing, empty, or not a Megatron index.

@@ -11,7 +11,7 @@ from mindspeed_rl.data.indexed import IGNORE_INDEX
 
 
 def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Return packs of sample indices: each pack takes the longest sample that still fits, again and again.
+    """Returns packs of sample indices: each pack takes the longest sample that still fits, again and again.
 
     Samples of one length go in order of their index. Time is close to linear in the number of samples.
 
@@ -24,6 +24,7 @@ def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
             raise ValueError(f"sample {index} has {length} tokens, more than the capacity {capacity}")
         waiting[length].append(index)
     for indices in waiting.values():
+        # samples are popped from the end, which so is the lowest index
         indices.reverse()
 
     # largest[n]: the greatest length <= n that still has samples, by path halving; 0 when there is none.
@@ -38,6 +39,7 @@ def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
             length = largest[length]
         return length
 
+    # empty samples get packs of their own, because length 0 means below that nothing is left
     packs: list[list[int]] = [[index] for index in reversed(waiting.pop(0, []))]
     while True:
         length = find(capacity)
@@ -57,7 +59,7 @@ def greedy_packs(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[lis
 def pack_row(
     samples: Sequence[tuple[np.ndarray, np.ndarray]], seq_length: int, *, pad_id: int, neat: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ([seq_length] input_ids, attention_mask, labels), int32.
+    """Returns ([seq_length] input_ids, attention_mask, labels), int32.
 
     The attention mask of a neat pack holds 1 on the first sample, 2 on the second ... and 0 on padding; otherwise 1 everywhere.
     """

@@ -33,7 +33,7 @@ class BatchSampler:
         self.shuffle = shuffle
 
     def batches(self, start_sample: int, batch_size: int) -> Iterator[list[int]]:
-        """Yield batches for ever, starting after `start_sample` consumed samples (counted over all epochs).
+        """Yields batches for ever, starting after `start_sample` consumed samples (counted over all epochs).
 
         A resumed run yields what the uninterrupted one would have: batches(k * b, b) continues batches(0, b) after k batches.
         """
@@ -45,6 +45,7 @@ class BatchSampler:
         order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         while True:
             batch: list[int] = []
+            # a batch may span several epochs where the dataset is smaller than it
             while len(batch) < batch_size:
                 if position == self.num_samples:
                     epoch, position = epoch + 1, 0

@@ -27,7 +27,7 @@ class DataPlane(Protocol):
     """Columns x rows handed to consumers; see `TransferDock` for what a row, a column and a consumer are."""
 
     def put(self, data: Mapping[str, Sequence[Any] | Ragged], indexes: Sequence[int], *, overwrite: bool = False) -> None:
-        """The cells are ready; see `TransferDock.put`."""
+        """Puts cells and makes them ready; see `TransferDock.put`."""
 
     @overload
     def get(
@@ -70,10 +70,10 @@ class DataPlane(Protocol):
         """
 
     def clear(self, num_prompts: int) -> None:
-        """No rows are held; the next iteration has num_prompts prompts."""
+        """Drops all rows; the next iteration has num_prompts prompts."""
 
     def abort(self, reason: str) -> None:
-        """Everybody who waits, or asks until the next `clear`, gets `DataPlaneAborted`."""
+        """Raises `DataPlaneAborted` in everybody who waits, or asks until the next `clear`."""
 
     def close(self) -> None:
         """Ends the engine behind all clients; call it once, on the driver."""

@@ -43,6 +43,7 @@ class Ragged(Sequence[torch.Tensor]):
     def __getitem__(self, index: int | slice) -> torch.Tensor | Ragged:
         if isinstance(index, slice):
             return self.take(range(*index.indices(len(self))))
+        # negative numbers and IndexError as a list has them
         index = range(len(self))[index]
         if self.offsets is None:
             return self.tensor()[index]
@@ -79,6 +80,7 @@ class Ragged(Sequence[torch.Tensor]):
             return Ragged(self.values[rows], None, self.dtype)
         lengths = np.diff(self.offsets)[rows]
         offsets = _offsets(lengths)
+        # for every value: where it lies less where it goes
         starts = np.repeat(self.offsets[rows] - offsets[:-1], lengths)
         return Ragged(self.values[starts + np.arange(offsets[-1])], offsets, self.dtype)
 
@@ -128,6 +130,7 @@ def pack(rows: Sequence[Any] | torch.Tensor | np.ndarray) -> Column:
     types = set(map(type, rows))
     if any(issubclass(row_type, (torch.Tensor, np.ndarray)) for row_type in types):
         return _pack_tensors(rows, types)
+    # before the integers, of which bool is one in Python
     if types <= {bool, np.bool_}:
         return Ragged(np.array(rows, dtype=np.bool_), None, torch.bool)
     if all(issubclass(row_type, (int, np.integer)) and row_type is not bool for row_type in types):
@@ -163,6 +166,7 @@ def concatenate(columns: Sequence[Column]) -> Column:
 
 def take(column: Column, places: Sequence[int] | np.ndarray) -> Column:
     """The given entries, in the given order."""
+    # a whole block in its own order is handed on without a copy
     if len(places) == len(column) and np.array_equal(places, np.arange(len(column))):
         return column
     return column.take(places) if isinstance(column, Ragged) else [column[place] for place in places]

@@ -95,20 +95,20 @@ def row_numbers(indexes: Sequence[int], capacity: int) -> np.ndarray:
 
 
 def check_kind(name: str, put: str, held: str) -> None:
-    """Raises a ValueError unless the rows put into a column are of the kind it holds."""
+    """Raises ValueError unless the rows put into a column are of the kind it holds."""
     if put != held:
         raise ValueError(f"Column '{name}' holds {held}; {put} cannot be put beside them.")
 
 
 def check_unwritten(name: str, written: Sequence[int]) -> None:
-    """Raises a ValueError if rows of the column that are to be put were put before."""
+    """Raises ValueError if rows of the column that are to be put were put before."""
     if written:
         again = describe_rows(written)
         raise ValueError(f"Column '{name}' of {again} was put before; clear the dock, or put with overwrite=True.")
 
 
 def check_name(kind: str, name: str, known: Collection[str]) -> None:
-    """Raises a ValueError that lists the known names and the nearest one unless `name` is known."""
+    """Raises ValueError, with the known names and the nearest one, unless `name` is known."""
     if name not in known:
         near = registry.nearest(name, known)
         hint = "" if near is None else f" Did you mean '{near}'?"
@@ -116,7 +116,7 @@ def check_name(kind: str, name: str, known: Collection[str]) -> None:
 
 
 def check_sizes(num_prompts: int, n_samples_per_prompt: int) -> None:
-    """Raises a ValueError unless there is room for a row."""
+    """Raises ValueError unless there is room for a row."""
     if num_prompts < 1 or n_samples_per_prompt < 1:
         raise ValueError(
             f"A data plane needs at least one prompt and one sample a prompt; got num_prompts={num_prompts}, "

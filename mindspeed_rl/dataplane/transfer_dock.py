@@ -64,7 +64,7 @@ class TransferDock:
     # Writing
 
     def put(self, data: Mapping[str, Sequence[Any] | Ragged], indexes: Sequence[int], overwrite: bool = False) -> None:
-        """The cells hold the data and are ready; everybody who waited for them goes on.
+        """Puts the data into the cells, makes them ready, and wakes everybody who waits.
 
         Args:
             data: one entry per index for each column: 1-D tensors, scalars or objects, see `columns.pack`.
@@ -86,6 +86,7 @@ class TransferDock:
             if not overwrite:
                 check_unwritten(name, rows[self._ready[name][rows]].tolist())
             packed[name] = column
+        # all checks have passed: from here on every column is written
         for name, column in packed.items():
             self._block_of[name][rows] = len(self._blocks[name])
             self._place_of[name][rows] = np.arange(len(rows))
@@ -150,9 +151,11 @@ class TransferDock:
             batch, rows = self.get(consumer, columns, count, indexes)
             if batch is not None and rows is not None:
                 return batch, rows
+            # no await since `get`, so no put can have gone unnoticed
             changed = asyncio.Event()
             self._waiters.add(changed)
             try:
+                # a negative time is over at once
                 await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 missing = self._describe_missing(self._request(consumer, columns, count, indexes))
@@ -163,18 +166,19 @@ class TransferDock:
     # Life of an iteration
 
     def clear(self, num_prompts: int) -> None:
-        """The dock is empty and has room for `num_prompts` prompts; all bits are cleared and an `abort` is lifted.
+        """Empties the dock, makes room for `num_prompts` prompts, clears all bits and lifts an `abort`.
 
         Raises:
             RuntimeError: somebody still waits for rows of this iteration.
         """
+        # after an abort waiters may be registered still: they raise when the loop reaches them
         if self._waiters and self._abort_reason is None:
             raise RuntimeError(f"The dock cannot be cleared while {len(self._waiters)} request(s) wait for its rows.")
         self._abort_reason = None
         self._reset(num_prompts)
 
     def abort(self, reason: str) -> None:
-        """Everybody who waits for rows, or asks for some until the next `clear`, gets `DataPlaneAborted` with this reason."""
+        """Raises `DataPlaneAborted` with this reason in everybody who waits for rows, or asks until the next `clear`."""
         self._abort_reason = reason
         self._wake()
 
@@ -202,6 +206,7 @@ class TransferDock:
             return take(self._blocks[name][used[0]], places)
         by_block = [np.flatnonzero(blocks == block) for block in used]
         joined = concatenate([take(self._blocks[name][block], places[at]) for block, at in zip(used, by_block)])
+        # back into the order of `rows`
         return take(joined, np.argsort(np.concatenate(by_block)))
 
     def _wake(self) -> None:

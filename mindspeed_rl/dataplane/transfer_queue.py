@@ -82,6 +82,7 @@ class RowRules(BaseSampler):
 
     def _check_put(self, partition: Any, kinds: dict[str, str], rows: list[int], overwrite: bool) -> None:
         row_numbers(rows, len(partition.keys_mapping))
+        # TransferQueue drops this entry together with the partition
         held: dict[str, str] = self._states.setdefault(partition.partition_id, {})  # kinds of rows by column
         for name, put in kinds.items():
             check_kind(name, put, held.get(name, put))
@@ -147,6 +148,7 @@ class TransferQueueClient:
                 raise ValueError(f"Column '{name}' has {len(column)} entries for {len(indexes)} indexes.")
         rows = row_numbers(indexes, self._capacity()).tolist()
         kinds = {name: kind(column) for name, column in packed.items()}
+        # any consumer's name will do: the answer has no rows, so none are marked as consumed
         self._ask([], self._consumers[0], "check_put", kinds=kinds, rows=rows, overwrite=overwrite)
         meta = _client().kv_retrieve_meta([str(row) for row in rows], self._partition)
         fields = {name: _to_field(column) for name, column in packed.items()}

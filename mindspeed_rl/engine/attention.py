@@ -68,6 +68,7 @@ def _sequence_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[s / cp, b, n, d] -> [s, b, n / cp, d], ranks' slices in rank order."""
     cp_size = group.size()
     s, b, n, d = x.shape
+    # [cp, s / cp, b, n / cp, d]: dimension 0 is the rank that gets the piece
     pieces = x.reshape(s, b, cp_size, n // cp_size, d).permute(2, 0, 1, 3, 4)
     return _AllToAll.apply(pieces, group).reshape(cp_size * s, b, n // cp_size, d)
 
@@ -77,6 +78,7 @@ def _heads_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     cp_size = group.size()
     s, b, n, d = x.shape
     pieces = _AllToAll.apply(x.reshape(cp_size, s // cp_size, b, n, d), group)
+    # [cp, s / cp, b, n / cp, d]: dimension 0 is the rank whose heads these are
     return pieces.permute(1, 2, 0, 3, 4).reshape(s // cp_size, b, cp_size * n, d)
 
 
@@ -119,7 +121,9 @@ def _block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
     repeat = query.size(1) // key.size(1)
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    # float32: the log-sums of blocks are subtracted from each other when their outputs are merged
     scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    # not -inf: a padding row that sees no key at all would become NaN
     scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
     log_sum = scores.logsumexp(-1)
     return (scores - log_sum[..., None]).exp() @ value.float(), log_sum
@@ -142,11 +146,13 @@ def ring_attention(
     ranks = dist.get_process_group_ranks(group)
     cp_size, me = len(ranks), ranks.index(dist.get_rank())
     q = query.transpose(1, 2)
+    # one tensor, so that a step of the ring is one message
     kv = torch.cat([key, value], dim=-1).transpose(1, 2)
     width, key_dim = query.size(1) // 2, key.size(-1)
     column = torch.arange(width, device=query.device)
     real_key = (column[None, :] < chunk_lengths[:, None])[:, None, None, :]
     causal = (column[:, None] >= column[None, :])[None, None]
+    # each half with the number of its chunk in the sequence
     halves = ((q[:, :, :width], me), (q[:, :, width:], 2 * cp_size - 1 - me))
     partial: tuple[list[tuple[Tensor, Tensor]], ...] = ([], [])
     for step in range(cp_size):
@@ -156,12 +162,14 @@ def ring_attention(
         blocks = ((kv[:, :, :width], source), (kv[:, :, width:], 2 * cp_size - 1 - source))
         for (q_half, q_chunk), found in zip(halves, partial):
             for kv_block, kv_chunk in blocks:
+                # a later chunk has only keys of the future
                 if kv_chunk <= q_chunk:
                     k, v = kv_block.split([key_dim, kv_block.size(-1) - key_dim], dim=-1)
                     found.append(_block_attention(q_half, k, v, scale, causal if kv_chunk == q_chunk else real_key))
     outputs = []
     for found in partial:
         log_sums = torch.stack([log_sum for _, log_sum in found])
+        # the share of a row's whole probability that lies in each block
         weights = (log_sums - log_sums.logsumexp(0)).exp()[..., None]
         outputs.append(sum((weight * out for weight, (out, _) in zip(weights, found)), start=log_sums.new_zeros(())))
     out = torch.cat(outputs, dim=2).to(query.dtype)
@@ -209,6 +217,7 @@ class CoreAttention(nn.Module):
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         if dropout and group is not None:
             raise ValueError(f"attention_dropout: {dropout} with context_parallel_size > 1 is not supported; set it to 0.")
+        # tensor-parallel ranks hold different heads, so they drop different elements
         fork = parallel.rng_tracker().fork() if dropout else contextlib.nullcontext()
         with fork:
             if packed_seq_params is not None:
@@ -230,6 +239,7 @@ class CoreAttention(nn.Module):
                 out = self.fused.ring_attention(*(x.flatten(0, 1) for x in (q, k, v)), [s] * b, self.scale, group)
                 out = out.unflatten(0, (b, s)).transpose(0, 1)
         else:
+            # gathered slices lie one rank after the other; the causal mask needs their natural order
             layout = PackedLayout.build([s * group.size()], query.device, group.size())
             q, k, v = (layout.natural(x).transpose(0, 1) for x in self._split_heads(query, key, value, group))
             out = causal(q, k, v, self.scale).transpose(0, 1)
@@ -266,6 +276,7 @@ class CoreAttention(nn.Module):
         width = int(chunks.max())
         starts = torch.cat([chunks.new_zeros(1), (2 * chunks).cumsum(0)[:-1]])[:, None]
         column = torch.arange(width)[None, :]
+        # padding repeats a chunk's last token: masked as a key, and as a query dropped by `restore`
         inside = torch.minimum(column, (chunks - 1).clamp(min=0)[:, None])
         gather = torch.cat([starts + inside, starts + chunks[:, None] + inside], dim=1)
         real = (column < chunks[:, None]).repeat(1, 2)
@@ -282,6 +293,7 @@ class CoreAttention(nn.Module):
         """Full-length tensors with 1/cp of the heads; key/value heads are repeated when there are fewer than ranks."""
         cp_size, kv_heads = group.size(), key.size(2)
         if kv_heads % cp_size:
+            # the fewest copies that divide over the ranks: lcm(kv_heads, cp_size) heads in all
             repeat = cp_size // math.gcd(kv_heads, cp_size)
             key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
         return _sequence_to_heads(query, group), _sequence_to_heads(key, group), _sequence_to_heads(value, group)

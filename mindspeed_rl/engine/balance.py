@@ -30,6 +30,7 @@ def karmarkar_karp(lengths: Sequence[int], num_parts: int, *, equal_size: bool =
 
     def push(parts: list[tuple[int, list[int]]], tie: int) -> None:
         parts.sort(key=lambda part: (-part[0], part[1]))
+        # `tie` is unique: parts themselves are never compared, and equal lengths give equal results everywhere
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], tie, parts))
 
     empty: tuple[int, list[int]] = (0, [])
@@ -42,6 +43,7 @@ def karmarkar_karp(lengths: Sequence[int], num_parts: int, *, equal_size: bool =
     tie = len(order)
     while len(heap) > 1:
         widest, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        # the heaviest part of one state meets the lightest of the other, which is what evens them out
         merged = [(a + b, members + others) for (a, members), (b, others) in zip(widest, reversed(second))]
         push(merged, tie)
         tie += 1
@@ -99,6 +101,7 @@ def pack_within_budget(
         else:
             bins.append([index])
             loads.append(lengths[index])
+    # never more bins than sequences: the engine adds empty micro-batches where ranks need more
     count = min(max(len(bins), min_bins), len(lengths))
     balanced = karmarkar_karp(lengths, count) if lengths else []
     fits = all(
@@ -106,6 +109,7 @@ def pack_within_budget(
     )
     if fits:
         return [sorted(part) for part in balanced]
+    # a bin cut in two stays within the budget
     while len(bins) < count:
         largest = max((part for part in bins if len(part) > 1), key=len)
         bins.append([largest.pop()])
@@ -126,6 +130,7 @@ def pad_within_budget(lengths: Sequence[int], budget: int, *, max_rows: int | No
     _check_each(lengths, budget)
     parts: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        # in falling order a part's first sequence is its longest, to which all of it is padded
         last = parts[-1] if parts else []
         if last and (len(last) + 1) * lengths[last[0]] <= budget and (max_rows is None or len(last) < max_rows):
             last.append(index)

@@ -156,6 +156,7 @@ def _runs(starts: Tensor, lengths: Sequence[int]) -> Tensor:
     """start, start + 1, ..., start + length - 1 of one row after the other; int64."""
     counts = torch.tensor(lengths, dtype=torch.int64)
     ends = counts.cumsum(0)
+    # ends - counts is where a row's run begins in the flat result
     return torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
 
 
@@ -183,9 +184,12 @@ def build_micro_batch(
     ids = torch.full((total,), shape.pad_id, dtype=torch.int64)
     positions = _runs(torch.zeros(len(padded), dtype=torch.int64), padded)
     labels = torch.zeros(total, dtype=torch.int64)
+    # -1: a position that predicts nothing
     slots = torch.full((total,), -1, dtype=torch.int64)
+    # [:count] leaves out the tail of padding
     starts = torch.tensor([0, *padded]).cumsum(0)[:count]
     ids[_runs(starts, lengths)] = torch.cat(rows.input_ids)
+    # a token is predicted by the position before it
     predicting = _runs(starts + torch.tensor(rows.prompt_lengths) - 1, predicted_lengths)
     labels[predicting] = torch.cat(predicted)
     slots[predicting] = _runs(torch.arange(count) * width, predicted_lengths)
@@ -196,6 +200,7 @@ def build_micro_batch(
         held_slots, held_labels = slots[held], labels[held]  # hidden states are [t, 1, h]
     else:
         layout = None
+        # rows are equally wide, so one row's slice is that of all
         held = _held_positions(padded[:1], shape)
         input_ids, position_ids = ids.view(count, -1)[:, held], positions.view(count, -1)[:, held]
         # hidden states are [s, b, h]: position-major
@@ -258,6 +263,7 @@ def split_micro_batches(
         ]
     elif not shape.packed:
         widths = [shape.width([lengths[row] for row in group]) for group in groups]
+        # groups are put together as if each were one row, so the budget is one row's share of the largest group
         chosen = pad_within_budget(widths, token_budget // max(map(len, groups), default=1), max_rows=max_rows)
     else:
         padded = [sum(shape.padded_length(lengths[row]) for row in group) for group in groups]

@@ -114,6 +114,7 @@ def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_widt
         packed=packed,
         cp_size=cp_size,
         cp_rank=parallel_state.get_context_parallel_rank(),
+        # each rank holds two zigzag chunks of every sequence
         sequence_multiple=2 * cp_size if cp_size > 1 else 1,
         total_multiple=tp_multiple if packed else math.lcm(tp_multiple, 1),
         fixed_width=fixed_width,
@@ -128,6 +129,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
         "cp_comm_type": "p2p" if config.context_parallel_algo == "megatron_cp_algo" else "a2a",
+        # Megatron refuses it without tensor parallelism
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -168,7 +170,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
 
 
 def _reduce_over_expert_ranks(model: nn.Module) -> None:
-    """Experts that several tensor ranks hold get the gradient sum over those ranks.
+    """Marks experts that several tensor ranks hold, so that their gradients are summed over those ranks.
 
     Megatron marks them so itself, but only where expert parallelism is on; without it the ranks' experts would drift apart.
     """
@@ -224,6 +226,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         router._maintain_float32_expert_bias()  # Float16Module has made it bfloat16, in which it cannot tell experts apart
     if trainable:
         ddp_chunks = [
+            # in the interleaved schedule Megatron does not cut the chunks after the first into buckets
             DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]

@@ -69,14 +69,17 @@ class CheckpointSaver:
 
         An unfinished earlier save is completed first.
         """
+        # checkpoints must be finished in order, because the last to finish is the one that is named newest
         self.finish()
         config = self.engine.config
         final = iteration_folder(self.folder, iteration)
         partial = final.with_name(final.name + ".partial")
         rank = dist.get_rank()
         if rank == 0:
+            # what a killed save has left
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "random").mkdir(parents=True)
+        # no rank writes before rank 0 has made the folder
         dist.barrier()
         if not config.no_save_rng:
             save_file(random_state.capture(), partial / "random" / f"rank_{rank:05d}.safetensors")
@@ -115,7 +118,7 @@ class CheckpointSaver:
             self._queue.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
-        """Returns when no save is under way."""
+        """Completes a background save, waiting for it where it is still writing."""
         with _said_plainly(f"save: the checkpoint in {self.folder} could not be written"):
             self._queue.maybe_finalize_async_calls(blocking=True)
 
@@ -139,8 +142,10 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
         dist.barrier()  # every rank has written everything
         if dist.get_rank() == 0:
             shutil.rmtree(final, ignore_errors=True)
+            # renamed first, named newest after: a kill in between leaves the older checkpoint in force
             os.replace(partial, final)
             latest = folder / LATEST_NAME
+            # replaced as a whole, so that nobody reads half a number
             temporary = latest.with_suffix(".tmp")
             temporary.write_text(str(iteration))
             os.replace(temporary, latest)
@@ -149,6 +154,7 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
                 known = (path for path in folder.glob("iter_*") if path.is_dir() and path.name <= final.name)
                 for path in sorted(path for path in known if path.suffix != ".partial")[:-keep_last]:
                     shutil.rmtree(path)
+        # no rank goes on, perhaps to load, before the pointer has moved
         dist.barrier()
 
     return finish
@@ -217,12 +223,13 @@ def _shown(record: dict[str, Any]) -> str:
 
 
 def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], path: Path) -> None:
-    """The schedule stands where the saved one stood; its shape is this run's."""
+    """Moves the schedule to where the saved one stood; its shape stays this run's."""
     mine = scheduler.state_dict()
     changed = [f"{name} {saved[name]} -> {mine[name]}" for name in saved if name != "num_steps" and saved[name] != mine[name]]
     if changed and dist.get_rank() == 0:
         _log.warning("load: the schedule of this run is not that of %s, and counts: %s.", path, ", ".join(changed))
     scheduler.num_steps = saved["num_steps"]
+    # sets the learning rate that belongs to the restored position
     scheduler.step(increment=0)
 
 
@@ -295,6 +302,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         optimizer_state.load_state(optimizer, state["optimizer"], num_steps=record["scheduler"]["num_steps"])
         _load_schedule(scheduler, record["scheduler"], path)
     elif optimizer is not None:
+        # its fp32 main weights are still copies of those from before the load
         optimizer.reload_model_params()
     random_restored = False
     if (

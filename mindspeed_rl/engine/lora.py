@@ -138,7 +138,7 @@ class Adapter:
 
 
 class _SumGradients(torch.autograd.Function):
-    """The same tensor; its gradient is summed over a group.
+    """Returns the same tensor, and sums its gradient over a group.
 
     Megatron's `copy_to_tensor_model_parallel_region` would do, but it reduces a copy and returns the unreduced gradient when
     that is not contiguous, as those of transposed matrices are.
@@ -214,6 +214,7 @@ class _AdaptedLinear(AdaptedModule):
         dtype = self.weight.dtype
         self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, lora.r, bias=False, dtype=dtype)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(lora.r, outputs, bias=False, dtype=dtype)})
+        # B A is 0: the first forward pass is the base model's
         nn.init.zeros_(self.lora_b)
         for parameter, cut_dim in (
             (self.lora_a, 1 if self.cuts_input else None),
@@ -299,6 +300,7 @@ class AdaptedColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # B's outputs are cut as the base layer's, and nothing here would gather them
         assert not self.gather_output
 
     def _low_rank(self, x: Tensor) -> Tensor:
@@ -321,6 +323,7 @@ class AdaptedRowParallelLinear(_AdaptedLinear, RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # A is cut along the inputs, so the input must come cut as well
         assert self.input_is_parallel
 
     def _low_rank(self, x: Tensor) -> Tensor:
@@ -453,6 +456,7 @@ class AdaptedGroupedMLP(AdaptedModule, GroupedMLP):
         for index, part in enumerate(tensor.chunk(pieces, dim=1)):
             offsets = [(lead, self.ep_group.rank(), self.ep_group.size())]
             if axis is not None:
+                # gate and up are each cut over the ranks, so that their pieces keep their places at another size
                 offsets.append((lead + axis, index * size + rank, pieces * size))
             shards.append(
                 ShardedTensor.from_rank_offsets(
@@ -471,7 +475,7 @@ _ADAPTED: dict[type, type] = {
 
 
 def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gated: bool) -> None:
-    """The targeted layers of a block will be built with adapters.
+    """Replaces the targeted layers in a block's spec by their adapted forms.
 
     Args:
         gated: linear_fc1 holds gate and up, one above the other.
@@ -502,7 +506,7 @@ def _adapt(spec: ModuleSpec, settings: LoraSettings, gated: bool) -> None:
 
 
 def start_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
-    """Everything but adapters (and a value head) is frozen; A has its first values, B is zero.
+    """Freezes everything but adapters (and a value head), gives A its first values and sets B to zero.
 
     A is uniform in +-1 / sqrt(in), the same under every layout: the whole matrix is drawn and this rank's part taken.
     """
@@ -528,6 +532,7 @@ def _ask_for_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _draw(adapter: Adapter, name: str) -> None:
+    # not `hash`, which Python salts in every process; 7 bytes, because a seed has 64 bits with its sign
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
     rank_inputs = adapter.a.size(1)
     inputs = rank_inputs * adapter.group.size() if adapter.cuts_input else rank_inputs
@@ -560,7 +565,7 @@ def _global_name(layout: Layout, local: str, stage: int) -> str:
 
 @contextlib.contextmanager
 def adapters_disabled(model: BuiltModel) -> Iterator[None]:
-    """The model computes with its base weights alone inside the block."""
+    """Switches the adapters off inside the block, so that the model computes with its base weights alone."""
     adapted = [module for chunk in model.models for module in chunk.modules() if isinstance(module, AdaptedModule)]
     for module in adapted:
         module.adapter_enabled = False
@@ -596,6 +601,7 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
         for adapter in _module_adapters(chunk):
             op = ops[_global_name(plan.layout, adapter.weight, stage)]
             expert = op.axis == "etp"
+            # replicas hold equal adapters: one of each is enough
             owner = (
                 parallel_state.get_expert_data_parallel_rank() == 0
                 if expert
@@ -608,6 +614,7 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
     gathered: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for layer in range(plan.network.num_layers):
         everyone: list[Any] = [None] * dist.get_world_size()
+        # every rank takes part for every layer, also for those of other stages
         dist.all_gather_object(everyone, mine.get(layer, []))
         if dist.get_rank() == 0:
             for name, shard, a, b in (item for part in everyone for item in part):
@@ -622,4 +629,5 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
             for name, shards in gathered.items()
         }
         export_peft(Path(folder), adapters, settings.scale, base_model)
+    # the folder is complete when any rank returns
     dist.barrier()

@@ -30,9 +30,11 @@ def check_network_keys(config: MegatronConfig, network: Network, path: Path) -> 
 def _expected(config: MegatronConfig, network: Network) -> dict[str, Any]:
     latent = network.multi_latent_attention
     expected = {
+        # the key counts empty layers, as Megatron does
         "num_layers": network.num_layers + len(parallel.noop_layers(config)),
         "hidden_size": network.hidden_size,
         "num_attention_heads": network.num_attention_heads,
+        # latent attention normalises anyway: the key may say either
         "qk_layernorm": network.qk_layernorm or latent and config.qk_layernorm,
         "num_experts": network.num_moe_experts,
         "untie_embeddings_and_output_weights": network.untie_embeddings_and_output_weights,
@@ -55,6 +57,7 @@ def _expected(config: MegatronConfig, network: Network) -> dict[str, Any]:
             "moe_router_topk": network.moe_router_topk,
             "moe_router_score_function": network.moe_router_score_function,
             "moe_router_enable_expert_bias": network.moe_router_enable_expert_bias,
+            # a softmax over the chosen experts equals one over all, renormalised over the chosen
             "norm_topk_prob": not network.moe_router_pre_softmax,
         }
     return expected

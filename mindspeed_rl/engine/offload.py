@@ -33,6 +33,7 @@ class _Shelf:
 
     def empty(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Frees the storages' device memory, after a copy to the host where the content matters."""
+        # empty already: a second round would keep copies of nothing
         if self._entries:
             return
         for storage in storages:
@@ -41,6 +42,7 @@ class _Shelf:
                 host = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=platform.current().pin_memory)
                 host.copy_(_bytes(storage))
             self._entries.append((storage, storage.size(), host))
+        # queued kernels and copies may still use what is about to be freed
         platform.current().synchronize()
         for storage, _, _ in self._entries:
             storage.resize_(0)
@@ -75,16 +77,20 @@ class Offloader:
         for model in self._engine.model.models:
             yield from (parameter.data for parameter in model.parameters())
         for buffer in self._engine.gradient_buffers():
+            # with the distributed optimizer parameters are views of this buffer
             if buffer.param_data is not None:
                 yield buffer.param_data
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         weights = _storages(self._weight_tensors())
+        # Megatron chains one optimizer for dense and one for expert parameters
         for optimizer in getattr(self._engine.optimizer, "chained_optimizers", [self._engine.optimizer]):
             inner = optimizer.optimizer
+            # this rank has no parameters of that kind
             if inner is None:
                 continue
             candidates = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            # under bf16 these are the fp32 main weights; in fp32 they are the weights, left to `params`
             candidates += [parameter.data for group in inner.param_groups for parameter in group["params"]]
             yield from (tensor for tensor in candidates if tensor.untyped_storage().data_ptr() not in weights)
 

@@ -37,12 +37,13 @@ def sharded_state(optimizer: MegatronOptimizer, weights: dict[str, Any], *, is_l
 
 
 def load_state(optimizer: MegatronOptimizer, states: dict[str, States], *, num_steps: int) -> None:
-    """Moments and main weights are the loaded ones; the model's weights must be loaded already.
+    """Loads moments and main weights; the model's weights must be loaded already.
 
     Args:
         num_steps: that the optimizer had made when it was saved.
     """
     for name, part in _parts(optimizer).items():
+        # Adam's bias correction depends on it
         groups = [{**group, "step": num_steps} for group in part.optimizer.state_dict()["param_groups"]]
         part.load_state_dict(_for_megatron(part, states.get(name, {}), groups))
 
@@ -79,6 +80,7 @@ def _for_megatron(part: MegatronOptimizer, states: States, groups: list[dict[str
         if part.config.bf16:
             mains = {number: state["fp32_param"] for number, state in states.items()}
         else:
+            # Megatron wants main weights here too: the model's own, which were loaded before
             mains = dict(enumerate(parameter.detach() for buffer in part.buffers for parameter in buffer.param_index_map))
         return {
             "optimizer": {"param_groups": groups},

@@ -45,7 +45,7 @@ class RankInfo:
 
 
 def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
-    """Device, process groups and random generators of this rank are set up; collective over the training world.
+    """Sets up device, process groups and random generators of this rank; collective over the training world.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
@@ -56,6 +56,7 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
         ValueError: a variable is missing, or the world cannot hold the layout.
     """
     info = RankInfo.from_env()
+    # before the process group, whose communicators belong to the current device
     platform.current().set_device(info.local_rank)
     platform.current().set_deterministic(config.deterministic or config.npu_deterministic)
     init_process_group(info, _COLLECTIVE_TIMEOUT_S)
@@ -159,6 +160,7 @@ def seed_all(seed: int) -> None:
     """Seeds Python, NumPy, torch and Megatron's tensor-parallel generators, per pipeline stage as Megatron does."""
     seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
+    # NumPy takes 32 bits
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -199,6 +201,7 @@ class ControlGroup:
         for rank, (replica, _) in enumerate(ranks):
             replicas.setdefault(replica, []).append(rank)
         self.source = next(rank for rank, (replica, source) in enumerate(ranks) if replica == mine and source)
+        # sorted: every rank must create all groups, in the same order
         for replica, members in sorted(replicas.items()):
             group = dist.new_group(members, backend="gloo")
             if replica == mine:

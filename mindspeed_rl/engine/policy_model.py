@@ -33,6 +33,7 @@ class _SumOverSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        # all_reduce works in place, and x belongs to the graph
         out = x.clone()
         dist.all_reduce(out, group=group)
         return out
@@ -77,10 +78,12 @@ class PolicyModel(_ResponseAligned, GPTModel):
         if not self.post_process:
             return hidden_states
         micro_batch, group = labels.micro_batch, self.pg_collection.tp
+        # either sums the gradient over the ranks: each has that of its part of the vocabulary
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        # prompts and padding never reach the vocabulary product
         hidden = hidden.reshape(-1, hidden.size(-1)).index_select(0, micro_batch.hidden_index)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
@@ -95,6 +98,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
                 group=group,
             )
             return self._to_response(logits, micro_batch)
+        # padding ends the whole vocabulary, so it lies on the last rank, or on several
         end = weight.size(0) * (group.rank() + 1)
         results = vocab_log_probs(
             hidden,

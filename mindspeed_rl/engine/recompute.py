@@ -71,7 +71,7 @@ _RECOMPUTING: dict[type, type] = {
 
 
 def recompute_activations(spec: TransformerBlockSubmodules) -> None:
-    """The MLPs of a block will be built so that they compute their activation function again in backward.
+    """Replaces the MLPs in a block's spec by those that compute their activation function again in backward.
 
     Raises:
         ValueError: experts are grouped.

@@ -44,6 +44,7 @@ class DenseView:
 def dense_view(lengths: Sequence[int]) -> DenseView:
     """Groups packed sequences so that attention needs a few dense calls instead of one call a sequence."""
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+    # longest first: a group is as wide as its first member
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     restore = torch.empty(sum(lengths), dtype=torch.int64)
     groups: list[DenseGroup] = []
@@ -123,6 +124,7 @@ class PackedLayout(PackedSeqParams):
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
+            # padding counts as tokens of its sequence, so both kinds of boundaries agree
             cu_seqlens_q_padded=cu_seqlens,
             cu_seqlens_kv_padded=cu_seqlens,
             max_seqlen_q=longest,
@@ -133,6 +135,7 @@ class PackedLayout(PackedSeqParams):
         if cp_size > 1:
             rank_major = torch.cat([zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)])
             layout.to_rank_major = rank_major.to(device)
+            # sorting a permutation inverts it
             layout.to_natural = torch.argsort(rank_major).to(device)
         return layout
 

@@ -139,6 +139,7 @@ class TrainEngine:
             micro_batches = self._micro_batches(rows, batching)
 
             def keep(number: int, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, tuple[MicroBatch, Tensor]]:
+                # the schedule asks for a sum and a count; results leave the device at once, so they do not pile up there
                 return output.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, output.detach().cpu())
 
             results = get_forward_backward_func()(**self._schedule(micro_batches, keep, forward_only=True))
@@ -149,6 +150,7 @@ class TrainEngine:
         lengths = rows.response_lengths
         for micro_batch, output in results:
             for position, index in enumerate(micro_batch.indexes):
+                # the row of a filler
                 if index < 0:
                     continue
                 first[index] = output[0, position, : lengths[index]]
@@ -225,6 +227,7 @@ class TrainEngine:
             if not self.config.no_check_for_nan_in_loss_and_grad:
                 self._check_finite(broken)
             lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
+            # only now, when activations no longer take the room of a swapped optimizer
             self.offloader.onload(optimizer=True)
             # declared to return nothing; every optimizer returns whether it could, the norm and a count of zeros
             _, grad_norm, _ = cast(tuple[bool, float | None, int | None], optimizer.step())
@@ -253,6 +256,7 @@ class TrainEngine:
             output: [k, rows, width], what the head computed.
         """
         if micro_batch.is_filler:
+            # attached to the graph: backward has collectives in which every rank is awaited
             result = LossOutput(output.sum() * 0.0, torch.zeros((), dtype=torch.int64, device=output.device))
         else:
             inputs = LossInputs(output.unbind(0), micro_batch.response_mask, micro_batch.columns)
@@ -263,12 +267,15 @@ class TrainEngine:
         # every context-parallel rank computes the whole loss; it counts once
         counted = parallel_state.get_context_parallel_rank() == 0
         count = result.count if counted else torch.zeros_like(result.count)
+        # Megatron adds the counts up in int32
         return result.loss_sum, count.to(torch.int), replace(result, loss_sum=result.loss_sum.detach())
 
     def _check_finite(self, broken: list[str]) -> None:
         """Raises the same error on every rank when any rank has a non-finite loss or gradient."""
+        # NaN and infinity survive a sum: one number a buffer tells
         finite = all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.gradient_buffers())
         flag = torch.tensor([0.0 if finite and not broken else 1.0], device=self.device)
+        # all ranks learn of it here: one that raised alone would leave the others waiting in the optimizer
         dist.all_reduce(flag)
         if not flag.item():
             return
@@ -308,6 +315,7 @@ class TrainEngine:
 
         groups = split()
         if batching.token_budget is not None:
+            # experts and the gradient reduction meet other ranks in every micro-batch
             count = torch.tensor([len(groups)], device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
             groups = split(int(count))
@@ -328,6 +336,7 @@ class TrainEngine:
     def _build(self, rows: Rows, group: Sequence[int], least_width: int) -> MicroBatch:
         if group:
             return build_micro_batch(rows, group, self.shape, self.device, least_width=least_width)
+        # two tokens of prompt and none that is predicted
         filler = Rows(
             input_ids=[torch.full((2,), self.shape.pad_id)],
             prompt_lengths=[2],
@@ -359,6 +368,7 @@ class TrainEngine:
             )
             return output, partial(on_output, number, micro_batch)
 
+        # every virtual stage reads all micro-batches for itself
         iterators = [enumerate(micro_batches) for _ in self.chunks]
         return {
             "forward_step_func": forward_step,

@@ -60,9 +60,11 @@ class _VocabLogProbs(torch.autograd.Function):
             logits = _logits(hidden[part], weight, temperature, padding, softcap)
             local = labels[part] - first
             mine = (local >= 0) & (local < vocab)
+            # one maximum for all ranks, or their sums of exponentials could not be added
             top = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
             shifted = logits - top[:, None]
             weights = shifted.exp()
+            # one rank holds the label, the others add 0
             picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
             sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), picked])
@@ -81,7 +83,9 @@ class _VocabLogProbs(torch.autograd.Function):
         temperature, chunk_size, padding, softcap, first = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
+        # chunks add up in float32 and are rounded once, at the end
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        # all 0 where entropy is only measured, which is the usual case
         entropy_matters = bool(grad_entropy.any())
         for begin in range(0, hidden.size(0), chunk_size):
             part = slice(begin, begin + chunk_size)
@@ -156,6 +160,7 @@ def choice_logits(
     vocab = weight.size(0)
     local = torch.tensor(choices, device=weight.device) - vocab * (group.rank() if group is not None else 0)
     mine = (local >= 0) & (local < vocab)
+    # a rank without the token adds 0
     logits = (hidden @ weight.index_select(0, local.clamp(0, vocab - 1)).t()).float() * mine
     if group is not None and group.size() > 1:
         logits = reduce_from_tensor_model_parallel_region(logits, group=group)

@@ -58,10 +58,12 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
     found: list[LocalWeight] = []
     for stage, module in enumerate(model.models):
         merged = merged_weights(module)
+        # the router's expert bias is the one buffer that checkpoints hold
         for name, tensor in [
             *module.named_parameters(),
             *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias")),
         ]:
+            # adapters travel merged into the weight they adapt
             if ".lora_" in name:
                 continue
             global_name = layout.global_name(name, pp_rank, stage, tp_rank, ep_rank)

@@ -93,7 +93,7 @@ class Platform(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when the device has done all work queued so far."""
+        """Waits until the device has done all work queued so far."""
 
     @abstractmethod
     def empty_cache(self) -> None:
@@ -117,7 +117,7 @@ class Platform(ABC):
 
     @contextlib.contextmanager
     def kept_rng_state(self) -> Iterator[None]:
-        """The default generators of device and host are afterwards as they were before."""
+        """Restores the default generators of device and host when the block ends."""
         host, device = torch.get_rng_state(), self.rng_state()
         try:
             yield

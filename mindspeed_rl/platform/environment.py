@@ -75,10 +75,12 @@ def worker_environment(
             environment["HCCL_BUFFSIZE"] = str(hccl_buffer_mib)
         if shares_device:
             for name in ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
+                # both processes would listen on the same default port of the device
                 environment.setdefault(name, "auto")
         if deterministic:
             environment.setdefault("HCCL_DETERMINISTIC", "true")
         if kind == "cpu":
+            # `import torch` would load torch_npu, which a process without a device has no use for
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     if socket_ifname:
         environment |= dict.fromkeys(_INTERFACES, socket_ifname)

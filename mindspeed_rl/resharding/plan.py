@@ -85,6 +85,7 @@ def plan_buckets(ops: Sequence[WeightOp], held: Mapping[str, HeldWeight], layout
             names = expert_siblings(op, experts, layout)
         else:
             group, names = "tp", (op.mcore,)
+        # a bucket is one flat buffer: of one gather group, from one stage, of one dtype
         pending.setdefault((group, stage_of(op, layout), weight.dtype), []).append((names, weight))
     buckets: list[Bucket] = []
     for (group, stage, dtype), entries in pending.items():

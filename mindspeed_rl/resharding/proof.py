@@ -23,6 +23,7 @@ from mindspeed_rl.models.weights import WeightOp
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _MASK = (1 << 64) - 1
+# odd, with well mixed bits; signed, because torch's int64, which wraps modulo 2^64, is
 _C = 0x9E3779B97F4A7C15 - (1 << 64)
 _CHUNK = 1 << 22
 
@@ -78,12 +79,15 @@ def trained_sums(
         if op.copy_of_tied or not (owns_expert_replica if op.axis == "etp" else owns_replica):
             continue
         for name, part, split in zip(op.hf, op.packing.unpack(weight.value()), op.splits):
+            # every tensor rank holds all of it: the first one counts
             if split.dim is None and weight.shard:
                 continue
+            # vocabulary padding stays behind, so it is not summed
             if split.padded:
                 assert split.dim is not None
                 first = weight.shard * part.size(split.dim)
                 part = part.narrow(split.dim, 0, min(max(split.size - first, 0), part.size(split.dim)))
+            # cast before summing: the engine holds the bits of the cast
             sums[index[name]] = bit_sum(part if op.buffer else part.to(dtype)) if part.numel() else 0
     packed = torch.tensor([[value & 0xFFFFFFFF, value >> 32] for value in sums], dtype=torch.int64)
     device = next(iter(weights)).tensor.device
@@ -124,6 +128,7 @@ def check_delivery(
         repeat = max(1, infer_tp_size // kv_heads) if kv_heads < infer_tp_size else 1
         split = sum((repeat if _is_key_or_value(source) else 1) * trained[source] for source in sources) & _MASK
         replicated = sum(trained[source] for source in sources) & _MASK
+        # a parameter is either cut over the inference ranks or held whole by each of them
         if sum(values) & _MASK != split and any(value != replicated for value in values):
             wrong.append(name)
         for source in sources:

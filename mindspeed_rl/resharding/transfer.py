@@ -38,6 +38,7 @@ class WeightStream:
             HeldWeight(name, tuple(w.tensor.shape), str(w.tensor.dtype).removeprefix("torch."))
             for name, w in self._weights.items()
         ]
+        # a rank knows the shapes of its own stage and experts; all must plan alike
         everyone: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         held = {weight.name: weight for part in everyone for weight in part}
@@ -88,7 +89,9 @@ class WeightStream:
                 name = item.names[rank] if bucket.group == "expert" else item.names[0]
                 mine[item.offset : item.offset + item.numel].copy_(self._weights[name].value().reshape(-1))
             if size > 1:
+                # a copy, because `mine` is a row of the output and the two may not overlap
                 dist.all_gather_into_tensor(gathered.view(-1), mine.clone(), group=group)
+        # all stages take part, whichever holds the bucket
         if pp_group.size() > 1:
             dist.broadcast(gathered, src=dist.get_global_rank(pp_group, bucket.stage), group=pp_group)
         return gathered
@@ -108,6 +111,7 @@ class WeightStream:
         else:
             tp_size = self._model.plan.layout.expert_tp_size
             tensors: dict[str, Tensor] = {}
+            # expert tensor ranks run fastest in the group, so an expert's shards are adjacent
             for first in range(0, len(shards), tp_size):
                 op = self._ops[names[first]]
                 tensors |= op.shards_to_hf(shards[first : first + tp_size])

@@ -79,6 +79,7 @@ class Dispatcher:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            # signals of the terminal reach the pool's process only, whose end is the spawner's
             start_new_session=True,
         )
         theirs.close()
@@ -111,11 +112,11 @@ class Dispatcher:
         return [index for index, kind in enumerate(self._kinds) if kind.is_accuracy]
 
     def run(self, batch: Batch, timeout_s: float | None) -> None:
-        """Every call of the batch has a value or a failure.
+        """Runs the batch until every call of it has a value or a failure.
 
         Raises:
             TimeoutError: `timeout_s` seconds were not enough; the batch is given up, the pool goes on.
-            RuntimeError: the spawner process is gone, or the pool is closed.
+            RuntimeError: the spawner process has ended, or the pool is closed.
         """
         if self._closed:
             raise self._error or RuntimeError("the reward pool is closed")
@@ -237,7 +238,7 @@ class Dispatcher:
             self._finish(job)
 
     def _replace(self, worker: _Worker, state: State, reason: str) -> None:
-        """A worker has died: the call it was making has failed, its other calls go to others, another worker is forked."""
+        """Fails the call that a dead worker was making, gives its other calls to others and has another worker forked."""
         if worker.channel is not None:
             self._read_worker(worker)  # what it said before it died
         self._close_channel(worker)
@@ -291,7 +292,7 @@ class Dispatcher:
                 self._selector.modify(worker.channel, _READ | _WRITE, worker)
 
     def _refuse(self, job: Job, reason: str) -> None:
-        """A sample cannot be sent: it is found among the job's rows, and fails alone."""
+        """Finds the sample that cannot be sent among the job's rows, and fails it alone."""
         if len(job.rows) > 1 and not self._kinds[job.functions[0]].batched:
             self._jobs.extendleft(leftovers(job, alone=True))
             return
@@ -300,7 +301,7 @@ class Dispatcher:
         self._finish(job)
 
     def _finish(self, job: Job, alone: bool = False) -> None:
-        """A worker is through with a job: what it left open is queued, and under the policy "retry" what failed."""
+        """Queues what a worker left open of its job, and under the policy "retry" what failed; settles the rest."""
         self._jobs.extendleft(leftovers(job, alone=alone))
         if self._settings.reward_failure_policy != "retry" or job.attempt > 0:
             for call, failure in job.failed.items():

@@ -95,6 +95,7 @@ def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset
     ):
         source.write(stdin)
         source.seek(0)
+        # the program runs as another user there
         os.chmod(folder, 0o777 if "user" in isolation else 0o700)
         script = Path(folder, "program.py")
         script.write_bytes(program.encode("utf-8", "replace"))
@@ -181,6 +182,7 @@ class _Child:
     def prepare(self) -> None:
         """Gives up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
         self._die_with_parent()
+        # the parent died before the signal for that was asked for
         if os.getppid() != self._parent:
             os._exit(1)
         self._enter_namespaces()
@@ -215,6 +217,7 @@ class _Child:
             flags |= _CLONE_NEWUSER
         _check(self._libc.unshare(flags), "unshare")
         if not self._is_root:
+            # without it the kernel refuses an unprivileged gid_map
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{_NOBODY} {self._ids[0]} 1")
             Path("/proc/self/gid_map").write_text(f"{_NOBODY} {self._ids[1]} 1")
@@ -239,6 +242,7 @@ class _Child:
     def _mount(self) -> None:
         """Makes everything read-only but the folder, and shows no other processes."""
         mount, folder = self._libc.mount, self._folder.encode()
+        # shared mounts would carry what follows out of the namespace
         _check(mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "make mounts private")
         _check(mount(folder, folder, None, _MS_BIND, None), "mount the folder")
         if "user" in self._isolation:

@@ -80,11 +80,12 @@ class Spawner:
         self._setup: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Serves the pool until it is gone; then kills every descendant."""
+        """Serves the pool until its process ends or closes the socket; then kills every descendant."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)
+        # Python writes to the wakeup descriptor only for signals that have a handler
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's business; its end is ours
         signal.set_wakeup_fd(wake.fileno())
@@ -105,7 +106,7 @@ class Spawner:
                 os.waitpid(child, 0)
 
     def _serve(self, events: set[str], woken: socket.socket) -> bool:
-        """Handles what happened; False once the pool is gone."""
+        """Handles what happened; returns False once the pool has ended."""
         if "pool" in events:
             return False
         if "control" in events:
@@ -155,6 +156,7 @@ class Spawner:
         try:
             os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            # the spawner died before the signal for that was asked for
             if os.getppid() != spawner_pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -182,6 +184,7 @@ class Spawner:
             if worker is None:
                 continue
             try:
+                # what the dead worker's scorers have left in its group
                 os.killpg(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass

@@ -40,7 +40,7 @@ def _kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
 
 @contextmanager
 def _own_socket_folder() -> Iterator[None]:
-    """Has vLLM make the sockets by which the ranks of an engine meet in a folder that is gone when the block ends.
+    """Has vLLM make the sockets by which the ranks of an engine meet in a folder that is removed when the block ends.
 
     Once they have met the files are of no use, and those of a killed process would stay. vLLM may have kept the folder of an
     earlier engine of this process in its copy of the environment, which is dropped.
@@ -109,13 +109,16 @@ class VllmEngine:
             "distributed_executor_backend": "external_launcher" if tp_size > 1 else "uni",
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
+            # vLLM refuses less: a step holds a token a sequence and, without chunked prefill, a whole prompt
             "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len),
             "enable_prefix_caching": config.enable_prefix_caching,
             "enable_chunked_prefill": True,
             # tempered log-probs, as the trainer computes them; with cut-offs those would be renormalised over what is kept
             "logprobs_mode": "processed_logprobs" if sampling.whole_distribution else "raw_logprobs",
+            # the model folder's own sampling defaults would change the distribution
             "generation_config": "vllm",
             "disable_log_stats": True,
+            # never drawn from: every request brings its own
             "seed": 0,
             **self._hooks.engine_arguments(config),
         }
@@ -196,6 +199,7 @@ class VllmEngine:
         def load(model: torch.nn.Module) -> None:
             self._hooks.before_load(model)
             loaded = cast(_LoadsWeights, model).load_weights(iter(named))  # no base class of vLLM's models says it
+            # a tied head is the embedding, and is not reported as loaded
             tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
             missing = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)} - tied - set(loaded)
             if missing:
@@ -205,6 +209,7 @@ class VllmEngine:
             self._hooks.after_load(model)
 
         self._llm.apply_model(load)
+        # cached prefixes hold keys and values of the old weights
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
         self.weight_version = version
@@ -220,9 +225,9 @@ class VllmEngine:
         self._hooks.release(self._llm)
 
     def restore_weights(self) -> None:
-        """Weight storage exists again; its content is undefined until the next `load_weights`."""
+        """Allocates weight storage again; its content is undefined until the next `load_weights`."""
         self._hooks.restore_weights(self._llm)
 
     def restore_cache(self) -> None:
-        """The KV cache exists again, empty."""
+        """Allocates the KV cache again, empty."""
         self._hooks.restore_cache(self._llm)
