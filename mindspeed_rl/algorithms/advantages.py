@@ -150,6 +150,7 @@ def gae(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
         step = rewards[:, t] + objective.gamma * next_value - values[:, t] + objective.gamma * objective.lam * running
         running = torch.where(here, step, running)
         next_value = torch.where(here, values[:, t], next_value)
+        # where the mask is False a later token's, dropped at the end
         advantages[:, t] = running
     returns = advantages + values
     if objective.advantage_whiten:
@@ -176,7 +177,6 @@ def gdpo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]
         raise ValueError("adv_estimator gdpo needs at least 2 scored responses in the batch")
     total = torch.zeros_like(inputs.rewards, dtype=torch.float64)
     for weight, column in zip(weights, components.double().unbind(dim=1), strict=True):
-        # a failed score may be NaN, and NaN times 0 is NaN
         column = torch.where(valid, column, 0)
         mean, std, _ = _group_statistics(column, valid, inputs.group_size)
         total += weight * (column - mean) / (std + objective.adv_epsilon)

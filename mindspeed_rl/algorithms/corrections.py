@@ -53,6 +53,7 @@ def truncate(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
 
 def mask_outside(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Returns w where C_min <= the bounded number <= C, else 0: [B, R]."""
+    # weights are positive: 0 is no bound from below
     correction, low = objective.correction, objective.rollout_importance_sampling_threshold_min or 0.0
     assert correction is not None
     bounded = _weight(difference, mask, correction.bounded)
@@ -65,6 +66,7 @@ def _weight(difference: Tensor, mask: Tensor, over: Literal["token", "sequence",
     if over == "token":
         return difference.exp()
     total = row_sum(difference, mask) if over == "sequence" else row_mean(difference, mask)
+    # a long sequence's product may be infinite, which the limit and the mask both take in
     return total.exp().expand_as(difference)
 
 

@@ -64,6 +64,7 @@ class RolloutBatch:
         if mask.dim() != 2:
             raise ValueError(f"column response_mask is {list(mask.shape)}, but must be [B, R]")
         for name, column in self.columns.items():
+            # input_ids and reward_components have widths of their own
             expected = mask.shape if name in TOKEN_COLUMNS else mask.shape[:1] if name in ROW_COLUMNS else column.shape
             if column.shape != expected or column.shape[0] != mask.shape[0]:
                 raise ValueError(f"column {name} is {list(column.shape)}, but response_mask is {list(mask.shape)}")

@@ -171,7 +171,7 @@ class TransferDock:
         Raises:
             RuntimeError: somebody still waits for rows of this iteration.
         """
-        # after an abort waiters may be registered still: they raise when the loop reaches them
+        # after an abort waiters stay registered until the loop has reached them
         if self._waiters and self._abort_reason is None:
             raise RuntimeError(f"The dock cannot be cleared while {len(self._waiters)} request(s) wait for its rows.")
         self._abort_reason = None

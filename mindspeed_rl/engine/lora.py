@@ -532,7 +532,7 @@ def _ask_for_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _draw(adapter: Adapter, name: str) -> None:
-    # not `hash`, which Python salts in every process; 7 bytes, because a seed has 64 bits with its sign
+    # not `hash`, which Python salts anew in every process
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
     rank_inputs = adapter.a.size(1)
     inputs = rank_inputs * adapter.group.size() if adapter.cuts_input else rank_inputs

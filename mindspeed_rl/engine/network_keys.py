@@ -34,7 +34,7 @@ def _expected(config: MegatronConfig, network: Network) -> dict[str, Any]:
         "num_layers": network.num_layers + len(parallel.noop_layers(config)),
         "hidden_size": network.hidden_size,
         "num_attention_heads": network.num_attention_heads,
-        # latent attention normalises anyway: the key may say either
+        # with latent attention the key may say either
         "qk_layernorm": network.qk_layernorm or latent and config.qk_layernorm,
         "num_experts": network.num_moe_experts,
         "untie_embeddings_and_output_weights": network.untie_embeddings_and_output_weights,

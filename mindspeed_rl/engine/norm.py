@@ -24,6 +24,6 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
     def forward(self, x: Tensor) -> Tensor:
-        # stored less 1, so that weight decay pulls the factor towards 1
+        # checkpoints of such networks hold the factor less 1
         weight = self.weight + 1.0 if self.zero_centered else self.weight
         return nn.functional.rms_norm(x, weight.shape, weight, self.eps)

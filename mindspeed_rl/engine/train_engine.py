@@ -315,7 +315,7 @@ class TrainEngine:
 
         groups = split()
         if batching.token_budget is not None:
-            # experts and the gradient reduction meet other ranks in every micro-batch
+            # experts of other ranks take part in every micro-batch, so all must run equally many
             count = torch.tensor([len(groups)], device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
             groups = split(int(count))

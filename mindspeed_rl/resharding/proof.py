@@ -23,7 +23,7 @@ from mindspeed_rl.models.weights import WeightOp
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _MASK = (1 << 64) - 1
-# odd, with well mixed bits; signed, because torch's int64, which wraps modulo 2^64, is
+# odd, with well mixed bits; as a signed number, because torch sums in int64, which wraps modulo 2^64
 _C = 0x9E3779B97F4A7C15 - (1 << 64)
 _CHUNK = 1 << 22
 

@@ -89,7 +89,7 @@ class WeightStream:
                 name = item.names[rank] if bucket.group == "expert" else item.names[0]
                 mine[item.offset : item.offset + item.numel].copy_(self._weights[name].value().reshape(-1))
             if size > 1:
-                # a copy, because `mine` is a row of the output and the two may not overlap
+                # a copy, because `mine` is a row of the output, which the gather writes
                 dist.all_gather_into_tensor(gathered.view(-1), mine.clone(), group=group)
         # all stages take part, whichever holds the bucket
         if pp_group.size() > 1:
