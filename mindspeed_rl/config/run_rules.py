@@ -285,7 +285,7 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
 
 
 # Those of the numbers that algorithms read are in the catalogue.
-_RANGES: dict[str, Bounds] = {
+RANGES: dict[str, Bounds] = {
     "rl_config.epochs": Bounds(1),
     "rl_config.reward_failure_limit": Bounds(0, 1),
     "rl_config.reward_timeout_s": Bounds(0, excludes_low=True),
@@ -324,7 +324,7 @@ _RANGES: dict[str, Bounds] = {
 
 
 def _ranges(cfg: RunConfig) -> Iterator[Violation]:
-    for key, bounds in _RANGES.items():
+    for key, bounds in RANGES.items():
         holder: Any = cfg
         *groups, name = key.split(".")
         for group in groups:

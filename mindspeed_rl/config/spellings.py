@@ -1,4 +1,4 @@
-"""Keys by the names that other projects give them: ms-swift's second spellings, and hints for all others."""
+"""Keys by the second names that ms-swift gives them; what else other projects say is in other_projects.py."""
 
 from __future__ import annotations
 
@@ -7,30 +7,6 @@ from typing import Any
 
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.rl import RLConfig
-
-# How other projects spell keys that exist here.
-SYNONYMS = {
-    "advantage_estimator": "adv_estimator",
-    "cliprange": "clip_ratio",
-    "epsilon": "clip_ratio",
-    "epsilon_high": "clip_ratio_high",
-    "gradient_accumulation_steps": "mini_batch_size",
-    "kl_coef": "init_kl_coef",
-    "kl_in_reward": "use_kl_in_reward",
-    "kl_loss_coef": "init_kl_coef",
-    "learning_rate": "lr",
-    "mask_truncated_completions": "overlong_filter",
-    "num_samples_per_prompt": "n_samples_per_prompt",
-    "per_device_train_batch_size": "micro_batch_size",
-    "ppo_epochs": "epochs",
-    "ppo_mini_batch_size": "mini_batch_size",
-    "save_steps": "save_interval",
-    "shuffle_minibatch": "shuffle_mini_batch",
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm_max_model_len": "max_model_len",
-    "vllm_max_num_seqs": "max_num_seqs",
-    "vllm_tensor_parallel_size": "infer_tensor_parallel_size",
-}
 
 
 def apply_second_spellings(
