@@ -180,8 +180,8 @@ RENAMED: dict[str, str] = {
 
 #: name elsewhere -> why there is no key for it, and what says the same
 OTHERWISE: dict[str, str] = {
-    "gradient_accumulation_steps": "it follows from rl_config.mini_batch_size (supervised: megatron_training.global_batch_size), "
-    "megatron_training.micro_batch_size and the devices",
+    "gradient_accumulation_steps": "it follows from rl_config.mini_batch_size (supervised: "
+    "megatron_training.global_batch_size), megatron_training.micro_batch_size and the devices",
     "train_batch_size": "verl's is megatron_training.global_batch_size (prompts of a rollout), OpenRLHF's is "
     "rl_config.mini_batch_size (there samples, here prompts of an optimizer step)",
     "micro_rollout_batch_size": "the engine takes generate_config.max_num_seqs responses at once, a log-probability pass "
@@ -228,7 +228,8 @@ OTHERWISE: dict[str, str] = {
     "truncation_strategy": "prompts are never cut; those of rl_config.max_prompt_length tokens and more are left out",
     "apply_chat_template": "raw prompts get the tokenizer's chat template, or the one that megatron_training.prompt_type names",
     "remote_rm_url": "a generative judge is rl_config.judge_url; a reward function of your own may ask any server",
-    "split_dataset_ratio": "name a held-out set in megatron_training.eval_data_path; supervised stages have megatron_training.split",
+    "split_dataset_ratio": "name a held-out set in megatron_training.eval_data_path; supervised stages have "
+    "megatron_training.split",
     "val_before_train": "a run with megatron_training.eval_data_path always evaluates before the first iteration",
     "max_turns": "tools and turns during the rollout are not available",
     "multi_turn_scheduler": "tools and turns during the rollout are not available",

@@ -122,7 +122,7 @@ def _entries(group: str, schema: type, language: Language, section: str | None =
             yield from _entries(path, inner, language, heading)
 
 
-def _in_order(schema: type) -> list[dataclasses.Field]:
+def _in_order(schema: type) -> list[dataclasses.Field[Any]]:
     """Return the fields of the class itself, then those of its bases from left to right; a dataclass has them the other way."""
     fields = {field.name: field for field in dataclasses.fields(schema)}
     return [fields[name] for item in schema.__mro__ for name in vars(item).get("__annotations__", {}) if name in fields]
@@ -199,7 +199,7 @@ _PHRASES: dict[Language, dict[str, str]] = {
 }
 
 
-def _meaning(path: str, schema: type, field: dataclasses.Field, language: Language) -> str:
+def _meaning(path: str, schema: type, field: dataclasses.Field[Any], language: Language) -> str:
     phrases, facts, name = _PHRASES[language], field.metadata, field.name
     description = _description(schema, field, language)
     bounds = bounds_of(path)
@@ -228,7 +228,7 @@ def _meaning(path: str, schema: type, field: dataclasses.Field, language: Langua
     return phrases["stop"].join(parts).replace("|", "\\|")
 
 
-def _description(schema: type, field: dataclasses.Field, language: Language) -> str:
+def _description(schema: type, field: dataclasses.Field[Any], language: Language) -> str:
     return field.metadata["doc"] if language == "en" else _chinese()["keys"][schema.__name__][field.name]
 
 
@@ -273,8 +273,9 @@ _WORDS: dict[Language, dict[str, str]] = {
         "title": "运行文件的所有键",
         "made": "由 `python -m mindspeed_rl.config.reference` 从 schema 生成；请改 schema 与 keys.zh.json，不要改本页。",
         "other": "[English](../keys.md)",
-        "how": "每个键都有锚点，例如 `keys.md#rl_config.clip_ratio`。`mindspeed-rl explain --keys clip` 打印名称或含义中带 `clip` 的"
-        "所有键；`mindspeed-rl explain --config-name X` 说明一次运行中哪些键没有作用。键中的连字符视同下划线；数可以加引号，也可写成 1e-6。",
+        "how": "每个键都有锚点，例如 `keys.md#rl_config.clip_ratio`。`mindspeed-rl explain --keys clip` 打印名称或"
+        "含义中带 `clip` 的所有键；`mindspeed-rl explain --config-name X` 说明一次运行中哪些键没有作用。"
+        "键中的连字符视同下划线；数可以加引号，也可写成 1e-6。",
         "roles": "`actor_config`、`ref_config`、`reward_config` 与 `critic_config` 的键相同；角色自己的设置优先于 "
         "`megatron_training`，后者又优先于模型块。",
         "top": "顶层",

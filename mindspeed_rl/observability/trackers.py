@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -47,15 +48,21 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`."""
+    """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`.
+
+    Events are plain scalars: tensorboard.summary.Writer makes tensors, which `EventAccumulator.Scalars` does not find.
+    """
 
     def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
-        writer = _load("tensorboard.summary", "use_tensorboard", "tensorboard")
-        self._writer = writer.Writer(str(run_dir / "tensorboard"))
+        files = _load("tensorboard.summary.writer.event_file_writer", "use_tensorboard", "tensorboard")
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self._writer = files.EventFileWriter(str(run_dir / "tensorboard"))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(tag(name), value, iteration)
+        values = [self._summaries.Summary.Value(tag=tag(name), simple_value=value) for name, value in metrics.items()]
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=iteration, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
