@@ -248,7 +248,7 @@ def _end(process: subprocess.Popen, grace_s: float = 20.0) -> None:
 
 
 def _check_port(settings: LaunchSettings) -> None:
-    """Refuses a port of the head that somebody listens on: Ray would join that cluster or end without a reason.
+    """Refuse a port of the head that somebody listens on: Ray would join that cluster or end without a reason.
 
     Raises:
         LaunchError: it is taken; the sentence has one that is free.
@@ -397,6 +397,7 @@ def _run_command(settings: LaunchSettings) -> int:
 def _head(settings: LaunchSettings, folder: Path) -> int:
     import ray
 
+    _check_port(settings)
     code = 1
     with _ray_node(settings, folder) as process:
         names: dict[str, str] = {}

@@ -41,9 +41,9 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
     tracker_files(tmp_path, RLConfig(use_tensorboard=True))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert sorted(events.Tags()["tensors"]) == ["eval/accuracy", "train/actor/pg_loss"]
-    first = events.Tensors("train/actor/pg_loss")[0]
-    assert first.step == 1 and list(first.tensor_proto.float_val) == [0.5]
+    assert sorted(events.Tags()["scalars"]) == ["eval/accuracy", "train/actor/pg_loss"]
+    first = events.Scalars("train/actor/pg_loss")[0]
+    assert first.step == 1 and first.value == 0.5
 
 
 @pytest.mark.parametrize("package", ["wandb", "swanlab"])
