@@ -5,6 +5,10 @@ from __future__ import annotations
 #: name elsewhere -> key here. A dotted name answers groups of verl; without a dot it holds wherever it stands.
 RENAMED: dict[str, str] = {
     # length of a run, saving, logging
+    "num_train_epochs": "megatron_training.train_epochs",
+    "total_epochs": "megatron_training.train_epochs",
+    "num_episodes": "megatron_training.train_epochs",
+    "num_epoch": "megatron_training.train_epochs",
     "max_steps": "megatron_training.train_iters",
     "total_training_steps": "megatron_training.train_iters",
     "num_rollout": "megatron_training.train_iters",
@@ -161,6 +165,8 @@ RENAMED: dict[str, str] = {
     "prompt_key": "megatron_training.map_keys.prompt",
     "input_key": "megatron_training.map_keys.prompt",
     "label_key": "megatron_training.map_keys.response",
+    "system": "megatron_training.system_prompt",
+    "default_system": "megatron_training.system_prompt",
     "chat_template": "megatron_training.prompt_type",
     "template": "megatron_training.prompt_type",
     "tokenizer_path": "megatron_training.tokenizer_name_or_path",
@@ -189,6 +195,7 @@ OTHERWISE: dict[str, str] = {
     "num_steps_per_rollout": "it follows from megatron_training.global_batch_size / rl_config.mini_batch_size",
     "gradient_checkpointing": "say megatron_training.recompute_granularity: full, recompute_method: uniform, "
     "recompute_num_layers: 1",
+    "max_epochs": "OpenRLHF's is rl_config.epochs (passes over a rollout), ms-swift's is megatron_training.train_epochs",
     "use_kl_loss": "the KL is in the loss unless rl_config.use_kl_in_reward; rl_config.init_kl_coef: 0 switches it off",
     "loss_agg_mode": "rl_config.loss_type says it: token-mean is dapo or bnpo, seq-mean-token-mean is grpo, "
     "seq-mean-token-sum-norm is dr_grpo",

@@ -321,6 +321,9 @@ class RLConfig(BatchKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys)
     wandb_project: str = key("", "project", needs=_WANDB)
     wandb_exp_name: str = key("", "run name", needs=_WANDB)
     wandb_save_dir: str = key("", "local folder", needs=_WANDB)
+    wandb_mode: Literal["online", "offline", "disabled"] | None = key(
+        None, "where records go; wandb's own setting when unset (WANDB_MODE, else online)", needs=_WANDB
+    )
     use_swanlab: bool = key(False, "log to SwanLab")
     swanlab_mode: str = key("", "cloud, local or offline", needs=_SWANLAB)
     swanlab_project: str = key("", "project", needs=_SWANLAB)

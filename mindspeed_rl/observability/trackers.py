@@ -78,6 +78,7 @@ class WandbTracker:
             project=rl_config.wandb_project,
             name=rl_config.wandb_exp_name or None,
             dir=rl_config.wandb_save_dir or str(run_dir),
+            mode=rl_config.wandb_mode,
             config=dict(config),
         )
 

@@ -31,6 +31,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
     """
     cfg = run.config
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
+    run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     with reported(run) as report, contextlib.ExitStack() as stack:
         absolute_paths(cfg)
         trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg))

@@ -40,6 +40,11 @@ class SupervisedParts:
             reference_of(config, source)
         self.num_devices, self.log_every = run.plan.world_size, config.log_interval
 
+    @property
+    def run(self) -> Run:
+        """The run, with its length."""
+        return self._run
+
     def describe(self) -> str:
         """What is being started."""
         return f"starting {self.num_devices} workers on {self._run.platform} ..."
