@@ -29,10 +29,10 @@ def test_both_languages_have_the_same_blocks() -> None:
 def test_the_guide_leads_from_nothing_to_a_chat(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "python").symlink_to(sys.executable)
-    command = programs / "mindspeed-rl"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m mindspeed_rl.cli.main "$@"\n')
-    command.chmod(0o755)
+    for name, words in (("python", ""), ("mindspeed-rl", "-m mindspeed_rl.cli.main")):
+        command = programs / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        command.chmod(0o755)
     environment = {**os.environ, "REPO": str(ROOT), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{programs}:{Path(sys.executable).parent}:{environment['PATH']}"
     work = tmp_path / "work"

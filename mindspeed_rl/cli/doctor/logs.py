@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_rl.cli.doctor import messages
@@ -64,7 +64,7 @@ def read_log(path: str | Path) -> list[LogFinding]:
             continue
         if message.key in first:
             seen = first[message.key]
-            first[message.key] = LogFinding(**{**vars(seen), "count": seen.count + 1})
+            first[message.key] = replace(seen, count=seen.count + 1)
             continue
         first[message.key] = LogFinding(
             key=message.key,
@@ -99,7 +99,7 @@ def _exceptions(path: str, lines: list[str]) -> list[LogFinding]:
             if ends_chain or end[1].rpartition(".")[2] in _WANTED:
                 continue
             if line in found:
-                found[line] = LogFinding(**{**vars(found[line]), "count": found[line].count + 1})
+                found[line] = replace(found[line], count=found[line].count + 1)
                 continue
             found[line] = LogFinding(
                 key="exception",
