@@ -10,6 +10,7 @@ import sys
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain import explain, failed, render
 from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.reference import matching
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.rewards.declared import reward_mistakes
 
@@ -27,12 +28,16 @@ def main(argv: list[str]) -> int:
         prog="mindspeed-rl explain",
         description="Print what a run file means: batch sizes, devices, loss formula, keys without effect.",
     )
-    parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--config-name", help="run file, with or without .yaml")
+    asked.add_argument("--keys", metavar="TEXT", help="print the keys with TEXT in their name or meaning, as in docs/keys.md")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.keys is not None:
+        return _print_keys(arguments.keys)
     if arguments.nodes < 1:
         parser.error(f"--nodes is {arguments.nodes}, but must be at least 1")
 
@@ -51,6 +56,17 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # a pager or `head` has seen enough; what Python still holds back goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["valid"] else 2
+
+
+def _print_keys(text: str) -> int:
+    """Print the reference of the keys that match; return 2 when none does."""
+    found = matching(text)
+    for entry in found:
+        default = f", default {entry.default}" if entry.default else ""
+        print(f"{entry.path}  [{entry.kind}{default}]\n    {entry.meaning}".replace("`", "").replace("**", ""))
+    if not found:
+        print(f"error: no key has {text!r} in its name or meaning", file=sys.stderr)
+    return 0 if found else 2
 
 
 if __name__ == "__main__":

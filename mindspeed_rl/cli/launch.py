@@ -248,6 +248,25 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
     process.wait()
 
 
+def _check_port(settings: LaunchSettings) -> None:
+    """Refuse a port of the head that somebody listens on: Ray would join that cluster or end without a reason.
+
+    Raises:
+        LaunchError: it is taken; the sentence has one that is free.
+    """
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        if probe.connect_ex((settings.master, settings.port)) != 0:
+            return
+    with socket.socket() as free:
+        free.bind(("", 0))
+        other = free.getsockname()[1]
+    raise LaunchError(
+        f"port {settings.port} of {settings.master} is taken, perhaps by a Ray cluster that was not stopped (`ray stop`); "
+        f"take another one on every node: --port {other} is free now."
+    )
+
+
 @contextlib.contextmanager
 def _ray_node(settings: LaunchSettings, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """This node's part of the cluster, as a child process that ends with the block."""
@@ -379,6 +398,7 @@ def _run_command(settings: LaunchSettings) -> int:
 def _head(settings: LaunchSettings, folder: Path) -> int:
     import ray
 
+    _check_port(settings)
     code = 1
     with _ray_node(settings, folder) as process:
         names: dict[str, str] = {}

@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
 def _say_how_to_go_on(run: Run | None, begun: float) -> None:
     """The last line of a run that ended before its time; none for one that never began."""
     if run is not None:
+        # as in main: it brings torch
         from mindspeed_rl.trainers.beginning import how_to_go_on
 
         print(how_to_go_on(run, begun), file=sys.stderr)

@@ -63,7 +63,7 @@ def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field[Any]
     facts = field.metadata
     name = field.name
     if path in ("rl_config", "generate_config", "generate_config.sampling_config") and cfg.is_supervised:
-        if path != "rl_config" or not name.startswith(_SUPERVISED_RL_KEYS):
+        if path != "rl_config" or not name.startswith(SUPERVISED_RL_KEYS):
             return f"stage {cfg.stage} has no rollout"
     if facts["no_effect"]:
         return facts["no_effect"]
@@ -90,11 +90,12 @@ def _written(value: Any) -> str:
 
 
 # Beginnings of the keys of rl_config that supervised stages read too.
-_SUPERVISED_RL_KEYS = (
+SUPERVISED_RL_KEYS = (
     "use_tensorboard",
     "use_wandb",
     "wandb_",
     "use_swanlab",
+    "report_to",
     "swanlab_",
     "use_remove_padding",
     "use_dynamic_bsz",
@@ -108,7 +109,7 @@ _SUPERVISED_RL_KEYS = (
     "num_cpus_for_placement_group",
 )
 
-_STAGE_KEYS = {
+STAGE_KEYS = {
     **dict.fromkeys(("dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "ref_model", "refer_model_iter"), ("dpo",)),
     **dict.fromkeys(("simpo_beta", "gamma_beta_ratio", "simpo_loss_type", "simpo_label_smoothing"), ("simpo",)),
     **dict.fromkeys(("placeholder_token", "reward_tokens"), ("prm",)),
@@ -119,7 +120,7 @@ _STAGE_KEYS = {
     **dict.fromkeys(("eval_iters", "skip_train", "log_interval"), ("pretrain", "sft", "dpo", "simpo", "orm", "prm")),
 }
 
-_MOE_KEYS = frozenset(
+MOE_KEYS = frozenset(
     field.name
     for field in dataclasses.fields(MegatronConfig)
     if field.name.startswith(("moe_", "expert_", "n_shared", "norm_topk", "first_k_dense", "seq_aux"))
@@ -129,11 +130,11 @@ _MOE_KEYS = frozenset(
 def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str) -> str:
     # The shared group is read through the actor, which may complete it.
     role = cfg.actor_config if path == "megatron_training" else role
-    stages = _STAGE_KEYS.get(name)
+    stages = STAGE_KEYS.get(name)
     if stages and cfg.stage not in stages:
         return f"stage is {cfg.stage}; the key belongs to {', '.join(stages)}"
     conditions = (
-        (name in _MOE_KEYS and role.num_experts is None, "the model has no experts"),
+        (name in MOE_KEYS and role.num_experts is None, "the model has no experts"),
         (name == "sequence_parallel" and role.tensor_model_parallel_size == 1, "tensor_model_parallel_size is 1"),
         (name == "context_parallel_algo" and role.context_parallel_size == 1, "context_parallel_size is 1"),
         (

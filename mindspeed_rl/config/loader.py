@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.derived import derive
-from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
+from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
-from mindspeed_rl.config.generate import ENGINE_SAMPLING, GenerateConfig
+from mindspeed_rl.config.generate import ENGINE_SAMPLING, GenerateConfig, SamplingConfig
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.model_facts import read_model_facts
 from mindspeed_rl.config.objective import unusable_plugins
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.config.schema import build, normalized
-from mindspeed_rl.config.spellings import SYNONYMS, apply_second_spellings
+from mindspeed_rl.config.schema import build, field_types, normalized
+from mindspeed_rl.config.spellings import apply_second_spellings
 
 ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "vit_config")
 TOP_LEVEL = ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "profiler_config", "msprobe_config")
@@ -53,7 +55,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     groups: dict[str, dict[str, Any]] = {}
     for name, value in tree.items():
         if name not in known:
-            errors.append(unknown_key(name, value, known))
+            errors.append(unknown_key(name, value, known, _homes()))
         elif name in TOP_LEVEL:
             if isinstance(value, Mapping):
                 groups[name] = normalized(value)
@@ -62,7 +64,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     set_keys: dict[str, frozenset[str]] = {}
 
     def group(name: str, schema: type) -> Any:
-        built, set_keys[name] = build(schema, groups[name], name, errors, SYNONYMS)
+        built, set_keys[name] = build(schema, groups[name], name, errors, _homes())
         return built
 
     if "megatron_training" not in groups:
@@ -124,6 +126,22 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     return cfg
 
 
+@cache
+def _homes() -> dict[str, str]:
+    """Return the dotted name of every key by its last name; one that several groups have is left out."""
+    groups = {
+        "megatron_training": MegatronConfig,
+        "rl_config": RLConfig,
+        "generate_config": GenerateConfig,
+        "generate_config.sampling_config": SamplingConfig,
+        "profiler_config.integrated": ProfilerConfig,
+        "msprobe_config": MsprobeConfig,
+    }
+    found = [(name, f"{group}.{name}") for group, schema in groups.items() for name in field_types(schema)]
+    counts = Counter(name for name, _ in found)
+    return {name: path for name, path in found if counts[name] == 1}
+
+
 def _model_blocks(value: Any, errors: list[str]) -> dict[str, dict[str, Any]]:
     """Return the model blocks by name, each checked against the schema."""
     if value is None:
@@ -134,7 +152,7 @@ def _model_blocks(value: Any, errors: list[str]) -> dict[str, dict[str, Any]]:
     blocks: dict[str, dict[str, Any]] = {}
     for name, block in value.items():
         if isinstance(block, Mapping):
-            build(MegatronConfig, block, f"model.{name}", errors, SYNONYMS)
+            build(MegatronConfig, block, f"model.{name}", errors, _homes())
             blocks[str(name)] = normalized(block)
         else:
             errors.append(f"model.{name} is {block!r}, but must be a group of keys")

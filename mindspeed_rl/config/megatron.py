@@ -36,7 +36,9 @@ class DataKeys:
     """Data, tokenizer and sample layout."""
 
     data_path: str | list[str | float] | None = key(
-        None, "prefix of the indexed dataset; a list alternates weights and prefixes"
+        None,
+        "prefix of the indexed dataset; a list alternates weights and prefixes. Prompts may also be a raw file, a folder or "
+        "hf://owner/name, each with [start:stop] or #count behind it",
     )
     eval_data_path: str | None = key(None, "prefix of the held-out dataset; no evaluation when unset")
     eval_num_prompts: int | None = key(None, "held-out prompts of one evaluation; all when unset")
@@ -70,6 +72,7 @@ class DataKeys:
     map_keys: PromptColumns | None = key(None, "raw prompts: columns by preprocessing's names, {prompt: question, query: ''}")
     handler_name: str | None = key(None, "raw prompts: the handler that reads them; found by their columns when unset")
     enable_thinking: bool | None = key(None, "raw prompts: whether the chat template opens a thought; its default when unset")
+    system_prompt: str | None = key(None, "raw prompts: system prompt of every row that brings none")
     on_bad_row: Literal["error", "skip"] = key("error", "raw prompts: what a malformed row does")
     is_instruction_dataset: bool = key(False, "rows are prompt and answer", no_effect="the stage decides the row layout")
     is_pairwise_dataset: bool = key(False, "rows are chosen and rejected", no_effect="the stage decides the row layout")
@@ -276,6 +279,9 @@ class MegatronConfig(
     )
     micro_batch_size: int | None = key(None, "samples of one forward pass of a data-parallel rank; 1 when unset")
     train_iters: int | None = key(None, "iterations of the run: rollouts in reinforcement learning, optimizer steps elsewhere")
+    train_epochs: float | None = key(
+        None, "passes over the prompts, in place of train_iters; reinforcement learning, one rollout an iteration"
+    )
     seq_length: int | None = key(None, "longest training sequence of supervised stages; at most max_model_len")
 
     seed: int = key(1234, "seed of the run")

@@ -67,9 +67,10 @@ def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
     plan = build_batch_plan(cfg, num_nodes)
     if missing := unavailable(cfg):
         raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
-    if not plan.train_iters:
+    if not plan.train_iters and cfg.actor_config.train_epochs is None:
+        epochs = "" if cfg.is_supervised else ", or set train_epochs"
         group, unit = ("megatron_training", "optimizer steps") if cfg.is_supervised else ("actor_config", "iterations")
-        raise ValueError(f"{group}.train_iters: not set; say how many {unit} the run has.")
+        raise ValueError(f"{group}.train_iters: not set; say how many {unit} the run has{epochs}.")
     return Run(
         config=cfg,
         plan=plan,

@@ -324,7 +324,11 @@ class RLConfig(BatchKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys)
     wandb_project: str = key("", "project", needs=_WANDB)
     wandb_exp_name: str = key("", "run name", needs=_WANDB)
     wandb_save_dir: str = key("", "local folder", needs=_WANDB)
+    wandb_mode: Literal["online", "offline", "disabled"] | None = key(
+        None, "where records go; wandb's own setting when unset (WANDB_MODE, else online)", needs=_WANDB
+    )
     use_swanlab: bool = key(False, "log to SwanLab")
+    report_to: list[str] = key([], "trackers by name, as the use_ keys switch them on, or module:Class of your own")
     swanlab_mode: str = key("", "cloud, local or offline", needs=_SWANLAB)
     swanlab_project: str = key("", "project", needs=_SWANLAB)
     swanlab_exp_name: str = key("", "run name", needs=_SWANLAB)

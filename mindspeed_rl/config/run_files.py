@@ -24,7 +24,10 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
     if config_dir is None and os.sep in config_name:
         config_dir, config_name = os.path.split(config_name)
     name = config_name.removesuffix(".yaml")
-    folders = [Path(config_dir)] if config_dir is not None else [project_configs(), Path.cwd() / "configs"]
+    # a file of the user's wins over a shipped one only where its ending says that a file is meant
+    here = [Path.cwd()] if config_name.endswith(".yaml") else []
+    everywhere = [*here, project_configs(), Path.cwd() / "configs", Path.cwd()]
+    folders = [Path(config_dir)] if config_dir is not None else everywhere
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return folder.resolve(), name

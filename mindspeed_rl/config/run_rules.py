@@ -296,8 +296,29 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _length(cfg: RunConfig) -> Iterator[Violation]:
+    epochs, iters = cfg.actor_config.train_epochs, cfg.actor_config.train_iters
+    if epochs is None:
+        return
+    if iters is not None:
+        yield broken(
+            "one_length",
+            {"actor_config.train_epochs": epochs, "actor_config.train_iters": iters},
+            f"actor_config.train_epochs ({epochs:g}) and actor_config.train_iters ({iters}) say the length of the run twice",
+            {"actor_config.train_epochs": None},
+            {"actor_config.train_iters": None},
+        )
+    if cfg.is_supervised:
+        yield broken(
+            "epochs_of_prompts",
+            {"megatron_training.train_epochs": epochs, "megatron_training.stage": cfg.stage},
+            f"megatron_training.train_epochs ({epochs:g}) counts passes over prompts; stage {cfg.stage} takes train_iters",
+            {"megatron_training.train_epochs": None},
+        )
+
+
 # Those of the numbers that algorithms read are in the catalogue.
-_RANGES: dict[str, Bounds] = {
+RANGES: dict[str, Bounds] = {
     "rl_config.epochs": Bounds(1),
     "rl_config.reward_failure_limit": Bounds(0, 1),
     "rl_config.unscored_iterations_limit": Bounds(0),
@@ -326,6 +347,7 @@ _RANGES: dict[str, Bounds] = {
     "actor_config.min_lr": Bounds(0),
     "actor_config.clip_grad": Bounds(0),
     "actor_config.train_iters": Bounds(0),
+    "actor_config.train_epochs": Bounds(0, excludes_low=True, usual=1),
     "actor_config.eval_interval": Bounds(1),
     "actor_config.lr_warmup_fraction": Bounds(0, 1),
     "actor_config.loss_chunk_size": Bounds(1),
@@ -337,7 +359,7 @@ _RANGES: dict[str, Bounds] = {
 
 
 def _ranges(cfg: RunConfig) -> Iterator[Violation]:
-    for key, bounds in _RANGES.items():
+    for key, bounds in RANGES.items():
         holder: Any = cfg
         *groups, name = key.split(".")
         for group in groups:
@@ -347,4 +369,4 @@ def _ranges(cfg: RunConfig) -> Iterator[Violation]:
             yield out_of_range(key, value, bounds)
 
 
-RUN_RULES = (_stage, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)
+RUN_RULES = (_stage, _length, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)

@@ -66,7 +66,7 @@ def normalized(mapping: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def build(
-    group: type, values: Mapping[str, Any], path: str, errors: list[str], synonyms: dict[str, str] | None = None
+    group: type, values: Mapping[str, Any], path: str, errors: list[str], homes: Mapping[str, str] | None = None
 ) -> tuple[Any, frozenset[str]]:
     """Return the dataclass for `values` and the names of the keys that were set; `errors` gets a sentence for each mistake.
 
@@ -75,7 +75,7 @@ def build(
         values: keys as in the YAML file; hyphens count as underscores.
         path: the dotted name of the group, for the sentences.
         errors: receives one sentence for each unknown key and each value of a wrong type.
-        synonyms: spellings of other projects, to name the right key in the sentence.
+        homes: the dotted name of every key by its last name, for a key in the wrong group.
     """
     types_by_name = field_types(group)
     fields = {field.name: field for field in dataclasses.fields(group)}
@@ -83,7 +83,7 @@ def build(
     for name, value in normalized(values).items():
         where = f"{path}.{name}" if path else name
         if name not in fields:
-            errors.append(unknown_key(where, value, fields, synonyms))
+            errors.append(unknown_key(where, value, fields, homes))
             continue
         wrong: list[str] = []
         result = _read(value, types_by_name[name], where, wrong)

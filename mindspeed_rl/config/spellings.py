@@ -1,4 +1,4 @@
-"""Keys by the names that other projects give them: ms-swift's second spellings, and hints for all others."""
+"""Keys by the second names that ms-swift gives them; what else other projects say is in other_projects.py."""
 
 from __future__ import annotations
 
@@ -8,30 +8,6 @@ from typing import Any
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.rl import RLConfig
 
-# How other projects spell keys that exist here.
-SYNONYMS = {
-    "advantage_estimator": "adv_estimator",
-    "cliprange": "clip_ratio",
-    "epsilon": "clip_ratio",
-    "epsilon_high": "clip_ratio_high",
-    "gradient_accumulation_steps": "mini_batch_size",
-    "kl_coef": "init_kl_coef",
-    "kl_in_reward": "use_kl_in_reward",
-    "kl_loss_coef": "init_kl_coef",
-    "learning_rate": "lr",
-    "mask_truncated_completions": "overlong_filter",
-    "num_samples_per_prompt": "n_samples_per_prompt",
-    "per_device_train_batch_size": "micro_batch_size",
-    "ppo_epochs": "epochs",
-    "ppo_mini_batch_size": "mini_batch_size",
-    "save_steps": "save_interval",
-    "shuffle_minibatch": "shuffle_mini_batch",
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm_max_model_len": "max_model_len",
-    "vllm_max_num_seqs": "max_num_seqs",
-    "vllm_tensor_parallel_size": "infer_tensor_parallel_size",
-}
-
 
 def apply_second_spellings(
     rl: RLConfig, generate: GenerateConfig | None, set_keys: Mapping[str, frozenset[str]]
@@ -39,8 +15,8 @@ def apply_second_spellings(
     """Write what ms-swift's spellings say into the keys the rest of the system reads; return what the run file said.
 
     `num_generations` is n_samples_per_prompt, `num_iterations` is epochs, `reward_funcs` and `reward_weights` are the
-    verifiers, `max_completion_length` is max_tokens, and `beta` beside num_generations is init_kl_coef. `validate` reports
-    spellings that contradict each other.
+    verifiers, `max_completion_length` is max_tokens, and `beta` beside num_generations is init_kl_coef; a tracker in
+    `report_to` is its use_ key. `validate` reports spellings that contradict each other.
     """
     said = {f"rl_config.{name}": getattr(rl, name) for name in set_keys["rl_config"] if getattr(rl, name) is not None}
     if generate is not None and "max_tokens" in set_keys["sampling_config"]:
@@ -54,6 +30,9 @@ def apply_second_spellings(
     if rl.reward_funcs is not None:
         rl.verifier_function = list(rl.reward_funcs)
         rl.verifier_weight = list(rl.reward_weights) if rl.reward_weights is not None else [1.0] * len(rl.reward_funcs)
+    for name in rl.report_to:
+        if hasattr(rl, f"use_{name}"):
+            setattr(rl, f"use_{name}", True)
     if rl.max_completion_length is not None and generate is not None:
         generate.sampling_config.max_tokens = rl.max_completion_length
     return said

@@ -122,7 +122,8 @@ def _broken_batch_rules(cfg: RunConfig, num_nodes: int) -> set[str]:
 def missing_for_training(cfg: RunConfig) -> list[str]:
     """Return a sentence for each key that a training run needs and the run file leaves unset."""
     actor = cfg.actor_config
-    needed = {"train_iters": actor.train_iters, "lr": actor.lr, "data_path": actor.data_path}
+    length = actor.train_iters if actor.train_epochs is None else actor.train_epochs
+    needed = {"train_iters": length, "lr": actor.lr, "data_path": actor.data_path}
     needed |= {"tokenizer_name_or_path": actor.tokenizer_name_or_path}
     return [f"{name} is not set in megatron_training or actor_config" for name, value in needed.items() if value is None]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_rl.catalogue.records import Bounds
+from mindspeed_rl.config.errors import reference
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def out_of_range(key: str, value: float, bounds: Bounds) -> Violation:
     below = bounds.low is not None and value <= bounds.low
     nearest = bounds.high if not below else bounds.usual if bounds.excludes_low else bounds.low
     mended = () if nearest is None else ({key: nearest},)
-    return broken(bounds.rule, {key: value}, f"{key} ({value:g}) must be {bounds}", *mended)
+    return broken(bounds.rule, {key: value}, f"{key} ({value:g}) must be {bounds} (see {reference(key)})", *mended)
 
 
 def written(value: Any) -> str:

@@ -37,6 +37,10 @@ ON_BAD_ROW = ("error", "skip")
 THINKING: tuple[Thinking, ...] = get_args(Thinking)
 
 
+#: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
+_NOT_SAID = ("tokenizer", "template", "system_prompt")
+
+
 @dataclass(frozen=True)
 class PreprocessConfig:
     """Settings of a run, under the names of the flags and of the YAML keys."""
@@ -134,7 +138,7 @@ def build_handler(config: PreprocessConfig) -> Handler:
         if template.eos_token is not None:
             set_eos_token(tokenizer, template.eos_token)
         _check_reasoning(config, template)
-    settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in ("tokenizer", "template")}
+    settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in _NOT_SAID}
     return kind(HandlerSettings(tokenizer=tokenizer, template=template, **settings))
 
 

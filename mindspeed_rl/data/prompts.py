@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,16 @@ from mindspeed_rl.data.conversation import BadRow, DroppedRow
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
-from mindspeed_rl.data.sources import open_source, read_chunk
+from mindspeed_rl.data.sources import Source, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED
 from mindspeed_rl.data.templates import Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
+_HUB = "hf://"
 
 # How raw rows with a text column `prompt` and no `instruction` are read when nothing else is said.
 PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
@@ -41,6 +45,7 @@ class PromptSettings:
     map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not asked for.
+    system_prompt stands before every prompt whose row brings none.
     """
 
     prompt_type: str | None = None
@@ -49,6 +54,7 @@ class PromptSettings:
     handler_name: str | None = None
     enable_thinking: Thinking = "none"
     on_bad_row: str = "error"
+    system_prompt: str | None = None
 
 
 class PromptDataset:
@@ -59,11 +65,19 @@ class PromptDataset:
     """
 
     def __init__(
-        self, rows: _IndexedPrompts | _RawPrompts, lengths: np.ndarray, *, max_prompt_length: int, dropped: Mapping[str, int]
+        self,
+        rows: _IndexedPrompts | _RawPrompts,
+        lengths: np.ndarray,
+        *,
+        max_prompt_length: int,
+        dropped: Mapping[str, int],
+        first: int = 0,
     ) -> None:
+        """`first` is the row that `lengths` begins with."""
         self._rows = rows
         self._kept = np.flatnonzero(lengths < max_prompt_length)
         self.lengths = lengths[self._kept]
+        self._first = first
         self.dropped = dict(dropped)
         self.num_too_long = len(lengths) - len(self._kept)
         self.num_read = len(lengths) + sum(dropped.values())
@@ -77,7 +91,7 @@ class PromptDataset:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> PromptItem:
-        return self._rows[int(self._kept[index])]
+        return self._rows[int(self._kept[index]) + self._first]
 
     def describe(self) -> str:
         """One line for the log: how many prompts there are and why others are not."""
@@ -140,9 +154,11 @@ def open_prompts(
     dataset_additional_keys: Sequence[str] | None = (LABELS,),
     settings: PromptSettings | None = None,
 ) -> PromptDataset:
-    """Open the prompts at `data_path`: an indexed dataset's prefix, or a raw file or folder.
+    """Open the prompts at `data_path`: an indexed dataset's prefix, a raw file or folder, or a dataset of the hub.
 
     Args:
+        data_path: a folder may be one of `save_to_disk`; a dataset of the hub is written hf://owner/name. With [start:stop] or
+            #count behind it only these rows are read; rows count from 0, and before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
             (raw data: where the first row has the column).
@@ -152,21 +168,47 @@ def open_prompts(
         ValueError: nothing usable is there, a column is missing, or a row is malformed while on_bad_row is "error".
     """
     settings = settings or PromptSettings()
+    data_path, start, stop = sliced(str(data_path))
     if packed_columns(data_path):
-        indexed = _IndexedPrompts(str(data_path), tokenizer, dataset_additional_keys)
-        return PromptDataset(indexed, indexed.rows.lengths("input_ids"), max_prompt_length=max_prompt_length, dropped={})
-    if not Path(data_path).expanduser().exists():
+        indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys)
+        lengths = indexed.rows.lengths("input_ids")[start:stop]
+        return PromptDataset(indexed, lengths, max_prompt_length=max_prompt_length, dropped={}, first=start)
+    if not data_path.startswith(_HUB) and not Path(data_path).expanduser().exists():
         raise ValueError(
-            f"data_path={str(data_path)!r} is neither a raw file or folder, nor a prefix of files named"
-            f" {data_path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, or raw data"
+            f"data_path={data_path!r} is neither a raw file or folder, nor a prefix of files named"
+            f" {data_path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, or hf://owner/name"
         )
-    return _load_raw(str(data_path), tokenizer, max_prompt_length, dataset_additional_keys, settings)
+    source = replace(open_source(data_path.removeprefix(_HUB)), max_rows=stop)
+    return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
+
+
+def sliced(data_path: str) -> tuple[str, int, int | None]:
+    """Return path, first row and the row behind the last (None: to the end) of "path[start:stop]" or "path#count".
+
+    A path that exists as it is written means itself.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    match = _SLICE.fullmatch(data_path)
+    if match is None or Path(data_path).expanduser().exists():
+        return data_path, 0, None
+    path, first, last, count = match.groups()
+    start, end = int(first or 0), count or last
+    stop = int(end) if end else None
+    if stop is not None and stop <= start:
+        raise ValueError(f"data_path={data_path!r} asks for the rows from {start} to before {stop}: there is none")
+    return path, start, stop
 
 
 def _load_raw(
-    path: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, keys: Sequence[str] | None, settings: PromptSettings
+    source: Source,
+    start: int,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int,
+    keys: Sequence[str] | None,
+    settings: PromptSettings,
 ) -> PromptDataset:
-    source = open_source(path)
     template = load_template(settings.prompt_type or "empty", tokenizer, path=settings.prompt_type_path)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
@@ -175,8 +217,12 @@ def _load_raw(
     rows = _RawPrompts()
     dropped: dict[str, int] = {}
     handler: PromptHandler | None = None
+    to_skip = start
     for chunk in source.chunks():
         numbered = read_chunk(chunk)
+        to_skip, numbered = max(0, to_skip - len(numbered)), numbered[to_skip:]
+        if not numbered:
+            continue
         if handler is None:
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
             if settings.map_keys is None and isinstance(first.get("prompt"), str) and "instruction" not in first:
@@ -191,6 +237,7 @@ def _load_raw(
                     map_keys=settings.map_keys,
                     dataset_additional_keys=keys,
                     enable_thinking=settings.enable_thinking,
+                    system_prompt=settings.system_prompt,
                 )
             )
             if not isinstance(reader, PromptHandler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any, Protocol
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 
-#: key of rl_config that asks for a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
+#: name of a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
 TRACKERS = {
-    "use_tensorboard": "mindspeed_rl.observability.trackers:TensorBoardTracker",
-    "use_wandb": "mindspeed_rl.observability.trackers:WandbTracker",
-    "use_swanlab": "mindspeed_rl.observability.trackers:SwanlabTracker",
+    "tensorboard": "mindspeed_rl.observability.trackers:TensorBoardTracker",
+    "wandb": "mindspeed_rl.observability.trackers:WandbTracker",
+    "swanlab": "mindspeed_rl.observability.trackers:SwanlabTracker",
 }
 
 
@@ -48,15 +49,21 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`."""
+    """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`.
+
+    Events are plain scalars: tensorboard.summary.Writer makes tensors, which `EventAccumulator.Scalars` does not find.
+    """
 
     def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
-        writer = _load("tensorboard.summary", "use_tensorboard", "tensorboard")
-        self._writer = writer.Writer(str(run_dir / "tensorboard"))
+        files = _load("tensorboard.summary.writer.event_file_writer", "use_tensorboard", "tensorboard")
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self._writer = files.EventFileWriter(str(run_dir / "tensorboard"))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(tag(name), value, iteration)
+        values = [self._summaries.Summary.Value(tag=tag(name), simple_value=value) for name, value in metrics.items()]
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=iteration, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
@@ -72,6 +79,7 @@ class WandbTracker:
             project=rl_config.wandb_project,
             name=rl_config.wandb_exp_name or None,
             dir=rl_config.wandb_save_dir or str(run_dir),
+            mode=rl_config.wandb_mode,
             config=dict(config),
         )
 
@@ -123,19 +131,21 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any])
     `use_wandb` switches `use_tensorboard` off.
 
     Args:
-        rl_config: the keys in TRACKERS, and those that a tracker reads itself.
+        rl_config: `report_to`, the use_ keys, and those that a tracker reads itself.
         run_dir: where files go unless a *_save_dir is set.
         config: the run's configuration as plain values, shown beside the curves.
 
     Raises:
-        ValueError: a tracker is asked for whose package is not installed.
+        ValueError: a tracker is unknown, or its package is not installed.
     """
-    wanted = [key for key in TRACKERS if getattr(rl_config, key)]
-    if rl_config.use_wandb and "use_tensorboard" in wanted:
-        wanted.remove("use_tensorboard")
+    switched_on = {"tensorboard": rl_config.use_tensorboard, "wandb": rl_config.use_wandb, "swanlab": rl_config.use_swanlab}
+    wanted = dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *rl_config.report_to])
+    if rl_config.use_wandb:
+        wanted.pop("tensorboard", None)
     trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
-    for key in wanted:
-        trackers.append(registry.load(TRACKERS[key], f"rl_config.{key}")(rl_config, run_dir, config))
+    for name in wanted:
+        target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
+        trackers.append(registry.load(target, f"rl_config.report_to {name}")(rl_config, run_dir, config))
     return Trackers(trackers)
 
 

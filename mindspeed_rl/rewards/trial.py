@@ -53,6 +53,7 @@ def loading_mistakes(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float =
 
 
 def _tried(plugins: list[str], functions: list[str]) -> list[str]:
+    # in the short process only: the driver's half of this module need not bring what scores
     from mindspeed_rl.rewards.scorer import import_scorer
     from mindspeed_rl.rewards.worker import describe, load_plugin
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,25 +80,32 @@ class RLParts:
         Raises:
             ValueError: a key or file is wrong.
         """
-        self._run = run
         cfg, actor = run.config, run.config.actor_config
         _check_rewards(run)
         source = find_model(actor, "actor_config")
-        self._beginning = find_beginning(run, source)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts = open_run_prompts(run, actor.data_path, tokenizer, "data_path")
         held_out = open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
+        self._run = run = with_length(run, len(prompts))
+        self._beginning = find_beginning(run, source)
         _check_models(run, self._inputs, self._beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = run.plan.world_size + self._apart
 
+    @property
+    def run(self) -> Run:
+        """The run, with its length."""
+        return self._run
+
     def describe(self) -> str:
         """What is read, and what is being started."""
         beside = f" and {self._apart} for the reward model" if self._apart else ""
+        epochs = self._run.config.actor_config.train_epochs
+        length = f"\n{self._run.plan.train_iters} iterations are {epochs:g} passes over them" if epochs else ""
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
-        return f"{self._inputs.prompts.describe()}\n{self._beginning}\n{starting}"
+        return f"{self._inputs.prompts.describe()}{length}\n{self._beginning}\n{starting}"
 
     def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
@@ -127,6 +135,22 @@ class RLParts:
     def trainer(self) -> RLTrainer:
         """The loop, on workers that were started, with the logger that was made."""
         return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
+
+
+def with_length(run: Run, num_prompts: int) -> Run:
+    """The run with the iterations that its train_epochs mean for so many prompts; itself where it has train_iters."""
+    epochs = run.config.actor_config.train_epochs
+    if epochs is None:
+        return run
+    iters = math.ceil(epochs * num_prompts / run.plan.num_prompts)
+    roles = {
+        name: dataclasses.replace(role, train_iters=iters)
+        for name in ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
+        if (role := getattr(run.config, name)) is not None
+    }
+    return dataclasses.replace(
+        run, config=dataclasses.replace(run.config, **roles), plan=dataclasses.replace(run.plan, train_iters=iters)
+    )
 
 
 def _check_rewards(run: Run) -> None:
@@ -189,6 +213,7 @@ def _raw_prompts(actor: MegatronConfig) -> PromptSettings:
         handler_name=actor.handler_name,
         enable_thinking="none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false",
         on_bad_row=actor.on_bad_row,
+        system_prompt=actor.system_prompt,
     )
 
 

@@ -33,6 +33,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
     cfg = run.config
     assert run.plan.train_iters is not None  # `resolve` lets no other run through
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
+    run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     with reported(run) as report, contextlib.ExitStack() as stack:
         absolute_paths(cfg)
         trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg))
@@ -42,6 +43,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         stack.enter_context(cluster(parts.num_devices, run.platform))
         resumed = parts.start(stack)
         start = resumed.get("iteration", 0)
+        assert run.plan.train_iters is not None  # resolve refuses a run without a length
         title = Path(cfg.config_name).stem
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
         logger = report.logger = parts.logger(trackers, progress)

@@ -51,6 +51,11 @@ class SupervisedParts:
             print(fresh_head_notice("reward model", source), flush=True)
         self.num_devices, self.log_every = run.plan.world_size, config.log_interval
 
+    @property
+    def run(self) -> Run:
+        """The run, with its length."""
+        return self._run
+
     def describe(self) -> str:
         """What is being started."""
         return f"{self._beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl import platform
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.records import LossInputs, LossOutput, PolicyBatch
 from mindspeed_rl.algorithms.value_losses import value_loss
@@ -98,6 +99,7 @@ class ActorWorker(DeviceWorker):
         """All rows have a response."""
         with self.profiler("actor_generate"), self.timers("rollout"):
             metrics = self.rollout.generate(draw)
+        metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
 
     def finish_rollout(self) -> WorkerReport:
@@ -193,6 +195,9 @@ class ActorWorker(DeviceWorker):
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
                 _add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
             actor.poll_save()
+        memory = platform.current().memory_stats()
+        metrics.add_max("memory/update_gib", memory.allocated_gib)
+        metrics.add_max("memory/peak_gib", memory.peak_gib)
         return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:

@@ -99,7 +99,7 @@ def as_text(report: Report) -> str:
             f"CPU runs work without any of this; {missing} things marked '-' are what an NPU machine needs in addition.",
         ]
     for number, failure in enumerate(report.failures):
-        title = "Earliest known failure" if number == 0 else "Also found"
+        title = "Earliest failure" if number == 0 else "Also found"
         lines += [
             "",
             f"{title}: {failure.key} ({failure.file}:{failure.line_number}, {failure.count} line(s))",
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--line", choices=("auto", *(line.name for line in matrix.LINES)), default="auto", help="NPU version line"
     )
-    parser.add_argument("--log", nargs="+", metavar="FILE", help="only look for known failures in these files")
+    parser.add_argument("--log", nargs="+", metavar="FILE", help="only look for failures in these files")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (faster)")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Reads log files of one or many ranks and finds the known failures in them, earliest first."""
+"""Reads log files of one or many ranks and finds the failures in them, earliest first."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from pathlib import Path
 
 from mindspeed_rl.cli.doctor import messages
 
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.+)$')
+_EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
+#: ends of a program that are nobody's failure
+_WANTED = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
+
 _TIME = re.compile(r"(\d{4}-\d{2}-\d{2})[-T ](\d{2}:\d{2}:\d{2})(?:[.,](\d{3}))?")
 
 
 @dataclass(frozen=True)
 class LogFinding:
-    """A known failure in a log.
+    """A known failure in a log, or an exception that a program ended with.
 
     Attributes:
         key, cause, cure: of the message.
@@ -36,7 +43,7 @@ class LogFinding:
 
 
 def read_log(path: str | Path) -> list[LogFinding]:
-    """The known failures of one file, in order of appearance.
+    """The known failures of one file in order of appearance, and behind them the exceptions that its tracebacks end with.
 
     Raises:
         ValueError: the file cannot be read.
@@ -46,8 +53,9 @@ def read_log(path: str | Path) -> list[LogFinding]:
     except OSError as error:
         raise ValueError(f"--log: {path} cannot be read ({error.strerror}).") from error
     first: dict[str, LogFinding] = {}
+    lines = text.splitlines()
     time = ""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         stamp = _TIME.search(line)
         if stamp:
             time = f"{stamp[1]} {stamp[2]}.{stamp[3] or '000'}"
@@ -69,7 +77,42 @@ def read_log(path: str | Path) -> list[LogFinding]:
             count=1,
             error_code=messages.explain_error_code(line),
         )
-    return list(first.values())
+    known = {finding.line for finding in first.values()}
+    return [*first.values(), *(found for found in _exceptions(str(path), lines) if found.line not in known)]
+
+
+def _exceptions(path: str, lines: list[str]) -> list[LogFinding]:
+    """The exceptions that tracebacks end with, each once; of a chain the first, which is what went wrong."""
+    found: dict[str, LogFinding] = {}
+    time, frame, is_open, is_chained = "", "", False, False
+    for number, line in enumerate(lines, 1):
+        if stamp := _TIME.search(line):
+            time = f"{stamp[1]} {stamp[2]}.{stamp[3] or '000'}"
+        if _TRACEBACK in line:
+            is_open, frame = True, ""
+        elif line.startswith(_CHAINED):
+            is_chained = True
+        elif place := _FRAME.match(line) if is_open else None:
+            frame = f"{place[1]}:{place[2]}, in {place[3]}"
+        elif is_open and line[:1].strip() and (end := _EXCEPTION.match(line)):
+            is_open, ends_chain, is_chained = False, is_chained, False
+            if ends_chain or end[1].rpartition(".")[2] in _WANTED:
+                continue
+            if line in found:
+                found[line] = replace(found[line], count=found[line].count + 1)
+                continue
+            found[line] = LogFinding(
+                key="exception",
+                cause=f"The program raised {end[1]}{f': {end[2]}' if end[2] else ''}"[:300],
+                cure=f"It came from {frame}; the traceback that ends on line {number} has the way there.",
+                file=path,
+                line_number=number,
+                line=line.strip()[:300],
+                time=time,
+                count=1,
+                error_code=None,
+            )
+    return list(found.values())
 
 
 def read_logs(paths: Iterable[str | Path]) -> list[LogFinding]:

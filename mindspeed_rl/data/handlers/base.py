@@ -39,6 +39,7 @@ class HandlerSettings:
     seq_length: int | None = None
     enable_thinking: Thinking = "none"
     reasoning_effort: str | None = None
+    system_prompt: str | None = None
     append_eod: bool = False
     pad_to_multiple_of: int = 1
     neat_pack: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,6 +82,8 @@ class PromptHandler(Handler):
 
     def render(self, row: Mapping[str, Any]) -> Draft:
         conversation = self.conversation(row)
+        if not conversation.system and self.settings.system_prompt:
+            conversation = replace(conversation, system=self.settings.system_prompt)
         if not conversation.messages[-1].content.strip():
             raise DroppedRow(EMPTY_PROMPT)
         values = self.extra_values(row)

@@ -247,3 +247,12 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_run_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "grpo_tiny_cpu"):
+        (tmp_path / f"{name}.yaml").write_text("megatron_training: {stage: sft, seed: 7}\n")
+    for written in ("mine.yaml", "mine", "./mine.yaml", "grpo_tiny_cpu.yaml"):
+        assert load_run_config(written).megatron_training.seed == 7, written
+    assert load_run_config("grpo_tiny_cpu").stage == "ray_grpo"  # a bare name is a shipped one first

@@ -16,7 +16,7 @@ from mindspeed_rl.data.indexed import IndexedColumns, IndexedWriter, open_indexe
 from mindspeed_rl.data.preference import PreferenceDataset
 from mindspeed_rl.data.pretrain import PretrainData, blend, build_pretrain_datasets
 from mindspeed_rl.data.process_reward import ProcessRewardDataset
-from mindspeed_rl.data.prompts import PromptSettings, open_prompts
+from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.samplers import BatchSampler, epoch_order
 from mindspeed_rl.data.sft import InstructionDataset
 from mindspeed_rl.data.tokenizer import load_tokenizer
@@ -368,3 +368,43 @@ def test_importing_the_registry_loads_nothing_heavy():
     code = f"import sys, mindspeed_rl.data; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def labels_of(prompts: PromptDataset) -> list[str | None]:
+    return [prompts[index]["label"] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "expected"), [("", "0123456"), ("[:2]", "01"), ("#3", "012"), ("[5:]", "56"), ("[2:4]", "23"), ("[4:99]", "456")]
+)
+def test_a_slice_behind_the_path_reads_these_rows_alone(tmp_path, tokenizer, suffix, expected):
+    from datasets import Dataset
+
+    rows = [{"prompt": "Q", "labels": str(number)} for number in range(7)]
+    saved, lines = tmp_path / "saved", tmp_path / "rows.jsonl"
+    Dataset.from_list(rows).save_to_disk(str(saved))
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in (saved, lines):
+        prompts = open_prompts(f"{path}{suffix}", tokenizer, max_prompt_length=9)
+        assert "".join(label or "" for label in labels_of(prompts)) == expected
+
+
+def test_a_slice_without_rows_is_refused(tokenizer, write_jsonl):
+    path = write_jsonl([{"prompt": "Q", "labels": "1"}])
+    with pytest.raises(ValueError, match="rows from 3 to before 2: there is none"):
+        open_prompts(f"{path}[3:2]", tokenizer, max_prompt_length=9)
+
+
+def test_the_system_prompt_stands_before_prompts_that_bring_none(tokenizer, write_jsonl):
+    rows = [
+        {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "7"}},
+        {
+            "prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "Q"}],
+            "reward_model": {"ground_truth": "8"},
+        },
+    ]
+    settings = PromptSettings(system_prompt="be brief", prompt_type="qwen")
+    prompts = open_prompts(write_jsonl(rows), tokenizer, max_prompt_length=999, settings=settings)
+    first, second = (tokenizer.decode(prompts[index]["prompt_ids"]) for index in (0, 1))
+    assert "be brief" in first and "own" not in first
+    assert "own" in second and "be brief" not in second

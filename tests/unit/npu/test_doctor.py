@@ -143,3 +143,33 @@ def test_the_doctor_does_not_import_torch_itself() -> None:
 def test_cann_version_is_read_from_the_toolkit(tmp_path: Path) -> None:
     (tmp_path / "version.cfg").write_text("# version: 1.0\nruntime_running_version=[9.1.0:9.1.0.B020]\n")
     assert checks.cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0.B020"
+
+
+CHAIN = """2026-11-01 10:00:00,000 driver INFO start
+Traceback (most recent call last):
+  File "/work/plugin.py", line 7, in touchy
+    raise ValueError("the examiner went home")
+ValueError: the examiner went home
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/work/train.py", line 9, in main
+    run()
+mindspeed_rl.workers.waiting.WorkerFailed: reward worker 0 raised ValueError
+"""
+
+
+def test_the_exception_a_run_ended_with_is_found_and_of_a_chain_the_first(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(CHAIN)
+    (found,) = logs.read_log(log)
+    assert (found.key, found.line, found.line_number) == ("exception", "ValueError: the examiner went home", 5)
+    assert found.time == "2026-11-01 10:00:00.000"
+    assert "/work/plugin.py:7, in touchy" in found.cure and found.cause.endswith("ValueError: the examiner went home")
+
+
+def test_an_interrupted_run_has_no_failure(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in f\nKeyboardInterrupt\n')
+    assert logs.read_log(log) == []

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -222,3 +223,13 @@ def test_a_head_that_is_ended_takes_its_cluster_along_and_nothing_else(tmp_path:
         for process in (bystander, worker, head):
             process.kill()
             process.wait()
+
+
+def test_a_taken_port_is_named_with_a_free_one(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(launch.LaunchError, match=rf"port {port} of 127.0.0.1 is taken.*--port \d+ is free") as error:
+            launch._head(settings(nodes=1, master="127.0.0.1", port=port), tmp_path)
+    assert f"--port {port} " not in str(error.value)

@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_rl.config import RLConfig
+from mindspeed_rl.config.spellings import apply_second_spellings
 from mindspeed_rl.observability.trackers import TRACKERS, make_trackers
 
 
@@ -41,9 +42,9 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
     tracker_files(tmp_path, RLConfig(use_tensorboard=True))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert sorted(events.Tags()["tensors"]) == ["eval/accuracy", "train/actor/pg_loss"]
-    first = events.Tensors("train/actor/pg_loss")[0]
-    assert first.step == 1 and list(first.tensor_proto.float_val) == [0.5]
+    assert sorted(events.Tags()["scalars"]) == ["eval/accuracy", "train/actor/pg_loss"]
+    first = events.Scalars("train/actor/pg_loss")[0]
+    assert first.step == 1 and first.value == 0.5
 
 
 @pytest.mark.parametrize("package", ["wandb", "swanlab"])
@@ -76,12 +77,26 @@ class LineTracker:
         self._path.write_text("\n".join(self._lines))
 
 
-def test_a_tracker_is_added_by_its_file_and_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(TRACKERS, "use_swanlab", f"{__name__}:LineTracker")
-    tracker_files(tmp_path, RLConfig(use_swanlab=True, swanlab_project="mine"))
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_tracker_is_added_by_its_file_and_one_line_or_named_by_the_run_file(tmp_path, monkeypatch, is_registered):
+    target = f"{__name__}:LineTracker"
+    if is_registered:
+        monkeypatch.setitem(TRACKERS, "lines", target)
+    tracker_files(tmp_path, RLConfig(report_to=["lines" if is_registered else target], swanlab_project="mine"))
     assert (tmp_path / "lines.txt").read_text() == "lr 1.0, project mine\n1: actor/pg_loss, eval/accuracy\n2: actor/pg_loss"
     assert (tmp_path / "metrics.jsonl").is_file()
 
 
-def test_every_key_that_asks_for_a_tracker_is_a_key_of_the_run_file():
-    assert all(getattr(RLConfig(), key) is False for key in TRACKERS)
+def test_an_unknown_tracker_is_an_error_that_names_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match="report_to: 'tensorbord' is unknown; did you mean tensorboard"):
+        make_trackers(RLConfig(report_to=["tensorbord"]), tmp_path, {})
+
+
+def test_a_tracker_in_report_to_is_its_use_key():
+    rl = RLConfig(report_to=["swanlab", "my_module:Tracker"])
+    apply_second_spellings(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
+    assert rl.use_swanlab and not rl.use_wandb
+
+
+def test_every_tracker_of_ours_has_a_key_that_switches_it_on():
+    assert all(getattr(RLConfig(), f"use_{name}") is False for name in TRACKERS)

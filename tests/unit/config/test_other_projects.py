@@ -1,0 +1,117 @@
+"""A key or value by the name it has in another project is answered with what says it here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mindspeed_rl.config import ConfigError, build_run_config
+from mindspeed_rl.config.errors import unknown_value
+from mindspeed_rl.config.loader import ROLE_GROUPS
+from mindspeed_rl.config.other_projects import OTHERWISE, RENAMED, VALUES
+from mindspeed_rl.config.reference import GROUPS, TOP, entries
+from mindspeed_rl.config.schema import field_types
+
+PATHS = {entry.path for entry in entries()}
+
+
+def sentence_for(path: str, value: object = 1) -> str:
+    tree: dict = {"megatron_training": {}}
+    *groups, name = path.split(".")
+    holder = tree
+    for group in groups:
+        holder = holder.setdefault(group, {})
+    holder[name] = value
+    with pytest.raises(ConfigError) as caught:
+        build_run_config(tree)
+    (error,) = caught.value.errors
+    return error
+
+
+def test_every_entry_names_keys_that_exist() -> None:
+    for name, path in RENAMED.items():
+        group, _, key = path.rpartition(".")
+        shared = f"megatron_training.{key}" if group in ROLE_GROUPS else path
+        assert shared in PATHS or path in TOP, name
+    written = re.compile(rf"\b(?:{'|'.join(GROUPS)})\.[a-z_0-9]+\b")
+    for name, text in OTHERWISE.items():
+        assert {path for path in written.findall(text) if path not in GROUPS} <= PATHS, name
+
+
+def test_no_entry_hides_a_key_of_ours() -> None:
+    ours = {name for schema in GROUPS.values() for name in field_types(schema)}
+    assert {name for name in (*RENAMED, *OTHERWISE) if name in ours} == set()
+    assert set(RENAMED) & set(OTHERWISE) == set()
+
+
+@pytest.mark.parametrize("key", [key for key in VALUES if key not in ("platform", "lora_target_modules")])
+def test_every_value_here_is_an_allowed_one(key: str) -> None:
+    (kind,) = [entry.kind for entry in entries() if entry.path.endswith(f".{key}") and "profiler" not in entry.path]
+    allowed = set(re.findall(r"`([^`]+)`", kind))
+    assert set(VALUES[key].values()) <= allowed and not set(VALUES[key]) & allowed
+
+
+@pytest.mark.parametrize(
+    ("written", "here"),
+    [
+        ("megatron_training.max_steps", "megatron_training.train_iters"),
+        ("rl_config.max_steps", "megatron_training.train_iters"),
+        ("actor_config.learning_rate", "actor_config.lr"),
+        ("rl_config.learning_rate", "megatron_training.lr"),
+        ("rl_config.per_device_train_batch_size", "megatron_training.micro_batch_size"),
+        ("rl_config.epsilon", "rl_config.clip_ratio"),
+        ("rl_config.epsilon_high", "rl_config.clip_ratio_high"),
+        ("rl_config.kl_loss_coef", "rl_config.init_kl_coef"),
+        ("rl_config.ppo_mini_batch_size", "rl_config.mini_batch_size"),
+        ("rl_config.max_response_length", "generate_config.sampling_config.max_tokens"),
+        ("generate_config.max_prompt_length", "rl_config.max_prompt_length"),
+        ("generate_config.vllm_gpu_memory_utilization", "generate_config.gpu_memory_utilization"),
+        ("generate_config.vllm-tensor-parallel-size", "generate_config.infer_tensor_parallel_size"),
+        ("generate_config.num_generations", "rl_config.num_generations"),
+        ("rl_config.lr", "megatron_training.lr"),
+        ("rl_config.temperature", "generate_config.sampling_config.temperature"),
+        ("generate_config.temperature", "generate_config.sampling_config.temperature"),
+        ("max_steps", "megatron_training.train_iters"),
+        ("rl_config.clip_ration", "rl_config.clip_ratio"),
+    ],
+)
+def test_a_key_is_answered_with_its_name_here(written: str, here: str) -> None:
+    assert f"the nearest known key is {here} (see docs/keys.md#" in sentence_for(written)
+
+
+def test_a_group_of_verl_is_answered_key_by_key() -> None:
+    rollout = {"n": 8, "name": "vllm", "tensor_model_parallel_size": 2}
+    error = sentence_for("actor_rollout_ref", {"rollout": rollout, "actor": {"optim": {"lr": 1e-6}}})
+    for part in (
+        "actor_rollout_ref.rollout.n is rl_config.n_samples_per_prompt here (see docs/keys.md#rl_config.n_samples_per_prompt)",
+        "actor_rollout_ref.rollout.name: the rollout engine is always vLLM",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size is generate_config.infer_tensor_parallel_size here",
+        "actor_rollout_ref.actor.optim.lr is megatron_training.lr here",
+    ):
+        assert part in error
+    assert "rl_config.rollout.n is rl_config.n_samples_per_prompt here" in sentence_for("rl_config.rollout", {"n": 8})
+
+
+def test_a_key_without_a_counterpart_says_why() -> None:
+    error = sentence_for("megatron_training.gradient_accumulation_steps")
+    assert "is not a known key: it follows from rl_config.mini_batch_size" in error
+    assert "see docs/keys.md#generate_config" in sentence_for("generate_config.qqqqq")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "here"),
+    [
+        ("rl_config.adv_estimator", "grpo", "group_norm"),
+        ("megatron_training.lr_decay_style", "cosine_with_min_lr", "cosine"),
+        ("generate_config.dtype", "bf16", "bfloat16"),
+        ("platform", "gpu", "cuda"),
+        ("rl_config.scale_rewards", True, "group"),
+    ],
+)
+def test_a_value_is_answered_with_its_name_here(key: str, value: object, here: str) -> None:
+    assert sentence_for(key, value).endswith(f"did you mean {here!r}?")
+
+
+def test_a_value_of_no_project_is_answered_by_spelling() -> None:
+    assert unknown_value("rl_config.adv_estimator", "grop_norm", ["group_norm", "gae"]).endswith("did you mean 'group_norm'?")
