@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed_rl.checkpoint.hf import stored_tensor_names
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
+from mindspeed_rl.checkpoint.source import HF_FILES
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
@@ -62,6 +63,7 @@ def find_model(config: MegatronConfig, role: str) -> ModelSource:
     assert weights is not None
     folders = [weights[0]] if weights[1] == "hf" else []
     folders += [Path(path).expanduser() for path in (config.tokenizer_name_or_path, config.pretrained_checkpoint) if path]
+    folders.append(weights[0] / HF_FILES)
     for folder in folders:
         if (folder / "config.json").is_file():
             return ModelSource(folder, *weights)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, dtype_keys, read_json
+from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
-from mindspeed_rl.checkpoint.source import as_reward_config
+from mindspeed_rl.checkpoint.source import HF_FILES, as_reward_config
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
@@ -116,6 +116,8 @@ class Role:
         """Writes a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
         if self._saver is None:
             return
+        if dist.get_rank() == 0:
+            self._save_companions(Path(self.config.save) / HF_FILES)
         self._saver.save(iteration, run_state)
         if self.config.save_hf:
             assert self.config.save is not None  # else there were no saver
@@ -125,6 +127,15 @@ class Role:
                 latest = folder.with_name("latest")
                 latest.unlink(missing_ok=True)
                 latest.symlink_to(folder.name)
+
+    def _save_companions(self, folder: Path) -> None:
+        """Puts config.json and tokenizer beside the checkpoints, once, so that they say which model they hold."""
+        if (folder / "config.json").is_file():
+            return
+        changes = dtype_keys(read_json(self.source.hf_folder / "config.json"), self.dtype)
+        if self.model.plan.network.head == "reward":
+            changes = {**as_reward_config(read_json(self.source.hf_folder / "config.json")), **changes}
+        copy_companions(self.source.hf_folder, folder, changes)
 
     def poll_save(self) -> None:
         """Completes a background save that is through."""
