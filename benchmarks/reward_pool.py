@@ -38,7 +38,7 @@ import psutil
 
 from mindspeed_rl.rewards.math_scores import accuracy, warm_up
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 _MARK, _FOLDER = "REWARD_POOL_BENCHMARK", "REWARD_POOL_BENCHMARK_FOLDER"
 _LIMIT_S = 1.0

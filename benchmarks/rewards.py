@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 _CONTEST = Path(__file__).resolve().parents[1] / "tests" / "unit" / "rewards" / "contest_answers.json"
 _REASONING = (

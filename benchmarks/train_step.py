@@ -36,7 +36,7 @@ from mindspeed_rl import adaptors, platform
 platform.select("cpu")
 adaptors.apply("train")
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput  # noqa: E402  (Megatron must be imported after the adaptor)
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput  # noqa: E402  (Megatron must be imported after the adaptor)
 from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402

@@ -13,9 +13,9 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import MegatronConfig
 
-Stage = Literal["train", "rollout"]
+Scope = Literal["train", "rollout"]
 
-#: (platform, stage) -> modules whose `apply()` runs, in order, before the library is imported
+#: (platform, scope) -> modules whose `apply()` runs, in order, before the library is imported
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cpu", "train"): ("mindspeed_rl.adaptors.megatron_cpu",),
     ("cpu", "rollout"): ("mindspeed_rl.adaptors.vllm_cpu",),
@@ -39,9 +39,9 @@ def engine_hooks() -> EngineHooks:
     return getattr(importlib.import_module(module), attribute)()
 
 
-def apply(stage: Stage) -> None:
+def apply(scope: Scope) -> None:
     """Prepares this process for Megatron ("train") or vLLM ("rollout") on the current platform. Idempotent."""
-    for module in ADAPTORS[platform.current().name, stage]:
+    for module in ADAPTORS[platform.current().name, scope]:
         importlib.import_module(module).apply()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import row_sum
-from mindspeed_rl.algorithms.records import AdvantageInputs, Terms, masked_extreme, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs, Terms, masked_extreme, masked_mean, read_metrics
 from mindspeed_rl.observability.metrics import Metric
 
 if TYPE_CHECKING:

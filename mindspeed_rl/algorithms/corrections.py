@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import row_mean, row_sum
-from mindspeed_rl.algorithms.records import Terms, masked_extreme, masked_mean
+from mindspeed_rl.algorithms.interfaces import Terms, masked_extreme, masked_mean
 
 if TYPE_CHECKING:
     from mindspeed_rl.config import Objective

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
 from mindspeed_rl.algorithms.corrections import mismatch_metrics, rollout_weights
+from mindspeed_rl.algorithms.interfaces import LossOutput, PolicyBatch, PolicyInputs, Terms, masked_mean, read_metrics
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import off_policy_keep
-from mindspeed_rl.algorithms.records import LossOutput, PolicyBatch, PolicyInputs, Terms, masked_mean, read_metrics
 
 if TYPE_CHECKING:
     from mindspeed_rl.catalogue.records import Level

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossOutput, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import LossOutput, masked_mean, read_metrics
 from mindspeed_rl.catalogue.records import unknown_name
 
 if TYPE_CHECKING:

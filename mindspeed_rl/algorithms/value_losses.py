@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate
-from mindspeed_rl.algorithms.records import LossOutput, Terms, masked_extreme, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import LossOutput, Terms, masked_extreme, masked_mean, read_metrics
 
 
 def value_loss(

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mindspeed_rl.algorithms.advantages import compute_advantages, missing_inputs
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.loader import apply_second_spellings
@@ -30,7 +30,7 @@ from mindspeed_rl.config.objective import objective_of, unusable_plugins
 from mindspeed_rl.config.objective_rules import algorithm_violations
 from mindspeed_rl.config.schema import build
 from mindspeed_rl.observability.metrics import merge
-from mindspeed_rl.rewards.records import reward_functions
+from mindspeed_rl.rewards.samples import reward_functions
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

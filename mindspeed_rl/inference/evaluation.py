@@ -13,7 +13,7 @@ from mindspeed_rl.inference.requests import Answer, Engine, Request, collect
 from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.text_stream import cut_at, split_thought
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.rewards.records import RewardSettings
+from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
 
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)

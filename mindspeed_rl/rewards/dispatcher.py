@@ -21,7 +21,7 @@ from typing import Any
 
 from mindspeed_rl.rewards.channel import Channel, pack
 from mindspeed_rl.rewards.jobs import Batch, Failure, Job, cut, leftovers
-from mindspeed_rl.rewards.records import RewardSettings, State
+from mindspeed_rl.rewards.samples import RewardSettings, State
 from mindspeed_rl.rewards.worker import Kind
 
 _LOAD_LIMIT_S = 300.0  # a plug-in may import a large library

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings, State
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
 from mindspeed_rl.rewards.totals import overlong_penalty, weighted_total
 from mindspeed_rl.rewards.worker import Kind

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 _API_KEY_VARIABLE = "JUDGE_API_KEY"
 _ATTEMPTS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mindspeed_rl.rewards.records import FAILURES, RewardResult
+from mindspeed_rl.rewards.samples import FAILURES, RewardResult
 
 
 def reward_metrics(results: Sequence[RewardResult], *, group_size: int = 1) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.rewards import REWARDS, find
 from mindspeed_rl.rewards.dispatcher import Dispatcher
 from mindspeed_rl.rewards.jobs import Batch
-from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings, reward_functions
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, reward_functions
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.rl import RLConfig

@@ -30,7 +30,7 @@ from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.rewards import ACCURACIES, find
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 _BATCH_PARAMETERS = {"samples", "responses", "completions"}
 

@@ -6,7 +6,7 @@ import math
 import re
 
 from mindspeed_rl.rewards.math_scores import accuracy
-from mindspeed_rl.rewards.records import RewardSettings
+from mindspeed_rl.rewards.samples import RewardSettings
 
 # Scripts without blanks between words, where each character counts as a word: Thai to Lao, Burmese, Khmer, kana and CJK with
 # its extensions, full width forms.

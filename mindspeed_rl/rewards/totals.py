@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mindspeed_rl.rewards.records import RewardResult, RewardSettings
+from mindspeed_rl.rewards.samples import RewardResult, RewardSettings
 
 MODEL_PART = "reward_model"
 """Name of a reward model's score among the parts of a result."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from mindspeed_rl.rewards import REWARDS
 from mindspeed_rl.rewards.channel import Channel
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, Value, import_scorer
 
 _MAX_CHILDREN = 16

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.advantages import compute_advantages
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
-from mindspeed_rl.algorithms.records import AdvantageInputs
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
-from mindspeed_rl.rewards.records import reward_functions
+from mindspeed_rl.rewards.samples import reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger

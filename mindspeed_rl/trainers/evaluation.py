@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.records import RewardResult, reward_functions
+from mindspeed_rl.rewards.samples import RewardResult, reward_functions
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.services import Services
 

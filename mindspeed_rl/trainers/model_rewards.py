@@ -10,7 +10,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.records import RewardResult
+from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import add_model_scores
 from mindspeed_rl.workers.groups import ScoringGroup
 from mindspeed_rl.workers.reports import WorkerReport

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.algorithms.records import AdvantageInputs
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.schema import default_of

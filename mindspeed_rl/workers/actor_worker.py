@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl import platform
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput, PolicyBatch
 from mindspeed_rl.algorithms.value_losses import value_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane

@@ -102,7 +102,7 @@ class RunGroup(WorkerGroup):
     """
 
     target: ClassVar[str]
-    adapted: ClassVar[tuple[adaptors.Stage, ...]] = ("train",)
+    adapted: ClassVar[tuple[adaptors.Scope, ...]] = ("train",)
     title: ClassVar[str] = "worker"
     log_name: ClassVar[str] = "rank"
 

@@ -36,7 +36,7 @@ class ProcessSettings:
     """
 
     target: str
-    adapted: tuple[adaptors.Stage, ...]
+    adapted: tuple[adaptors.Scope, ...]
     keys: MegatronConfig | None
     platform: str
     world_size: int
@@ -99,7 +99,7 @@ class WorkerProcess:
         return device.device_id_for_ray(ray.get_runtime_context().get_accelerator_ids().get(device.ray_resource, []))
 
 
-def prepare_process(adapted: tuple[adaptors.Stage, ...], keys: MegatronConfig | None) -> None:
+def prepare_process(adapted: tuple[adaptors.Scope, ...], keys: MegatronConfig | None) -> None:
     """Adaptors of the selected platform are in place, as they must be before Megatron or vLLM is imported.
 
     Args:

@@ -12,7 +12,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.records import RewardResult, RewardSample
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample
 from mindspeed_rl.workers.reports import WorkerReport
 
 

@@ -11,7 +11,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.rewards import ACCURACIES
-from mindspeed_rl.rewards.records import RewardResult
+from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.reward import RewardWorker

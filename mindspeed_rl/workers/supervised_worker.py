@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.records import LossOutput
+from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.config import Run
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import ModelPlan, plan_model

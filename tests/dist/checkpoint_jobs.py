@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, summary, weighted_loss
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import NonFiniteError

@@ -23,7 +23,7 @@ adaptors.apply("train")
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel

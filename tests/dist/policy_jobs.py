@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from training_jobs import Setting, all_rows, engine_of, full_weights, summary
 
+from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.records import PolicyBatch
 from mindspeed_rl.catalogue import POLICY_LOSSES
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.objective import objective_of

@@ -21,7 +21,7 @@ adaptors.apply("rollout")  # before vLLM is imported
 # isort: split
 from megatron.core import parallel_state
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, masked_mean, read_metrics
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.engine import parallel

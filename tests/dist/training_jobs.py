@@ -18,7 +18,7 @@ adaptors.apply("train")
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron must be imported after the adaptor)
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput, masked_mean, read_metrics  # noqa: E402
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, masked_mean, read_metrics  # noqa: E402
 from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402

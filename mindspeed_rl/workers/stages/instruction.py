@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.sft import InstructionDataset, InstructionSample

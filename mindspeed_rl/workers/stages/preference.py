@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.preference_losses import DPOSettings, PreferenceBatch, SimPOSettings, dpo_loss, simpo_loss
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.preference import PreferenceDataset, PreferencePair
 from mindspeed_rl.engine.batching import Rows

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.data.pretrain import PretrainData, build_pretrain_datasets
 from mindspeed_rl.engine.batching import Rows

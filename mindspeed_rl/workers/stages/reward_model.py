@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.preference_losses import pairwise_reward_loss, process_reward_loss
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.preference import PreferencePair

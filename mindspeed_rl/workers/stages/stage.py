@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from mindspeed_rl import registry
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.engine.batching import Rows

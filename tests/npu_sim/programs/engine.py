@@ -87,7 +87,7 @@ def main() -> None:
 
     from megatron.core import parallel_state
 
-    from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+    from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
     from mindspeed_rl.engine import parallel
     from mindspeed_rl.engine.batching import Rows
     from mindspeed_rl.engine.build import batch_shape, build_model, plan_model

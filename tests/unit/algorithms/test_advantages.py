@@ -9,7 +9,7 @@ from sample_objectives import objective
 
 from mindspeed_rl.algorithms import advantages
 from mindspeed_rl.algorithms.advantages import token_rewards, whiten
-from mindspeed_rl.algorithms.records import AdvantageInputs
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.objective import objective_of

@@ -7,7 +7,7 @@ import torch
 from sample_objectives import objective
 
 from mindspeed_rl.algorithms.corrections import mismatch_metrics, rollout_weights
-from mindspeed_rl.algorithms.records import read_metrics
+from mindspeed_rl.algorithms.interfaces import read_metrics
 from mindspeed_rl.catalogue import CORRECTIONS
 from mindspeed_rl.observability.metrics import merge
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from sample_objectives import objective
 
+from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.masks import entropy_threshold
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.records import PolicyBatch
 from mindspeed_rl.catalogue import CORRECTIONS, POLICY_LOSSES
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.loader import apply_second_spellings

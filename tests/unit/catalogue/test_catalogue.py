@@ -17,7 +17,7 @@ import torch
 
 import mindspeed_rl
 from mindspeed_rl import catalogue
-from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyInputs
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyInputs
 from mindspeed_rl.catalogue.records import NEEDS, Algorithm, check_parameters
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.objective import objective_of

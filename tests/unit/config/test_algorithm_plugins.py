@@ -16,8 +16,8 @@ import torch
 from sample_runs import prompt_level
 
 from mindspeed_rl.algorithms.advantages import compute_advantages
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.records import AdvantageInputs, PolicyBatch
 from mindspeed_rl.config import ConfigError, RunConfig, formula, resolve, resolve_objective, validate
 from mindspeed_rl.config.effects import keys_without_effect
 from mindspeed_rl.config.explain import explain

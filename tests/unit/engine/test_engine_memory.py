@@ -12,7 +12,7 @@ import transformers
 from megatron.core.parallel_state import RankGenerator
 from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.resources import parallel_groups
 from mindspeed_rl.config.sizes import Layout

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.records import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from mindspeed_rl.rewards import REWARDS, register
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 
 @register("hostile")

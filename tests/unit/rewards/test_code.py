@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindspeed_rl.rewards.code import code, extract_program
-from mindspeed_rl.rewards.records import RewardSettings
+from mindspeed_rl.rewards.samples import RewardSettings
 
 SETTINGS = RewardSettings(reward_timeout_s=10.0)
 ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"

@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed_rl.rewards import REWARDS
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl.rewards.judge import Judge, JudgeError, mean_of_parts, parse_score
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 
 class Server(ThreadingHTTPServer):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mindspeed_rl.rewards.pool import RewardFailuresExceeded, RewardPool
-from mindspeed_rl.rewards.records import RewardResult, RewardSample, RewardSettings
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings
 
 PLUGINS = (str(Path(__file__).parent / "plugins.py"),)
 
@@ -129,7 +129,7 @@ def test_everything_dies_with_the_process_of_the_pool_even_when_that_is_killed(t
     script.write_text(
         textwrap.dedent(f"""
         from mindspeed_rl.rewards.pool import RewardPool
-        from mindspeed_rl.rewards.records import RewardSample, RewardSettings
+        from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
         pool = RewardPool(["hostile"], settings=RewardSettings(external_plugins={PLUGINS!r}, num_reward_workers=2))
         pool.score([RewardSample(response="leave a child")])
         print("ready", flush=True)

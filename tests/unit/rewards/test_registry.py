@@ -9,7 +9,7 @@ import pytest
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.rewards import ACCURACIES, REWARDS, find, register
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.records import RewardSample, RewardSettings, reward_functions
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings, reward_functions
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
 
 SETTINGS = RewardSettings(soft_cache_length=10, judge_url="http://127.0.0.1:1/v1")

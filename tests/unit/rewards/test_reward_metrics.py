@@ -3,7 +3,7 @@
 import pytest
 
 from mindspeed_rl.rewards.metrics import reward_metrics
-from mindspeed_rl.rewards.records import RewardResult
+from mindspeed_rl.rewards.samples import RewardResult
 
 
 def test_metrics_show_raw_parts_spread_failures_and_groups_that_teach_nothing() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mindspeed_rl.rewards.records import RewardResult, RewardSettings
+from mindspeed_rl.rewards.samples import RewardResult, RewardSettings
 from mindspeed_rl.rewards.shaping import cosine, length, repetition, soft_overlong
 from mindspeed_rl.rewards.totals import add_model_scores, overlong_penalty, weighted_total
 
