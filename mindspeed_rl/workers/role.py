@@ -116,12 +116,11 @@ class Role:
         """Writes a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
         if self._saver is None:
             return
-        assert self.config.save is not None  # else there were no saver
         if dist.get_rank() == 0:
-            self._save_companions(Path(self.config.save) / HF_FILES)
+            self._save_companions(self._saver.folder / HF_FILES)
         self._saver.save(iteration, run_state)
         if self.config.save_hf:
-            folder = iteration_folder(Path(self.config.save) / "hf", iteration)
+            folder = iteration_folder(self._saver.folder / "hf", iteration)
             self.save_hf(folder)
             if dist.get_rank() == 0:
                 latest = folder.with_name("latest")
