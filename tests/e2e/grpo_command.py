@@ -68,6 +68,8 @@ class Command:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # a shell's background job ignores Ctrl-C, and so would what it starts
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     @property

@@ -42,7 +42,8 @@ def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Com
 
 def figures(record: dict[str, Any]) -> dict[str, Any]:
     """What does not depend on how fast the machine was."""
-    return {name: value for name, value in record.items() if not name.startswith("timing/") and not name.endswith("_tps")}
+    measured = ("timing/", "memory/")
+    return {name: value for name, value in record.items() if not name.startswith(measured) and not name.endswith("_tps")}
 
 
 def test_every_iteration_has_the_figures_that_users_of_mindspeed_rl_know(uninterrupted: Command) -> None:

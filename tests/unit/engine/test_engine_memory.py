@@ -139,9 +139,8 @@ def test_activations_of_experts_are_recomputed_too(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("training_world")
 def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) -> None:
-    transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4
-    ).save_pretrained(tmp_path)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
     keys = MegatronConfig(bf16=False, recompute_activation_function=True, moe_grouped_gemm=True)
     with pytest.raises(ValueError, match="recompute_activation_function: experts in grouped products"):
         build_model(keys, plan_model(keys, tmp_path), trainable=True)
