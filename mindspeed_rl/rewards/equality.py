@@ -405,16 +405,21 @@ def _nesting(text: str) -> int:
     return max(itertools.accumulate((char in _OPENING) - (char in _CLOSING) for char in text), default=0)
 
 
+def read_text(text: str, *arguments: Any, **options: Any) -> list[Any]:
+    """Returns math-verify's reading of a text, with the arguments of its `parse`; [] for none, and for what it cannot read."""
+    try:
+        return parse(text, *arguments, parsing_timeout=0, **options)  # 0: no limit of its own
+    except TooCostly:
+        raise
+    except Exception:  # a parser of arbitrary text may fail in arbitrary ways; what it cannot read is no answer
+        return []
+
+
 def parse_formula(formula: str) -> list[Any]:
     """Returns math-verify's reading of a bare formula: a sympy expression if it is one, then the text itself; [] for none."""
     if len(formula) > LONGEST_ANSWER or _nesting(formula) > _DEEPEST or _is_endless(formula):
         return []
-    try:
-        return parse(f"\\boxed{{{formula}}}", _BOX, parsing_timeout=0)  # 0: no limit of its own
-    except TooCostly:
-        raise
-    except Exception:  # a parser of arbitrary text may fail in arbitrary ways; what it cannot read is no formula
-        return []
+    return read_text(f"\\boxed{{{formula}}}", _BOX)
 
 
 parse_label = lru_cache(maxsize=4096)(parse_formula)  # all responses of a group share their label

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, verify
 
 from mindspeed_rl.rewards.answers import accepted_answers, closed_boxed, final_answer, last_boxed, last_number, tagged_answer
-from mindspeed_rl.rewards.equality import TooCostly, cpu_limit, same_answer, warm_up  # noqa: F401 (the spawner calls warm_up)
+from mindspeed_rl.rewards.equality import TooCostly, cpu_limit, read_text, same_answer, warm_up  # noqa: F401 (the spawner calls warm_up)
 from mindspeed_rl.rewards.grading import grade, minerva_normal_form
 from mindspeed_rl.rewards.quantities import read_quantity
 
@@ -60,19 +60,9 @@ def acc_for_dapo(response: str, label: Any) -> float:
 _PREDICTION = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
-def _parsed(text: str, *arguments: Any, **options: Any) -> list[Any]:
-    """math-verify's reading of a text; [] for none, and for what it cannot read."""
-    try:
-        return parse(text, *arguments, parsing_timeout=0, **options)  # 0: no limit of its own
-    except TooCostly:
-        raise
-    except Exception:  # a parser of arbitrary text may fail in arbitrary ways; what it cannot read is no answer
-        return []
-
-
 @lru_cache(maxsize=4096)
 def _parsed_label(label: str) -> list[Any]:
-    return _parsed(f"\\boxed{{{label}}}", (LatexExtractionConfig(),))
+    return read_text(f"\\boxed{{{label}}}", (LatexExtractionConfig(),))
 
 
 def math_verify_reward(response: str, label: Any) -> float:
@@ -82,10 +72,10 @@ def math_verify_reward(response: str, label: Any) -> float:
     try:
         with cpu_limit():
             gold = _parsed_label(str(label))
-            return float(bool(gold) and verify(gold, _parsed(response, _PREDICTION), timeout_seconds=None))
+            return float(bool(gold) and verify(gold, read_text(response, _PREDICTION), timeout_seconds=None))
     except TooCostly:
         return 0.0
-    except Exception:  # as in _parsed: what cannot be decided is not right
+    except Exception:  # as in read_text: what cannot be decided is not right
         return 0.0
 
 
@@ -169,7 +159,7 @@ def _formulas(text: str) -> list[str]:
 
 def _read_by_math_verify(text: str, *config: Any) -> str:
     """The text of the answer that math-verify finds, "" for none."""
-    found = _parsed(text, *config, extraction_mode="first_match")
+    found = read_text(text, *config, extraction_mode="first_match")
     return found[-1] if found and isinstance(found[-1], str) else ""
 
 
