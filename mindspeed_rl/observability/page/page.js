@@ -31,7 +31,7 @@ function layout(extra) {
     margin: { l: 48, r: 12, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12 }, hovermode: "x unified", hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } },
     legend: { orientation: "h", y: -0.18, font: { size: 11 } },
-  }, extra, { xaxis: Object.assign({}, axis, extra.xaxis), yaxis: Object.assign({}, axis, extra.yaxis) });
+  }, extra, { xaxis: Object.assign({}, axis, { exponentformat: "none" }, extra.xaxis), yaxis: Object.assign({}, axis, extra.yaxis) });
 }
 
 function faded(color, opacity) {
@@ -261,3 +261,5 @@ document.getElementById("nav").append(el("button", { onclick: () => theme(dark()
 const versions = data.runs[0].versions;
 document.body.append(el("footer", {}, Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(" · ")));
 drawn.forEach((again) => again());
+// a phone settles its width after the page was laid out
+new ResizeObserver(() => document.querySelectorAll(".chart").forEach((node) => Plotly.Plots.resize(node))).observe(document.getElementById("main"));

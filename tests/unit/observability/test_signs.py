@@ -9,8 +9,9 @@ from mindspeed_rl.observability.signs import find_signs, garbled, repeats
 
 def run(count, **metrics):
     """Records of `count` iterations; a metric is a function of the iteration's number or one value."""
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
     return [
-        {"iteration": i + 1, **{name.replace("__", "/"): value(i) if callable(value) else value for name, value in metrics.items()}}
+        {"iteration": i + 1, **{name: value(i) if callable(value) else value for name, value in named.items()}}
         for i in range(count)
     ]
 
