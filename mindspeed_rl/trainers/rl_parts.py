@@ -22,6 +22,7 @@ from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
 from mindspeed_rl.trainers.beginning import find_beginning
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.model_plans import model_plans
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed, make_rollout
@@ -83,6 +84,7 @@ class RLParts:
         cfg, actor = run.config, run.config.actor_config
         _check_rewards(run)
         source = find_model(actor, "actor_config")
+        model_plans(run, source)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts = open_run_prompts(run, actor.data_path, tokenizer, "data_path")

@@ -14,11 +14,12 @@ from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, copy_companions
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.source import HF_FILES, as_reward_config
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
+from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import WithFreshHead, load_weights
+from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.model_source import ModelSource, base_of, lacks_score_head
