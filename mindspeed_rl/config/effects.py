@@ -56,7 +56,7 @@ def keys_without_effect(cfg: RunConfig) -> dict[str, str]:
             reason = _reason(cfg, path, group, field)
             if reason:
                 found[f"{path}.{field.name}"] = reason
-    return found
+    return found | {name: note for name, note in cfg.earlier.items() if not note.startswith("read as ")}
 
 
 def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field[Any]) -> str:
@@ -147,6 +147,14 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
             and role.eval_data_path is None
             and not (cfg.is_supervised and role.split is not None),
             "eval_data_path is not set",
+        ),
+        (
+            name in ("reset_attention_mask", "no_pad_to_seq_lengths") and not cfg.is_supervised,
+            "rollouts keep their length, and packed ones see only themselves always",
+        ),
+        (
+            name == "moe_token_dispatcher_type" and role.moe_token_dispatcher_type == "alltoall_seq",
+            "alltoall_seq is taken as alltoall, which sends the same tokens",
         ),
         (name == "min_lr" and role.lr_decay_style == "constant", "lr_decay_style is constant"),
         (name == "lr_decay_iters" and role.lr_decay_style == "constant", "lr_decay_style is constant"),

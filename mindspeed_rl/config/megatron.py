@@ -220,7 +220,9 @@ class KernelKeys:
     no_masked_softmax_fusion: bool = key(
         False, "no fused masked softmax", no_effect="the attention of no platform has a separate masked softmax"
     )
-    attention_softmax_in_fp32: bool = key(False, "attention softmax in fp32")
+    attention_softmax_in_fp32: bool = key(
+        False, "attention softmax in fp32", no_effect="the attention of every platform computes it in fp32"
+    )
     use_cp_send_recv_overlap: bool = key(
         False, "ring attention: overlap sending and receiving", no_effect="the ring always overlaps them with attention"
     )

@@ -84,7 +84,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
         "recompute_granularity": config.recompute_granularity,
         "recompute_method": config.recompute_method,
         "recompute_num_layers": config.recompute_num_layers,
-        "attention_softmax_in_fp32": config.attention_softmax_in_fp32,
+        "attention_softmax_in_fp32": True,
         "deterministic_mode": config.npu_deterministic or config.deterministic,
         "moe_grouped_gemm": bool(network.num_moe_experts) and config.moe_grouped_gemm,
         # with both directions batched to one peer, gloo and HCCL match messages in posting order and mix them up

@@ -11,7 +11,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout, layer_list, noop_layers
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.network import Network, read_quantization_block
 from mindspeed_rl.models.network_keys import check_network_keys
 
 
@@ -66,7 +66,7 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, Network, dict[str, 
     """Return what a Hugging Face folder says of its model: architecture, shape, and the config.json itself.
 
     Raises:
-        ValueError: there is no config.json, or it is of a model that is not supported.
+        ValueError: there is no config.json, or it is of a model or of weights that are not supported.
     """
     path = Path(hf_folder, "config.json")
     if not path.is_file():
@@ -74,6 +74,7 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, Network, dict[str, 
             f"{path}: not found; the model's shape is read from the Hugging Face folder (tokenizer_name_or_path or load)."
         )
     hf_config = json.loads(path.read_text())
+    read_quantization_block(hf_config)  # raises for weights that cannot be read
     architecture = architecture_for(hf_config)
     return architecture, architecture.network(hf_config), hf_config
 
