@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
-from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.megatron import MegatronConfig, split_shares
 from mindspeed_rl.config.objective import named_estimator, resolve_objective
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
@@ -145,8 +145,8 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         (
             name in ("eval_interval", "eval_num_prompts")
             and role.eval_data_path is None
-            and not (cfg.is_supervised and role.split is not None),
-            "eval_data_path is not set",
+            and not _holds_back(role),
+            "eval_data_path is not set, and split holds nothing back",
         ),
         (
             name in ("reset_attention_mask", "no_pad_to_seq_lengths") and not cfg.is_supervised,
@@ -161,6 +161,13 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         (name in ("no_load_optim", "no_load_rng") and role.load is None, "load is not set"),
     )
     return next((reason for is_idle, reason in conditions if is_idle), "")
+
+
+def _holds_back(role: MegatronConfig) -> bool:
+    try:
+        return split_shares(role.split)[1] > 0
+    except ValueError:
+        return False  # a rule of its own says what is wrong with it
 
 
 # Keys that some policy loss, and that some advantage estimator reads.
@@ -208,7 +215,10 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(rl, stage)),
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
-        (name == "eval_greedy" and cfg.actor_config.eval_data_path is None, "eval_data_path is not set"),
+        (
+            name == "eval_greedy" and cfg.actor_config.eval_data_path is None and not _holds_back(cfg.actor_config),
+            "eval_data_path is not set, and split holds nothing back",
+        ),
         (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, _no_kl(rl, stage)),
         (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
         (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.megatron import LORA_TARGETS
+from mindspeed_rl.config.megatron import LORA_TARGETS, split_shares
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.violation import Violation, broken, out_of_range
@@ -265,6 +265,15 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _split(cfg: RunConfig) -> Iterator[Violation]:
+    try:
+        split_shares(cfg.actor_config.split)
+    except ValueError as error:
+        yield broken(
+            "split_shares", {"actor_config.split": cfg.actor_config.split}, f"actor_config.{error}", {"actor_config.split": "100,0,0"}
+        )
+
+
 def _length(cfg: RunConfig) -> Iterator[Violation]:
     epochs, iters = cfg.actor_config.train_epochs, cfg.actor_config.train_iters
     if epochs is None:
@@ -338,4 +347,4 @@ def _ranges(cfg: RunConfig) -> Iterator[Violation]:
             yield out_of_range(key, value, bounds)
 
 
-RUN_RULES = (_stage, _length, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)
+RUN_RULES = (_stage, _length, _split, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)

@@ -120,15 +120,25 @@ def _reduce_over_expert_ranks(model: nn.Module) -> None:
             parameter.allreduce = False  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
 
+def planned_config(config: MegatronConfig, plan: ModelPlan) -> TransformerConfig:
+    """Megatron's config of a role's model; needs no process groups.
+
+    Raises:
+        ValueError: the layout, the adapters or another key does not fit the network.
+    """
+    settings = _run_settings(config, plan.network, plan.layout) | adaptors.transformer_settings()
+    lora = LoraSettings.from_config(config)
+    if lora is not None:
+        lora.check(plan.network)
+        settings["moe_router_bias_update_rate"] = 0.0  # balancing would change the frozen router
+    return transformer_config(plan.network, layout=plan.layout, **settings)
+
+
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
     """This rank's model chunks with random weights; collective over the training world."""
     network, layout = plan.network, plan.layout
-    settings = _run_settings(config, network, layout) | adaptors.transformer_settings()
     lora = LoraSettings.from_config(config)
-    if lora is not None:
-        lora.check(network)
-        settings["moe_router_bias_update_rate"] = 0.0  # balancing would change the frozen router
-    transformer = transformer_config(network, layout=layout, **settings)
+    transformer = planned_config(config, plan)
     # WrappedTorchNorm is no module itself, but makes one
     norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
     models: list[GPTModel] = []
