@@ -59,8 +59,9 @@ def in_present_names(group: str, keys: Mapping[str, Any], errors: list[str]) -> 
     for name, value in keys.items():
         if name in renamed:
             present = renamed[name]
-            if result.setdefault(present, value) != value:
-                errors.append(f"{group}.{name} ({value}) is an earlier name of {group}.{present}, which is {result[present]} here")
+            said = result.setdefault(present, value)
+            if said != value:
+                errors.append(f"{group}.{name} ({value}) is an earlier name of {group}.{present}, which is {said} here")
             notes[f"{group}.{name}"] = f"read as {present}, its name since MindSpeed-RL 2.3"
         elif name in dropped:
             notes[f"{group}.{name}"] = dropped[name]

@@ -143,9 +143,7 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         ),
         (name in ("save_interval", "save_hf", "keep_last", "async_save") and role.save is None, "save is not set"),
         (
-            name in ("eval_interval", "eval_num_prompts")
-            and role.eval_data_path is None
-            and not _holds_back(role),
+            name in ("eval_interval", "eval_num_prompts") and role.eval_data_path is None and not _holds_back(role),
             "eval_data_path is not set, and split holds nothing back",
         ),
         (

@@ -270,7 +270,10 @@ def _split(cfg: RunConfig) -> Iterator[Violation]:
         split_shares(cfg.actor_config.split)
     except ValueError as error:
         yield broken(
-            "split_shares", {"actor_config.split": cfg.actor_config.split}, f"actor_config.{error}", {"actor_config.split": "100,0,0"}
+            "split_shares",
+            {"actor_config.split": cfg.actor_config.split},
+            f"actor_config.{error}",
+            {"actor_config.split": "100,0,0"},
         )
 
 

@@ -1,4 +1,4 @@
-"""Run files as MindSpeed-RL has them are accepted unchanged, or refused by a sentence that names what the README says is missing.
+"""Run files as MindSpeed-RL has them are accepted unchanged, or refused by a sentence that names what the README lists.
 
 `PUBLIC_RUN_FILES=folder` adds all run files below a folder (see tests/data/README.md).
 """
@@ -63,14 +63,15 @@ def test_names_of_earlier_releases_mean_the_present_keys() -> None:
 
 def test_a_key_that_was_dropped_is_said_to_do_nothing() -> None:
     said = keys_without_effect(load("names_of_2_0"))
-    assert "never read" in said["rl_config.rew_micro_batch_size"] and "never read" in said["generate_config.gen_micro_batch_size"]
+    for name in ("rl_config.rew_micro_batch_size", "generate_config.gen_micro_batch_size"):
+        assert "never read" in said[name]
     assert "dispatch sizes" in said["rl_config.experience_count"]
 
 
 def test_two_names_of_a_key_with_two_values_are_an_error() -> None:
-    override = ["+rl_config.shuffle_mini_batch=true"]
-    with pytest.raises(ConfigError, match=r"shuffle_minibatch \(False\) is an earlier name of .*shuffle_mini_batch, which is True"):
-        load_run_config("names_of_2_0", RUN_FILES, override)
+    expected = r"shuffle_minibatch \(False\) is an earlier name of .*shuffle_mini_batch, which is True"
+    with pytest.raises(ConfigError, match=expected):
+        load_run_config("names_of_2_0", RUN_FILES, ["+rl_config.shuffle_mini_batch=true"])
 
 
 @pytest.mark.parametrize(
