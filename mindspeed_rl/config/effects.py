@@ -135,6 +135,7 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         return f"stage is {cfg.stage}; the key belongs to {', '.join(stages)}"
     conditions = (
         (name in MOE_KEYS and role.num_experts is None, "the model has no experts"),
+        (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus says it"),
         (name == "sequence_parallel" and role.tensor_model_parallel_size == 1, "tensor_model_parallel_size is 1"),
         (name == "context_parallel_algo" and role.context_parallel_size == 1, "context_parallel_size is 1"),
         (

@@ -42,9 +42,14 @@ def with_networks(cfg: RunConfig) -> RunConfig:
             mistakes.append(f"{name}: {error}")
     if mistakes:
         raise ConfigError(mistakes)
-    if cfg.ref_config is cfg.actor_config:
-        changes["ref_config"] = changes["actor_config"]
-    return dataclasses.replace(cfg, **changes)
+    actor = changes["actor_config"]
+    return dataclasses.replace(
+        cfg,
+        actor_config=actor,
+        ref_config=changes.get("ref_config", actor),
+        reward_config=changes.get("reward_config"),
+        critic_config=changes.get("critic_config"),
+    )
 
 
 def _described(role: MegatronConfig, name: str, written: frozenset[str]) -> MegatronConfig:

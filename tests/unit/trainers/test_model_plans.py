@@ -76,8 +76,8 @@ def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) ->
     assert wrong is not None
     with pytest.raises(ConfigError) as caught:
         with_networks(with_model(wrong, tmp_path, MODELS["Qwen2.5-7B"]))
-    (sentence,) = caught.value.errors
-    for words in ("actor_config", "num_layers: 27 (there 28)", "rotary_base: 10000 (there 1000000"):
+    sentence = caught.value.errors[0]
+    for words in ("actor_config: model", "num_layers: 27 (there 28)", "rotary_base: 10000 (there 1000000"):
         assert words in sentence
     assert "norm_epsilon" not in sentence  # only the block says it
 
