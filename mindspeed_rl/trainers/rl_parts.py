@@ -88,7 +88,7 @@ class RLParts:
         model_plans(run, source)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
-        prompts, held_out = _prompts(run, tokenizer)
+        prompts, held_out = run_prompts(run, tokenizer)
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
         self._beginning = find_beginning(run, source)
@@ -189,7 +189,7 @@ def _check_models(run: Run, inputs: Inputs, goes_on_after: int | None) -> None:
         )
 
 
-def _prompts(run: Run, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+def run_prompts(run: Run, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
     """Those that train, and those of the evaluations: a dataset of their own, or what `split` holds back."""
     actor = run.config.actor_config
     whole = open_run_prompts(run, actor.data_path, tokenizer, "data_path")
