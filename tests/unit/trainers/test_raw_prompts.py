@@ -42,8 +42,9 @@ def test_split_holds_prompts_back_for_the_evaluations(tmp_path, tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     def labels(*keys: str) -> list[list[str | None]]:
-        run = _run(MAP_KEYS, "dataset_additional_keys=[labels]", f"data_path={path}", *keys)
-        return [[part[number]["label"] for number in range(len(part))] for part in run_prompts(run, tokenizer) if part is not None]
+        run = _run(MAP_KEYS, "dataset_additional_keys=[labels]", f"data_path={path}", "eval_data_path=null", *keys)
+        parts = [part for part in run_prompts(run, tokenizer) if part is not None]
+        return [[part[number]["label"] for number in range(len(part))] for part in parts]
 
     everything = [str(number) for number in range(10)]
     assert labels("split='100,0,0'") == [everything]
