@@ -41,9 +41,10 @@ from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
 from mindspeed_rl.engine.batching import Rows  # noqa: E402
-from mindspeed_rl.engine.build import batch_shape, build_model, plan_model  # noqa: E402
+from mindspeed_rl.engine.build import batch_shape, build_model  # noqa: E402
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine  # noqa: E402
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402
+from mindspeed_rl.models.plan import plan_model  # noqa: E402
 
 #: tokens of question and answer in GSM8K's 7,473 training problems: every 5 % of the distribution, then its last percents.
 #: Words, digits and runs of punctuation count as tokens, which is close to what the Qwen2.5 tokenizer makes of them.

@@ -171,6 +171,8 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
             the architecture does not have.
     """
     folder = HfFolder(path)
+    if folder.config.get("quantization_config"):
+        raise ValueError(f"{path}/config.json has a quantization_config; what is converted must be in full precision")
     config = _changed_config(folder.config, options)
     architecture = architecture_for(config)
     network = replace(_network(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)

@@ -25,8 +25,10 @@ def main(argv: list[str]) -> int:
         _prepare_environment()
         # these import torch, Ray and transformers, which read the environment
         from mindspeed_rl import platform
+        from mindspeed_rl.trainers.model_plans import with_networks
         from mindspeed_rl.trainers.start import started
 
+        cfg = with_networks(cfg)
         run = resolve(cfg, arguments.nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
         with started(run) as trainer:
             trainer.fit()

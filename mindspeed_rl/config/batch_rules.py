@@ -190,7 +190,7 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
 
 def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
     """Rules of MindSpeed-RL, and those it leaves out."""
-    n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_size
+    n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_prompts
     kept = sizes.train_prompts
     trained = prompts if kept is None else kept
     trained_name = "global_batch_size" if kept is None else "train_prompts"
@@ -203,13 +203,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
                 f"{k['micro_batch_size']} ({m})"
             ),
         )
-    if mini > trained:
-        yield Breach(
-            "mini_batch_at_most_global",
-            ("mini_batch_size", trained_name),
-            lambda k: f"{k['mini_batch_size']} ({mini}) must be at most {k[trained_name]} ({trained}): both count prompts",
-        )
-    elif trained % mini:
+    if trained % mini:
         yield Breach(
             "whole_mini_batches",
             ("mini_batch_size", trained_name),
@@ -234,7 +228,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
                     f"must be divisible by {k['micro_batch_size']} ({m})"
                 ),
             )
-    if mini <= trained and mini * n % (dp * m):
+    if mini * n % (dp * m):
         yield Breach(
             "mini_batch_in_micro_batches",
             ("mini_batch_size", "group_size", "micro_batch_size"),
@@ -313,18 +307,6 @@ def _dispatch(sizes: Sizes) -> Iterator[Breach]:
                     f"{k[name]} ({size}) must be a multiple of {k['group_size']} ({sizes.group_size})"
                 ),
             )
-    update = sizes.dispatch.get("actor_update_dispatch_size")
-    per_dp = sizes.step_samples / sizes.actor.dp_size
-    if update is not None and update < per_dp:
-        yield Breach(
-            "update_dispatch_holds_mini_batch",
-            ("actor_update_dispatch_size",),
-            lambda k: (
-                f"{k['actor_update_dispatch_size']} ({update}) must be at least the {shown(per_dp)} rows of a "
-                "mini-batch on one "
-                f"data-parallel rank"
-            ),
-        )
 
 
 def dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
-from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.megatron import MegatronConfig, split_shares
 from mindspeed_rl.config.objective import named_estimator, resolve_objective
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
@@ -56,7 +56,7 @@ def keys_without_effect(cfg: RunConfig) -> dict[str, str]:
             reason = _reason(cfg, path, group, field)
             if reason:
                 found[f"{path}.{field.name}"] = reason
-    return found
+    return found | {name: note for name, note in cfg.earlier.items() if not note.startswith("read as ")}
 
 
 def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field[Any]) -> str:
@@ -135,6 +135,7 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         return f"stage is {cfg.stage}; the key belongs to {', '.join(stages)}"
     conditions = (
         (name in MOE_KEYS and role.num_experts is None, "the model has no experts"),
+        (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus says it"),
         (name == "sequence_parallel" and role.tensor_model_parallel_size == 1, "tensor_model_parallel_size is 1"),
         (name == "context_parallel_algo" and role.context_parallel_size == 1, "context_parallel_size is 1"),
         (
@@ -143,16 +144,29 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         ),
         (name in ("save_interval", "save_hf", "keep_last", "async_save") and role.save is None, "save is not set"),
         (
-            name in ("eval_interval", "eval_num_prompts")
-            and role.eval_data_path is None
-            and not (cfg.is_supervised and role.split is not None),
-            "eval_data_path is not set",
+            name in ("eval_interval", "eval_num_prompts") and role.eval_data_path is None and not _holds_back(role),
+            "eval_data_path is not set, and split holds nothing back",
+        ),
+        (
+            name in ("reset_attention_mask", "no_pad_to_seq_lengths") and not cfg.is_supervised,
+            "rollouts keep their length, and packed ones see only themselves always",
+        ),
+        (
+            name == "moe_token_dispatcher_type" and role.moe_token_dispatcher_type == "alltoall_seq",
+            "alltoall_seq is taken as alltoall, which sends the same tokens",
         ),
         (name == "min_lr" and role.lr_decay_style == "constant", "lr_decay_style is constant"),
         (name == "lr_decay_iters" and role.lr_decay_style == "constant", "lr_decay_style is constant"),
         (name in ("no_load_optim", "no_load_rng") and role.load is None, "load is not set"),
     )
     return next((reason for is_idle, reason in conditions if is_idle), "")
+
+
+def _holds_back(role: MegatronConfig) -> bool:
+    try:
+        return split_shares(role.split)[1] > 0
+    except ValueError:
+        return False  # a rule of its own says what is wrong with it
 
 
 # Keys that some policy loss, and that some advantage estimator reads.
@@ -200,7 +214,10 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, _no_kl(rl, stage)),
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
-        (name == "eval_greedy" and cfg.actor_config.eval_data_path is None, "eval_data_path is not set"),
+        (
+            name == "eval_greedy" and cfg.actor_config.eval_data_path is None and not _holds_back(cfg.actor_config),
+            "eval_data_path is not set, and split holds nothing back",
+        ),
         (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, _no_kl(rl, stage)),
         (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
         (name == "kl_dispatch_size" and not rl.use_kl_in_reward, "use_kl_in_reward is false"),

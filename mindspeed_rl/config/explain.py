@@ -23,7 +23,8 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
     Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
     changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`;
     `dispatch_sizes`; `resources`; `formula`; `learning_rate`; `derived` (keys that the file leaves out and that follow from
-    it, each with its value and from what); `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`;
+    it, each with its value and from what); `earlier_names` (keys by names that later releases changed);
+    `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`;
     `unavailable` (switched on, but not in this version) and `missing` (needed to start). Numbers that do not come out even
     are shown as fractions, so that an invalid plan can be read too.
     """
@@ -59,6 +60,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
         "formula": formula(cfg),
         "learning_rate": learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
+        "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
         "warnings": run_warnings(cfg, num_nodes),
         "changed_keys": changed_keys(cfg),
         "keys_without_effect": keys_without_effect(cfg),
@@ -81,6 +83,7 @@ def failed(errors: list[str]) -> dict[str, Any]:
         "formula": "",
         "learning_rate": "",
         "derived": {},
+        "earlier_names": {},
         "warnings": [],
         "changed_keys": {},
         "keys_without_effect": {},
@@ -133,6 +136,8 @@ def render(report: dict[str, Any]) -> str:
         )
     if report["missing"]:
         parts.append("Still needed to start training\n" + "\n".join(f"  {line}" for line in report["missing"]))
+    if report["earlier_names"]:
+        parts.append("Keys by names of earlier releases\n" + _table(report["earlier_names"]))
     if report["warnings"]:
         parts.append("Warnings\n" + "\n".join(f"  - {line}" for line in report["warnings"]))
     if report["valid"]:

@@ -79,21 +79,6 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
             ("tensor_model_parallel_size", "context_parallel_size"),
             "Ulysses exchanges whole heads",
         )
-    rl = cfg.rl_config
-    if cp > 1 and role.context_parallel_algo == "megatron_cp_algo" and rl is not None and rl.use_remove_padding:
-        if not role.reset_attention_mask:
-            yield Violation(
-                f"{group}.ring_masks",
-                {
-                    _key(cfg, group, "context_parallel_algo"): "megatron_cp_algo",
-                    "rl_config.use_remove_padding": True,
-                    "megatron_training.reset_attention_mask": False,
-                },
-                "context_parallel_algo megatron_cp_algo with rl_config.use_remove_padding needs "
-                "megatron_training.reset_attention_mask "
-                "(false) to be true",
-                ({"megatron_training.reset_attention_mask": True},),
-            )
     yield from _layers(cfg, group, role)
     if role.num_experts is not None:
         ranks, inner = role.expert_sizes

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_rl.config.derived import derive
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
+from mindspeed_rl.config.earlier_names import in_present_names
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
 from mindspeed_rl.config.generate import ENGINE_SAMPLING, GenerateConfig, SamplingConfig
 from mindspeed_rl.config.megatron import MegatronConfig
@@ -53,12 +54,14 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     tree = normalized(tree)
     known = (*TOP_LEVEL, "model", "platform", "run_dir")
     groups: dict[str, dict[str, Any]] = {}
+    earlier: dict[str, str] = {}
     for name, value in tree.items():
         if name not in known:
             errors.append(unknown_key(name, value, known, _homes()))
         elif name in TOP_LEVEL:
             if isinstance(value, Mapping):
-                groups[name] = normalized(value)
+                groups[name], notes = in_present_names(name, normalized(value), errors)
+                earlier |= notes
             elif value is not None:
                 errors.append(f"{name} is {value!r}, but must be a group of keys")
     set_keys: dict[str, frozenset[str]] = {}
@@ -97,6 +100,9 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     run_dir = tree.get("run_dir")
     if run_dir is not None and not isinstance(run_dir, str):
         errors.append(f"run_dir is {run_dir!r}, but must be text or null")
+    if errors and rl is not None and rl.is_multimodal:
+        # its other keys belong to what is missing, so that they are no mistakes of the file
+        raise ConfigError(["not available in this version: rl_config.is_multimodal: text models only"])
     if errors:
         raise ConfigError(dict.fromkeys(errors))
     spelled = apply_second_spellings(rl, generate, set_keys) if rl is not None else {}
@@ -117,6 +123,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         profiler_config=profiler,
         msprobe_config=msprobe,
         set_keys=set_keys,
+        earlier=earlier,
         spelled=spelled,
         model_facts=read_model_facts(actor),
     )
@@ -152,8 +159,8 @@ def _model_blocks(value: Any, errors: list[str]) -> dict[str, dict[str, Any]]:
     blocks: dict[str, dict[str, Any]] = {}
     for name, block in value.items():
         if isinstance(block, Mapping):
-            build(MegatronConfig, block, f"model.{name}", errors, _homes())
-            blocks[str(name)] = normalized(block)
+            blocks[str(name)], _ = in_present_names(f"model.{name}", normalized(block), errors)
+            build(MegatronConfig, blocks[str(name)], f"model.{name}", errors, _homes())
         else:
             errors.append(f"model.{name} is {block!r}, but must be a group of keys")
     return blocks

@@ -40,9 +40,9 @@ class DataKeys:
         "prefix of the indexed dataset; a list alternates weights and prefixes. Prompts may also be a raw file, a folder or "
         "hf://owner/name, each with [start:stop] or #count behind it",
     )
-    eval_data_path: str | None = key(None, "prefix of the held-out dataset; no evaluation when unset")
+    eval_data_path: str | None = key(None, "prefix of the held-out dataset; unset: what split holds back, if anything")
     eval_num_prompts: int | None = key(None, "held-out prompts of one evaluation; all when unset")
-    split: str | None = key(None, "shares of training, validation and test, for example 100,0,0")
+    split: str | None = key(None, "shares of training, validation and test, for example 100,0,0; only the first trains")
     dataset_additional_keys: list[str] = key([], "further dataset columns that travel with a sample, normally [labels]")
     full_shuffle_instruction_dataset: bool = key(False, "shuffle over all epochs at once instead of inside each")
     no_shuffle: bool = key(False, "read the dataset in file order")
@@ -220,7 +220,9 @@ class KernelKeys:
     no_masked_softmax_fusion: bool = key(
         False, "no fused masked softmax", no_effect="the attention of no platform has a separate masked softmax"
     )
-    attention_softmax_in_fp32: bool = key(False, "attention softmax in fp32")
+    attention_softmax_in_fp32: bool = key(
+        False, "attention softmax in fp32", no_effect="the attention of every platform computes it in fp32"
+    )
     use_cp_send_recv_overlap: bool = key(
         False, "ring attention: overlap sending and receiving", no_effect="the ring always overlaps them with attention"
     )
@@ -316,6 +318,22 @@ class MegatronConfig(
         if self.moe_tp_extend_ep:
             return self.expert_model_parallel_size * self.tensor_model_parallel_size, 1
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+
+def split_shares(split: str | None) -> tuple[float, float, float]:
+    """Return the shares of training, validation and test that `split` gives, of one in all; everything trains when unset.
+
+    Raises:
+        ValueError: the shares are not up to three numbers that are not negative.
+    """
+    try:
+        shares = [float(share) for share in (split or "1").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        raise ValueError(f"split: {split!r} must give shares of training, validation and test data, such as 95,5,0.")
+    first, second, third = (share / sum(shares) for share in (*shares, 0.0, 0.0)[:3])
+    return first, second, third
 
 
 def joined(layers: str | int | list[int] | None) -> str | None:

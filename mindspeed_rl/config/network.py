@@ -34,9 +34,11 @@ class NetworkKeys:
     swiglu: bool = key(False, "gated MLP with SiLU")
     normalization: Literal["LayerNorm", "RMSNorm"] = key("LayerNorm", "kind of normalization")
     norm_epsilon: float = key(1e-5, "epsilon inside the normalization")
-    init_method_std: float = key(0.02, "standard deviation of fresh weights")
-    attention_dropout: float = key(0.1, "dropout on attention weights; reinforcement learning wants 0")
-    hidden_dropout: float = key(0.1, "dropout on the residual branches; reinforcement learning wants 0")
+    init_method_std: float = key(
+        0.02, "standard deviation of fresh weights", no_effect="every weight is loaded, and a fresh score head starts from 0"
+    )
+    attention_dropout: float = key(0.0, "dropout on attention weights; published models have none")
+    hidden_dropout: float = key(0.0, "dropout on the residual branches; published models have none")
     max_position_embeddings: int | None = key(
         None, "longest sequence the positions reach, in tokens", no_effect="rotary positions have no end"
     )

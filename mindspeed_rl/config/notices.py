@@ -35,7 +35,7 @@ def run_warnings(cfg: RunConfig, num_nodes: int = 1) -> list[str]:
     group = "megatron_training" if cfg.is_supervised else "actor_config"
     found = [*_kept(cfg.actor_config, group), *_schedule(cfg, group)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
-        found += _rounds(cfg, num_nodes)
+        found += [*_mini_batch(cfg), *_room(cfg), *_rounds(cfg, num_nodes)]
     return found
 
 
@@ -52,6 +52,30 @@ def _schedule(cfg: RunConfig, group: str) -> Iterator[str]:
         yield (
             f"{group}.lr_decay_style is not set: the learning rate falls linearly from {actor.lr:g} to 0 at the last "
             "iteration, where nothing is learnt any more; write constant, cosine or linear to choose"
+        )
+
+
+def _mini_batch(cfg: RunConfig) -> Iterator[str]:
+    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+        return
+    sizes = read_sizes(cfg)
+    if sizes.counting == "prompts" and sizes.mini_batch_size > sizes.mini_batch_prompts:
+        yield (
+            f"rl_config.mini_batch_size ({sizes.mini_batch_size}) is more than the {sizes.mini_batch_prompts} prompts that an "
+            f"iteration trains on: each pass over them makes one optimizer step of {sizes.mini_batch_prompts} prompts"
+        )
+
+
+def _room(cfg: RunConfig) -> Iterator[str]:
+    rl, generate = cfg.rl_config, cfg.generate_config
+    assert rl is not None and generate is not None
+    prompt, response, longest = rl.max_prompt_length, generate.sampling_config.max_tokens, generate.max_model_len
+    if prompt + response > longest >= prompt:
+        behind = f"behind a prompt of more than {longest - response} tokens" if longest > response else "behind every prompt"
+        yield (
+            f"rl_config.max_prompt_length + generate_config.sampling_config.max_tokens ({prompt} + {response} = "
+            f"{prompt + response}) is more than generate_config.max_model_len ({longest}): a response {behind} ends where both "
+            f"together have {longest}, and counts as truncated"
         )
 
 

@@ -68,7 +68,6 @@ RENAMED: dict[str, str] = {
     "use_dynamic_batch_size": "rl_config.use_dynamic_bsz",
     "balance_batch": "rl_config.use_dp_batch_balance",
     "balance_data": "rl_config.use_dp_batch_balance",
-    "shuffle_minibatch": "rl_config.shuffle_mini_batch",
     "padding_free": "rl_config.use_remove_padding",
     "packing_samples": "rl_config.use_remove_padding",
     "packing": "megatron_training.pack",

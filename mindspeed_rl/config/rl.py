@@ -340,7 +340,9 @@ class RLConfig(BatchKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys)
     )
     num_cpus_for_placement_group: int = key(8, "CPUs Ray reserves beside each device", only_on=("npu", "cuda"))
     hccl_buffersize: int = key(256, "buffer of one HCCL communicator, in MiB", only_on=("npu",))
-    runtime_env_path: str = key("configs/envs/runtime_env.yaml", "environment variables of the workers")
+    runtime_env_path: str = key(
+        "configs/envs/runtime_env.yaml", "environment variables of the workers", only_on=("npu", "cuda")
+    )
     tp_split_expert: bool = key(False, "unused", no_effect="expert_tensor_parallel_size says it")
 
     def __post_init__(self) -> None:

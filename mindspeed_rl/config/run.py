@@ -36,6 +36,7 @@ class RunConfig:
         rl_config, generate_config: None in supervised stages.
         spelled: the values, as the run file has them, of keys that another key may also say, by dotted name.
         model_facts: what the model's own files say; None where they are not on this machine.
+        earlier: a sentence for each key that is written by a name of an earlier release, by that dotted name.
         derived: the values of keys that the run file leaves out and that follow from it, by dotted name.
         set_keys: the keys that the run file or an override set, by group (model blocks not included).
     """
@@ -58,6 +59,7 @@ class RunConfig:
     derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
     spelled: dict[str, Any] = field(default_factory=dict)
+    earlier: dict[str, str] = field(default_factory=dict)
 
     @property
     def stage(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.megatron import LORA_TARGETS
+from mindspeed_rl.config.megatron import LORA_TARGETS, split_shares
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.violation import Violation, broken, out_of_range
@@ -66,22 +66,14 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
             {"generate_config.max_model_len": max(seq, rl.max_prompt_length + response)},
             {"megatron_training.seq_length": longest},
         )
-    if rl.max_prompt_length + response > longest:
-        fixes = [{"generate_config.max_model_len": max(rl.max_prompt_length + response, seq or 0)}]
-        if longest > response:
-            fixes.append({"rl_config.max_prompt_length": longest - response})
-        if longest > rl.max_prompt_length:
-            fixes.append({"generate_config.sampling_config.max_tokens": longest - rl.max_prompt_length})
+    if rl.max_prompt_length > longest:
         yield broken(
-            "prompt_and_response_fit",
-            {
-                "rl_config.max_prompt_length": rl.max_prompt_length,
-                "generate_config.sampling_config.max_tokens": response,
-                "generate_config.max_model_len": longest,
-            },
-            f"rl_config.max_prompt_length + generate_config.sampling_config.max_tokens ({rl.max_prompt_length} + {response} = "
-            f"{rl.max_prompt_length + response}) must be at most generate_config.max_model_len ({longest})",
-            *fixes,
+            "prompts_fit_engine",
+            {"rl_config.max_prompt_length": rl.max_prompt_length, "generate_config.max_model_len": longest},
+            f"rl_config.max_prompt_length ({rl.max_prompt_length}) must be at most generate_config.max_model_len ({longest}): "
+            "a longer prompt leaves no room for a response",
+            {"generate_config.max_model_len": max(rl.max_prompt_length + response, seq or 0)},
+            *([{"rl_config.max_prompt_length": longest - response}] if longest > response else []),
         )
 
 
@@ -100,29 +92,6 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
         )
     if rl is None or not rl.use_remove_padding:
         return
-    if not actor.reset_attention_mask:
-        yield broken(
-            "remove_padding_masks",
-            {"rl_config.use_remove_padding": True, "megatron_training.reset_attention_mask": False},
-            "rl_config.use_remove_padding (true) needs megatron_training.reset_attention_mask (false) to be "
-            "true: samples of a pack must "
-            "not see each other",
-            {"megatron_training.reset_attention_mask": True},
-            {"rl_config.use_remove_padding": False},
-        )
-    if actor.pipeline_model_parallel_size > 1 and not actor.no_pad_to_seq_lengths:
-        yield broken(
-            "remove_padding_pipeline",
-            {
-                "rl_config.use_remove_padding": True,
-                "actor_config.pipeline_model_parallel_size": actor.pipeline_model_parallel_size,
-                "megatron_training.no_pad_to_seq_lengths": False,
-            },
-            f"rl_config.use_remove_padding (true) with pipeline_model_parallel_size {actor.pipeline_model_parallel_size} needs "
-            f"megatron_training.no_pad_to_seq_lengths (false) to be true",
-            {"megatron_training.no_pad_to_seq_lengths": True},
-            {"rl_config.use_remove_padding": False},
-        )
     if rl.is_multimodal:
         yield broken(
             "remove_padding_text_only",
@@ -296,6 +265,18 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _split(cfg: RunConfig) -> Iterator[Violation]:
+    try:
+        split_shares(cfg.actor_config.split)
+    except ValueError as error:
+        yield broken(
+            "split_shares",
+            {"actor_config.split": cfg.actor_config.split},
+            f"actor_config.{error}",
+            {"actor_config.split": "100,0,0"},
+        )
+
+
 def _length(cfg: RunConfig) -> Iterator[Violation]:
     epochs, iters = cfg.actor_config.train_epochs, cfg.actor_config.train_iters
     if epochs is None:
@@ -369,4 +350,4 @@ def _ranges(cfg: RunConfig) -> Iterator[Violation]:
             yield out_of_range(key, value, bounds)
 
 
-RUN_RULES = (_stage, _length, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)
+RUN_RULES = (_stage, _length, _split, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)

@@ -124,7 +124,12 @@ class Sizes:
     @property
     def step_samples(self) -> int:
         """Completions of one optimizer step."""
-        return self.mini_batch_size * self.group_size if self.counting == "prompts" else self.global_batch_size
+        return self.mini_batch_prompts * self.group_size if self.counting == "prompts" else self.global_batch_size
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        """Prompts of one optimizer step when counting prompts: those of the rollout where the run file asks for more."""
+        return min(self.mini_batch_size, self.global_batch_size if self.train_prompts is None else self.train_prompts)
 
     @property
     def rollout_prompts(self) -> Number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,19 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> PromptItem:
         return self._rows[int(self._kept[index]) + self._first]
+
+    def part(self, first: float, end: float) -> PromptDataset:
+        """The prompts from one share of them to another, in their order; parts that share a bound have no prompt in common.
+
+        Raises:
+            ValueError: there is none between them.
+        """
+        start, stop = (round(len(self) * share) for share in (first, end))
+        if start == stop:
+            raise ValueError(f"split: the share from {first:g} to {end:g} of {len(self)} prompts is none")
+        part = copy.copy(self)
+        part._kept, part.lengths = self._kept[start:stop], self.lengths[start:stop]
+        return part
 
     def describe(self) -> str:
         """One line for the log: how many prompts there are and why others are not."""

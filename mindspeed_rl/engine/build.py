@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -20,36 +18,17 @@ from torch import nn
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
 from mindspeed_rl.engine.lora import LoraSettings, adapt_spec, start_adapters
-from mindspeed_rl.engine.network_keys import check_network_keys
 from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.recompute import recompute_activations
-from mindspeed_rl.models import architecture_for
-from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.network import Network
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """What is to be built, before anything is.
-
-    Attributes:
-        architecture, network: from the HF config.json, checked against the run file's network keys.
-        layout: how the model is cut.
-        hf_config: the config.json.
-    """
-
-    architecture: Architecture
-    network: Network
-    layout: Layout
-    hf_config: dict[str, Any]
+from mindspeed_rl.models.plan import ModelPlan
 
 
 @dataclass(frozen=True)
@@ -67,43 +46,6 @@ class BuiltModel:
     chunks: list[MegatronModule]
     ddp_chunks: list[DistributedDataParallel]
     models: list[GPTModel]
-
-
-def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["lm", "reward"] = "lm") -> ModelPlan:
-    """Reads config.json and places its layers.
-
-    Raises:
-        ValueError: there is no config.json, a network key of the run file contradicts it, or the layout does not fit.
-    """
-    path = Path(hf_folder, "config.json")
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: not found; the model's shape is read from the Hugging Face folder (tokenizer_name_or_path or load)."
-        )
-    hf_config = json.loads(path.read_text())
-    architecture = architecture_for(hf_config)
-    network = architecture.network(hf_config).with_head(head)
-    check_network_keys(config, network, path)
-    # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
-    network = network.padded(1, config.tensor_model_parallel_size)
-    if config.padded_vocab_size is not None:
-        if config.padded_vocab_size < network.vocab_size:
-            raise ValueError(
-                f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {network.vocab_size}."
-            )
-        network = network.padded(config.padded_vocab_size, 1)
-    layout = Layout(
-        num_layers=network.num_layers,
-        tp=config.tensor_model_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        vpp=parallel.num_stage_chunks(config, network.num_layers),
-        ep=parallel.expert_sizes(config)[0],
-        etp=parallel.expert_sizes(config)[1],
-        num_layer_list=parallel.layer_list(config),
-        noop_layers=parallel.noop_layers(config),
-        num_experts=network.num_moe_experts or 0,
-    )
-    return ModelPlan(architecture, network, layout, hf_config)
 
 
 def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0) -> BatchShape:
@@ -142,7 +84,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
         "recompute_granularity": config.recompute_granularity,
         "recompute_method": config.recompute_method,
         "recompute_num_layers": config.recompute_num_layers,
-        "attention_softmax_in_fp32": config.attention_softmax_in_fp32,
+        "attention_softmax_in_fp32": True,
         "deterministic_mode": config.npu_deterministic or config.deterministic,
         "moe_grouped_gemm": bool(network.num_moe_experts) and config.moe_grouped_gemm,
         # with both directions batched to one peer, gloo and HCCL match messages in posting order and mix them up
@@ -151,8 +93,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
     }
     if config.recompute_granularity == "selective":
         settings["recompute_modules"] = list(config.recompute_modules or ["core_attn"])
-    if config.num_layers is not None:  # dropout keys belong to the network keys; a plain HF folder trains without dropout
-        settings |= {"attention_dropout": config.attention_dropout, "hidden_dropout": config.hidden_dropout}
+    settings |= {"attention_dropout": config.attention_dropout, "hidden_dropout": config.hidden_dropout}
     if network.num_moe_experts:
         if config.moe_token_dispatcher_type == "allgather":
             if config.pipeline_model_parallel_size > 1:
@@ -179,15 +120,25 @@ def _reduce_over_expert_ranks(model: nn.Module) -> None:
             parameter.allreduce = False  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
 
+def planned_config(config: MegatronConfig, plan: ModelPlan) -> TransformerConfig:
+    """Megatron's config of a role's model; needs no process groups.
+
+    Raises:
+        ValueError: the layout, the adapters or another key does not fit the network.
+    """
+    settings = _run_settings(config, plan.network, plan.layout) | adaptors.transformer_settings()
+    lora = LoraSettings.from_config(config)
+    if lora is not None:
+        lora.check(plan.network)
+        settings["moe_router_bias_update_rate"] = 0.0  # balancing would change the frozen router
+    return transformer_config(plan.network, layout=plan.layout, **settings)
+
+
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
     """This rank's model chunks with random weights; collective over the training world."""
     network, layout = plan.network, plan.layout
-    settings = _run_settings(config, network, layout) | adaptors.transformer_settings()
     lora = LoraSettings.from_config(config)
-    if lora is not None:
-        lora.check(network)
-        settings["moe_router_bias_update_rate"] = 0.0  # balancing would change the frozen router
-    transformer = transformer_config(network, layout=layout, **settings)
+    transformer = planned_config(config, plan)
     # WrappedTorchNorm is no module itself, but makes one
     norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
     models: list[GPTModel] = []

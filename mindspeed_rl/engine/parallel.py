@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.models.plan import expert_sizes
 
 #: seconds that ranks wait for each other in collectives before the run is given up
 _COLLECTIVE_TIMEOUT_S = 1800.0
@@ -50,7 +51,7 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Args:
-        num_chunks: model chunks a pipeline stage holds, from `num_stage_chunks`.
+        num_chunks: model chunks a pipeline stage holds, from the layout of the model's plan.
 
     Raises:
         ValueError: a variable is missing, or the world cannot hold the layout.
@@ -79,7 +80,7 @@ def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: floa
     """Creates Megatron's process groups for this layout; collective. Does nothing when they exist.
 
     Args:
-        num_chunks: model chunks a pipeline stage holds, from `num_stage_chunks`.
+        num_chunks: model chunks a pipeline stage holds, from the layout of the model's plan.
 
     Raises:
         ValueError: the world cannot hold the layout.
@@ -107,53 +108,6 @@ def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: floa
 def rank_order(config: MegatronConfig) -> str:
     """In which order ranks count through the parallel dimensions, fastest first, in Megatron's words."""
     return "tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-
-
-def num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:
-    """Model chunks a pipeline stage holds; more than 1 with virtual stages.
-
-    Args:
-        num_layers: real layers of the model, without no-op layers.
-
-    Raises:
-        ValueError: the layers of a stage do not divide.
-    """
-    chunk, stages = config.num_layers_per_virtual_pipeline_stage, config.pipeline_model_parallel_size
-    if chunk is None or stages == 1:
-        return 1
-    per_stage = (num_layers + len(noop_layers(config))) // stages
-    if per_stage % chunk:
-        raise ValueError(
-            f"num_layers_per_virtual_pipeline_stage: {chunk} does not divide the {per_stage} layers of a pipeline stage."
-        )
-    return per_stage // chunk
-
-
-def expert_sizes(config: MegatronConfig) -> tuple[int, int | None]:
-    """Expert parallel and expert tensor parallel size as Megatron takes them.
-
-    `moe_tp_extend_ep` spreads whole experts over EP x TP ranks: in Megatron's words EP x TP with an expert tensor size of 1.
-    """
-    if config.moe_tp_extend_ep:
-        return config.expert_model_parallel_size * config.tensor_model_parallel_size, 1
-    return config.expert_model_parallel_size, config.expert_tensor_parallel_size
-
-
-def noop_layers(config: MegatronConfig) -> tuple[int, ...]:
-    """Positions of the empty layers, from the key's "5,95", 5 or [5, 95] form."""
-    return _numbers(config.noop_layers) or ()
-
-
-def layer_list(config: MegatronConfig) -> tuple[int, ...] | None:
-    """Layers of each pipeline stage, from the key's "16,17,16,15" form."""
-    return _numbers(config.num_layer_list)
-
-
-def _numbers(value: str | int | list[int] | None) -> tuple[int, ...] | None:
-    if value is None or value == "":
-        return None
-    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
-    return tuple(int(part) for part in parts)
 
 
 def seed_all(seed: int) -> None:

@@ -14,10 +14,8 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     """Shape facts of a DeepSeek-V3 config.json; prediction layers are left out (see ``Network.mtp_num_layers``).
 
     Raises:
-        ValueError: weights are quantized, or routing that Megatron computes differently.
+        ValueError: routing that Megatron computes differently.
     """
-    if hf_config.get("quantization_config"):
-        raise ValueError("config.json has a quantization_config; convert the checkpoint to bfloat16 first")
     if not read_flag(hf_config, "norm_topk_prob", True):
         raise ValueError("config.json has norm_topk_prob false; Megatron normalizes sigmoid scores always")
     fields = read_deepseek(hf_config, "deepseek_v3")

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mindspeed_rl.config import MegatronConfig
+
 _LAYER = re.compile(r"^((?:module\.)*decoder\.layers\.)(\d+)(\..+)$")
 _LOCAL_EXPERT = re.compile(r"^(.*\.experts\.local_experts\.)(\d+)(\..+)$")
 _TE_EXPERT = re.compile(r"^(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -247,3 +249,20 @@ class Layout:
         if match := _GROUPED.match(name):
             return match[1]
         return name
+
+
+def noop_layers(config: MegatronConfig) -> tuple[int, ...]:
+    """Positions of the empty layers, from the key's "5,95", 5 or [5, 95] form."""
+    return _numbers(config.noop_layers) or ()
+
+
+def layer_list(config: MegatronConfig) -> tuple[int, ...] | None:
+    """Layers of each pipeline stage, from the key's "16,17,16,15" form."""
+    return _numbers(config.num_layer_list)
+
+
+def _numbers(value: str | int | list[int] | None) -> tuple[int, ...] | None:
+    if value is None or value == "":
+        return None
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    return tuple(int(part) for part in parts)

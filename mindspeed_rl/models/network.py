@@ -200,6 +200,26 @@ def read_group(hf_config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return group
 
 
+def read_quantization_block(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a weight that share a scale in config.json; None for weights that are not quantized.
+
+    Raises:
+        ValueError: they are quantized in a way that is not read here.
+    """
+    settings = read_group(hf_config, "quantization_config")
+    if not settings:
+        return None
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    whole = isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
+    if method != "fp8" or not whole:
+        raise ValueError(
+            f"config.json has a quantization_config with quant_method {method!r} and weight_block_size {block!r}; read are "
+            "weights without one, and fp8 with a block of two sizes"
+        )
+    assert isinstance(block, list)
+    return block[0], block[1]
+
+
 def _unfit(key: str, value: Any, expected: str) -> ValueError:
     shown = json.dumps(value)
     return ValueError(f"config.json has {key} {shown if len(shown) <= 60 else shown[:60] + '...'}; expected {expected}")

@@ -31,7 +31,8 @@ class ScoreHead(nn.Module):
         weight = torch.empty(1, config.hidden_size // tp_group.size(), dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(weight)
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1, stride=1)
-        nn.init.normal_(self.weight, std=config.init_method_std)
+        assert config.init_method is not None  # Megatron makes one of init_method_std
+        config.init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, 1] from [s, b, h] (or the rank's slice of s under sequence parallelism)."""

@@ -6,6 +6,7 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,9 @@ class VllmEngine:
             "seed": 0,
             **self._hooks.engine_arguments(config),
         }
+        if "quantization_config" in json.loads(Path(hf_folder, "config.json").read_text()):
+            # the weights that are pushed are in full, whatever the published ones are
+            arguments["hf_overrides"] = {"quantization_config": None}
         if config.enable_expert_parallel:
             arguments["enable_expert_parallel"] = True
         if platform.current().name == "cpu":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import ConfigError, MegatronConfig, Run, own_reward_devices
+from mindspeed_rl.config.megatron import split_shares
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
@@ -22,6 +23,7 @@ from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
 from mindspeed_rl.trainers.beginning import find_beginning
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.model_plans import model_plans
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed, make_rollout
@@ -83,10 +85,10 @@ class RLParts:
         cfg, actor = run.config, run.config.actor_config
         _check_rewards(run)
         source = find_model(actor, "actor_config")
+        model_plans(run, source)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
-        prompts = open_run_prompts(run, actor.data_path, tokenizer, "data_path")
-        held_out = open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
+        prompts, held_out = run_prompts(run, tokenizer)
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
         self._beginning = find_beginning(run, source)
@@ -185,6 +187,17 @@ def _check_models(run: Run, inputs: Inputs, goes_on_after: int | None) -> None:
             f"reward_config.load: the tokenizer of {folder} differs from the actor's ({inputs.tokenizer_path}), but the reward "
             "model reads the actor's token ids."
         )
+
+
+def run_prompts(run: Run, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+    """Those that train, and those of the evaluations: a dataset of their own, or what `split` holds back."""
+    actor = run.config.actor_config
+    whole = open_run_prompts(run, actor.data_path, tokenizer, "data_path")
+    train, validation, _ = split_shares(actor.split)
+    prompts = whole if train == 1 else whole.part(0, train)
+    if actor.eval_data_path:
+        return prompts, open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path")
+    return prompts, whole.part(train, train + validation) if validation > 0 else None
 
 
 def open_run_prompts(run: Run, path: Any, tokenizer: Any, key: str) -> PromptDataset:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mindspeed_rl.algorithms.kl import kl_controller
 from mindspeed_rl.config import Run
+from mindspeed_rl.config.megatron import split_shares
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.workers.order import UpdateOrder, mini_batches
 
@@ -91,8 +92,8 @@ class Schedule:
 
     @property
     def evaluates_first(self) -> bool:
-        """True when there is something to evaluate on."""
-        return self._actor.eval_data_path is not None
+        """True when there is something to evaluate on: a dataset for it, or what `split` holds back."""
+        return self._actor.eval_data_path is not None or split_shares(self._actor.split)[1] > 0
 
     def evaluates(self, iteration: int) -> bool:
         """True every `eval_interval` iterations and after the last."""

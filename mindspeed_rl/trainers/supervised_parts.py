@@ -12,16 +12,15 @@ from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.trainers.beginning import find_beginning
+from mindspeed_rl.trainers.model_plans import model_plans
 from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
 from mindspeed_rl.workers.groups import SupervisedGroup
 from mindspeed_rl.workers.model_source import (
     find_model,
     fresh_head_notice,
-    has_own_reference,
     lacks_score_head,
     load_tokenizer_of,
-    reference_of,
 )
 
 
@@ -42,11 +41,10 @@ class SupervisedParts:
         self._run = run
         config = run.config.actor_config
         source = find_model(config, "megatron_training")
+        model_plans(run, source)
         self._beginning = find_beginning(run, source)
         load_tokenizer_of(config, source)  # raises where there is none
         check_data(config)
-        if config.stage == "dpo" and has_own_reference(config):
-            reference_of(config, source)
         if config.stage == "orm" and lacks_score_head(source):
             print(fresh_head_notice("reward model", source), flush=True)
         self.num_devices, self.log_every = run.plan.world_size, config.log_interval

@@ -21,10 +21,10 @@ from mindspeed_rl.algorithms.value_losses import value_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import plan_model
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.train_engine import MicroBatching, StepResult
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching

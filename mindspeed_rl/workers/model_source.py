@@ -13,6 +13,7 @@ from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.source import HF_FILES
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.models.network_keys import without_network_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,6 +107,18 @@ def weights_kind(folder: Path) -> WeightsKind | None:
     return None
 
 
+def reference_config(cfg: RunConfig) -> MegatronConfig:
+    """Keys of the reference of a run with rollouts, which starts from what the run file says, else from the actor's start."""
+    config = copy.copy(cfg.ref_config)
+    mode = None if cfg.rl_config is None else cfg.rl_config.integrated_mode_config
+    named = mode.ref_model_load_path if mode else None
+    if named:
+        config = without_network_keys(config)  # which say what the group's own weights are
+    config.load, config.pretrained_checkpoint = named or config.pretrained_checkpoint or config.load, None
+    config.finetune, config.lora_target_modules = True, None
+    return config
+
+
 def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
     """True for the weights of a language model: a critic, or a reward model in training, starts from them with a fresh head.
 
@@ -154,6 +167,7 @@ def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
         return None
     config = copy.copy(cfg.reward_config or cfg.actor_config)
     if cfg.rl_config.reward_model is not None:
+        config = without_network_keys(config)  # which say what the group's own weights are
         config.load, config.pretrained_checkpoint = cfg.rl_config.reward_model, None
         if cfg.reward_config is None:
             config.tokenizer_name_or_path = None
@@ -178,6 +192,8 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
     """
     reference = copy.copy(config)
     path = config.ref_model or config.pretrained_checkpoint or config.load
+    if config.ref_model:
+        reference = without_network_keys(reference)  # which say what the policy is
     reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
     reference.save, reference.lora_target_modules = None, None
     if not config.ref_model and start.kind == "training" and not config.finetune and path == str(start.weights):

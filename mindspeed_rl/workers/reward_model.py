@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.build import plan_model
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.train_engine import MicroBatching
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of, reward_model_config

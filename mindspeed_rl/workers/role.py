@@ -10,15 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, copy_companions, dtype_keys, read_json
+from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
+from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.source import HF_FILES, as_reward_config
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
+from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import WithFreshHead, load_weights
+from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.model_source import ModelSource, base_of, lacks_score_head
@@ -100,7 +102,7 @@ class Role:
         plan = self.model.plan
         fresh_head = plan.network.head == "reward" and lacks_score_head(source, iteration)
         if source.kind == "hf":
-            tensors: TensorSource = HfFolder(source.weights)
+            tensors: TensorSource = open_weights(source.weights)
         else:
             stored = plan.network.with_head("lm") if fresh_head else plan.network
             loosely = self.config.load_checkpoint_loosely
@@ -131,9 +133,10 @@ class Role:
         """Puts config.json and tokenizer beside the checkpoints, once, so that they say which model they hold."""
         if (folder / "config.json").is_file():
             return
-        changes = dtype_keys(read_json(self.source.hf_folder / "config.json"), self.dtype)
+        config = read_json(self.source.hf_folder / "config.json")
+        changes = {**without_quantization(config), **dtype_keys(config, self.dtype)}
         if self.model.plan.network.head == "reward":
-            changes = {**as_reward_config(read_json(self.source.hf_folder / "config.json")), **changes}
+            changes = {**as_reward_config(config), **changes}
         copy_companions(self.source.hf_folder, folder, changes)
 
     def poll_save(self) -> None:
@@ -159,7 +162,7 @@ class Role:
             return
         if dist.get_rank() == 0:
             config = read_json(self.source.hf_folder / "config.json")
-            changes = dtype_keys(config, self.dtype)
+            changes = {**without_quantization(config), **dtype_keys(config, self.dtype)}
             if self.model.plan.network.head == "reward":  # transformers finds the scored token by the padding behind it
                 changes = {**as_reward_config(config), **changes, "pad_token_id": self.engine.shape.pad_id}
             with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, Run, own_reward_devices
-from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.checkpoint import iteration_folder
+from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.workers.model_source import (
     ModelSource,
     check_critic_start,
     find_model,
     lacks_score_head,
+    reference_config,
     reward_model_config,
 )
 from mindspeed_rl.workers.role import PassSettings, Role
@@ -79,11 +79,8 @@ def shared_settings(run: Run, tokenizer: Any) -> PassSettings:
 
 def _reference(run: Run, actor: ModelSource, resumed_at: int | None, shared: PassSettings) -> Role:
     """The reference is what the run file says, else what the actor started from before any resume."""
-    config, rl = copy.copy(run.config.ref_config), run.rl
-    mode = rl.integrated_mode_config
-    path = (mode.ref_model_load_path if mode else None) or config.pretrained_checkpoint or config.load
-    config.load, config.pretrained_checkpoint, config.finetune = path, None, True
-    config.lora_target_modules = None
+    config, rl = reference_config(run.config), run.rl
+    path = config.load
     config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
     config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
     at = None

@@ -15,11 +15,11 @@ from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.config import Run
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import ModelPlan, plan_model
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
 from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.models.flops import ModelFlops
+from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching

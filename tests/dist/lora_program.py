@@ -28,11 +28,12 @@ from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.transfer import WeightStream
 
 TP = {"tensor_model_parallel_size": 2}

@@ -26,9 +26,10 @@ from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.proof import WeightDeliveryError, check_delivery, trained_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling

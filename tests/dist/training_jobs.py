@@ -23,9 +23,10 @@ from mindspeed_rl.checkpoint.hf import HfFolder  # noqa: E402
 from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
 from mindspeed_rl.engine.batching import Rows  # noqa: E402
-from mindspeed_rl.engine.build import batch_shape, build_model, plan_model  # noqa: E402
+from mindspeed_rl.engine.build import batch_shape, build_model  # noqa: E402
 from mindspeed_rl.engine.train_engine import MicroBatching, StepResult, TrainEngine  # noqa: E402
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402
+from mindspeed_rl.models.plan import plan_model  # noqa: E402
 from mindspeed_rl.resharding.transfer import WeightStream  # noqa: E402
 
 TEMPERATURE = 0.8

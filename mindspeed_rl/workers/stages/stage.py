@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
+from mindspeed_rl.config.megatron import split_shares
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.order import share_of
@@ -48,14 +49,8 @@ def parts(dataset: Dataset, split: str | None) -> tuple[Part, Part]:
     Raises:
         ValueError: the shares are not up to three numbers that are not negative.
     """
-    try:
-        shares = [float(share) for share in (split or "1").split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
-        raise ValueError(f"split: {split!r} must give shares of training, validation and test data, such as 95,5,0.")
-    shares += [0.0] * (3 - len(shares))
-    ends = [round(len(dataset) * sum(shares[: number + 1]) / sum(shares)) for number in range(2)]
+    shares = split_shares(split)
+    ends = [round(len(dataset) * sum(shares[: number + 1])) for number in range(2)]
     return Part(dataset, 0, ends[0]), Part(dataset, ends[0], ends[1])
 
 

@@ -90,11 +90,12 @@ def main() -> None:
     from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
     from mindspeed_rl.engine import parallel
     from mindspeed_rl.engine.batching import Rows
-    from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+    from mindspeed_rl.engine.build import batch_shape, build_model
     from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
     from mindspeed_rl.engine.offload import Offloader
     from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
     from mindspeed_rl.engine.weights import load_weights, model_ops
+    from mindspeed_rl.models.plan import plan_model
     from mindspeed_rl.models.weights import MemorySource
     from mindspeed_rl.resharding.transfer import WeightStream
 

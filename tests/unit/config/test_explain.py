@@ -228,7 +228,7 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
         ({"init_kl_coef": 0.0, "sync_ref_model": True}, {"sync_ref_model": "init_kl_coef is 0"}),
         ({"init_kl_coef": 0.0, "use_kl_in_reward": True}, {"use_kl_in_reward": "init_kl_coef is 0"}),
         ({"kl_penalty": "mse", "kl_clamp": False}, {"kl_clamp": "kl_penalty is mse"}),
-        ({"eval_greedy": False}, {"eval_greedy": "eval_data_path is not set"}),
+        ({"eval_greedy": False}, {"eval_greedy": "eval_data_path is not set, and split holds nothing back"}),
         ({"use_kl_in_reward": True, "use_bias_correction_kl": True}, {"use_bias_correction_kl": "the KL is in the reward"}),
     ],
 )

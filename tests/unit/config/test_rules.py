@@ -25,13 +25,8 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
     ({M: {"bf16": False}}, "same_number_format", ["megatron_training.bf16 (false)", "generate_config.dtype (bfloat16)"]),
     ({G: {"dtype": "float32"}}, "same_number_format", ["bf16 (true)", "dtype (float32)"]),
     ({M: {"seq_length": 5000}}, "seq_length_fits_engine", ["max_model_len (4096)", "seq_length (5000)"]),
-    ({R: {"max_prompt_length": 2049}}, "prompt_and_response_fit", ["2049 + 2048 = 4097", "max_model_len (4096)"]),
-    ({R: {"use_remove_padding": True}, M: {"no_pad_to_seq_lengths": True}}, "remove_padding_masks", ["reset_attention_mask"]),
-    (
-        {R: {"use_remove_padding": True}, M: {"reset_attention_mask": True}},
-        "remove_padding_pipeline",
-        ["no_pad_to_seq_lengths"],
-    ),
+    ({R: {"max_prompt_length": 4097}}, "prompts_fit_engine", ["max_prompt_length (4097)", "max_model_len (4096)"]),
+    ({M: {"split": "90,ten"}}, "split_shares", ["actor_config.split", "'90,ten'", "95,5,0"]),
     ({R: {"reference_resource": {"num_npus": 8}}}, "integrated_reference", ["reference_resource", "use_integrated_worker"]),
     ({"ref_config": {"lr": 1.0}}, "integrated_reference", ["ref_config", "integrated_mode_config.ref_model_load_path"]),
     ({R: {"reward_resource": {"num_npus": 8}}}, "reward_group", ["reward_resource", "reward_config"]),
@@ -84,12 +79,10 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["max_total_response_length (100)", "max_tokens (2048)"],
     ),
     ({R: {"multi_turn_enable": True, "max_total_response_length": 2048}}, "tools_need_async", ["async_engine"]),
-    ({R: {"mini_batch_size": 64}}, "mini_batch_at_most_global", ["mini_batch_size (64)", "global_batch_size (32)"]),
     ({R: {"mini_batch_size": 12}}, "whole_mini_batches", ["global_batch_size (32)", "mini_batch_size (12)"]),
     ({R: {"mini_batch_size": 1}}, "mini_batch_in_micro_batches", ["1 x 8 = 8", "4 x 4 = 16"]),
     ({R: {"reward_dispatch_size": 48}}, "dispatch_divides", ["reward_dispatch_size (48)", "256 rows"]),
     ({R: {"actor_update_dispatch_size": 128}}, "dispatch_limit", ["actor_update_dispatch_size (128)", "at most 64"]),
-    ({R: {"actor_update_dispatch_size": 32}}, "update_dispatch_holds_mini_batch", ["(32)", "64 rows"]),
     ({R: {"dynamic_sampling_dispatch_size": 4}}, "dispatch_whole_groups", ["(4)", "n_samples_per_prompt (8)"]),
     ({G: {"infer_pipeline_parallel_size": 2}}, "rollout.pipeline", ["infer_pipeline_parallel_size (2) must be 1"]),
     ({G: {"infer_tensor_parallel_size": 8}}, "rollout.heads", ["num_attention_heads (28)", "infer_tensor_parallel_size (8)"]),
@@ -258,16 +251,15 @@ def test_when_no_single_key_mends_the_batch_several_change_together() -> None:
 def test_every_broken_rule_is_reported_at_once() -> None:
     cfg = prompt_level(
         megatron_training={"bf16": False, "global_batch_size": 30, "num_layers": 27},
-        rl_config={"max_prompt_length": 4000, "verifier_weight": [1.0, 1.0], "clip_ratio_c": 0.5},
+        rl_config={"max_prompt_length": 5000, "verifier_weight": [1.0, 1.0], "clip_ratio_c": 0.5},
         generate_config={"infer_tensor_parallel_size": 8},
     )
     assert set(rules_of(cfg)) >= {
         "prompts_per_dp",
-        "mini_batch_at_most_global",
         "actor_config.layers",
         "rollout.heads",
         "same_number_format",
-        "prompt_and_response_fit",
+        "prompts_fit_engine",
         "one_weight_each",
         "dual_clip",
     }
@@ -279,9 +271,7 @@ def test_ulysses_and_ring_have_their_own_rules() -> None:
     )
     assert "actor_config.ulysses_heads" in rules_of(ulysses)
     ring = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo", "no_pad_to_seq_lengths": True}
-    assert "actor_config.ring_masks" in rules_of(prompt_level(megatron_training=ring, rl_config={"use_remove_padding": True}))
-    packed = prompt_level(megatron_training={**ring, "reset_attention_mask": True}, rl_config={"use_remove_padding": True})
-    assert validate(packed) == []
+    assert validate(prompt_level(megatron_training=ring, rl_config={"use_remove_padding": True})) == []
 
 
 def test_whole_experts_spread_over_tensor_parallel_ranks_too() -> None:

@@ -101,6 +101,13 @@ def test_a_model_block_has_the_shape_of_its_model(name: str) -> None:
 def test_run_files_for_ascend_set_no_key_without_effect_but_names_that_users_expect() -> None:
     kept = {"tokenizer_type", "kl_penalty", "kl_ctrl_type", "init_kl_coef", "max_packing_token_size", "async_engine"}
     kept |= {"gamma", "infer_expert_parallel_size", "sequence_parallel", "logprobs", "detokenize"}
+    kept |= {
+        "reset_attention_mask",
+        "no_pad_to_seq_lengths",
+        "attention_softmax_in_fp32",
+        "init_method_std",
+        "moe_token_dispatcher_type",
+    }
     kept |= {"clip_ratio", "clip_higher_enable", "clip_ratio_low", "clip_ratio_high"}  # most of them make one step a rollout
     kept |= {"use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "attention_mask_type"}
     for name in UPSTREAM:

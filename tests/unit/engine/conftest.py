@@ -13,9 +13,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 
 

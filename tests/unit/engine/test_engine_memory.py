@@ -18,10 +18,11 @@ from mindspeed_rl.config.resources import parallel_groups
 from mindspeed_rl.config.sizes import Layout
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.recompute import RecomputingMLP
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+from mindspeed_rl.models.plan import plan_model
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
 

@@ -9,8 +9,9 @@ import torch
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.build import build_model, plan_model
+from mindspeed_rl.engine.build import build_model
 from mindspeed_rl.engine.weights import load_weights, model_ops
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.resharding.proof import bit_sum, trained_sums
 from mindspeed_rl.resharding.transfer import WeightStream

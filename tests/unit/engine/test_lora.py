@@ -19,11 +19,12 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
+from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, load_checkpoint
 from mindspeed_rl.engine.lora import AdaptedModule, LoraSettings, adapters_disabled, save_peft
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights, local_weights
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
 from mindspeed_rl.resharding.proof import bit_sum, trained_sums
 from mindspeed_rl.resharding.transfer import WeightStream

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
-from mindspeed_rl.trainers.rl_parts import open_run_prompts
+from mindspeed_rl.trainers.rl_parts import open_run_prompts, run_prompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MAP_KEYS = "map_keys={prompt: question, query: '', response: answer}"
@@ -34,6 +34,24 @@ def test_columns_are_named_in_the_run_file(questions, tiny_model):
     wanted = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
     assert [prompts[0]] == [{"prompt_ids": wanted, "label": "2", "columns": {"level": 3}}] and len(prompts) == 1
     assert prompts.describe() == "1 prompts of 2 rows (0 too long, 1 malformed)"
+
+
+def test_split_holds_prompts_back_for_the_evaluations(tmp_path, tiny_model):
+    path = tmp_path / "ten.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{number}+0=", "answer": str(number)}) + "\n" for number in range(10)))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def labels(*keys: str) -> list[list[str | None]]:
+        run = _run(MAP_KEYS, "dataset_additional_keys=[labels]", f"data_path={path}", "eval_data_path=null", *keys)
+        parts = [part for part in run_prompts(run, tokenizer) if part is not None]
+        return [[part[number]["label"] for number in range(len(part))] for part in parts]
+
+    everything = [str(number) for number in range(10)]
+    assert labels("split='100,0,0'") == [everything]
+    assert labels("split='70,20,10'") == [everything[:7], everything[7:9]]
+    assert labels("split='70,20,10'", f"eval_data_path={path}") == [everything[:7], everything]
+    with pytest.raises(ValueError, match="split: the share from 0.99 to 1 of 10 prompts is none"):
+        labels("split='99,1,0'")
 
 
 def test_a_malformed_row_stops_the_run_unless_it_is_to_be_skipped(questions, tiny_model):

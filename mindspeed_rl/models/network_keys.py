@@ -1,25 +1,65 @@
-"""The run file's network keys, held against the config.json that the model is built from."""
+"""A role's network keys beside the config.json that its model is built from: what is written must agree, the rest follows.
+
+A model block (`configs/model/<name>.yaml`) is a set of defaults: it stands in where no config.json is at hand, and gives way to
+it elsewhere. Only what a run file or an override writes itself is held against the model.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine import parallel
+from mindspeed_rl.models.layout import noop_layers
 from mindspeed_rl.models.network import Network, RopeScaling
 
 
+def described(config: MegatronConfig, network: Network, path: Path, written: frozenset[str]) -> MegatronConfig:
+    """Return the role with every network key that nobody wrote as the model has it.
+
+    A role without network keys (no model block, nothing written) stays without them.
+
+    Args:
+        network: of the config.json at `path`.
+        written: keys that the run file or an override sets for this role, model blocks not included.
+
+    Raises:
+        ValueError: a written key contradicts the model; all of them are named.
+    """
+    expected, optional = _expected(config, network), _expected_where_set(config, network)
+    held = {name: value for name, value in expected.items() if name in written}
+    held |= {name: value for name, value in optional.items() if name in written and getattr(config, name) is not None}
+    _refuse(held, config, path)
+    if config.num_layers is None:
+        return config
+    changes = {name: _as_key(value) for name, value in (expected | optional).items() if name not in written}
+    if not network.multi_latent_attention and not written & {"group_query_attention", "num_query_groups"}:
+        grouped = network.num_query_groups != network.num_attention_heads
+        changes |= {"group_query_attention": grouped, "num_query_groups": network.num_query_groups}
+    if "padded_vocab_size" not in written and (config.padded_vocab_size or 0) < network.vocab_size:
+        changes["padded_vocab_size"] = None
+    return dataclasses.replace(config, **changes)
+
+
+def without_network_keys(config: MegatronConfig) -> MegatronConfig:
+    """Return the role as one whose shape config.json alone says; for weights of another model than the keys describe."""
+    return dataclasses.replace(config, num_layers=None)
+
+
 def check_network_keys(config: MegatronConfig, network: Network, path: Path) -> None:
-    """Raises ValueError when the run file describes another model than config.json; a run file without them is right.
+    """Raises ValueError when a role's keys describe another model than config.json; a role without them is right.
 
     Keys whose unset value means "as the model has it" are compared only where they are set.
     """
     if config.num_layers is None:
         return
-    expected = _expected(config, network) | {
-        key: value for key, value in _expected_where_set(config, network).items() if getattr(config, key) is not None
-    }
+    optional = _expected_where_set(config, network)
+    set_ones = {key: value for key, value in optional.items() if getattr(config, key) is not None}
+    _refuse(_expected(config, network) | set_ones, config, path)
+
+
+def _refuse(expected: dict[str, Any], config: MegatronConfig, path: Path) -> None:
     wrong = [
         f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value
     ]
@@ -27,11 +67,16 @@ def check_network_keys(config: MegatronConfig, network: Network, path: Path) -> 
         raise ValueError(f"model: the run file's network keys do not describe the model of {path}: {'; '.join(wrong)}.")
 
 
+def _as_key(value: Any) -> Any:
+    """A number as the schema has it: the base of the frequencies is a whole one."""
+    return int(value) if isinstance(value, float) and value == int(value) and abs(value) >= 1 else value
+
+
 def _expected(config: MegatronConfig, network: Network) -> dict[str, Any]:
     latent = network.multi_latent_attention
     expected = {
         # the key counts empty layers, as Megatron does
-        "num_layers": network.num_layers + len(parallel.noop_layers(config)),
+        "num_layers": network.num_layers + len(noop_layers(config)),
         "hidden_size": network.hidden_size,
         "num_attention_heads": network.num_attention_heads,
         # with latent attention the key may say either

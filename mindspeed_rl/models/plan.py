@@ -1,0 +1,109 @@
+"""What is to be built of a model, from its config.json and a role's keys; computed alike on the driver and on every worker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.models import architecture_for
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.layout import Layout, layer_list, noop_layers
+from mindspeed_rl.models.network import Network, read_quantization_block
+from mindspeed_rl.models.network_keys import check_network_keys
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is to be built, before anything is.
+
+    Attributes:
+        architecture, network: from the HF config.json, checked against the run file's network keys.
+        layout: how the model is cut.
+        hf_config: the config.json.
+    """
+
+    architecture: Architecture
+    network: Network
+    layout: Layout
+    hf_config: dict[str, Any]
+
+
+def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["lm", "reward"] = "lm") -> ModelPlan:
+    """Reads config.json and places its layers.
+
+    Raises:
+        ValueError: there is no config.json, a network key of the run file contradicts it, or the layout does not fit.
+    """
+    architecture, network, hf_config = read_model(hf_folder)
+    network = network.with_head(head)
+    check_network_keys(config, network, Path(hf_folder, "config.json"))
+    # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
+    network = network.padded(1, config.tensor_model_parallel_size)
+    if config.padded_vocab_size is not None:
+        if config.padded_vocab_size < network.vocab_size:
+            raise ValueError(
+                f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {network.vocab_size}."
+            )
+        network = network.padded(config.padded_vocab_size, 1)
+    layout = Layout(
+        num_layers=network.num_layers,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        vpp=num_stage_chunks(config, network.num_layers),
+        ep=expert_sizes(config)[0],
+        etp=expert_sizes(config)[1],
+        num_layer_list=layer_list(config),
+        noop_layers=noop_layers(config),
+        num_experts=network.num_moe_experts or 0,
+    )
+    return ModelPlan(architecture, network, layout, hf_config)
+
+
+def read_model(hf_folder: str | Path) -> tuple[Architecture, Network, dict[str, Any]]:
+    """Return what a Hugging Face folder says of its model: architecture, shape, and the config.json itself.
+
+    Raises:
+        ValueError: there is no config.json, or it is of a model or of weights that are not supported.
+    """
+    path = Path(hf_folder, "config.json")
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: not found; the model's shape is read from the Hugging Face folder (tokenizer_name_or_path or load)."
+        )
+    hf_config = json.loads(path.read_text())
+    read_quantization_block(hf_config)  # raises for weights that cannot be read
+    architecture = architecture_for(hf_config)
+    return architecture, architecture.network(hf_config), hf_config
+
+
+def num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:
+    """Model chunks a pipeline stage holds; more than 1 with virtual stages.
+
+    Args:
+        num_layers: real layers of the model, without no-op layers.
+
+    Raises:
+        ValueError: the layers of a stage do not divide.
+    """
+    chunk, stages = config.num_layers_per_virtual_pipeline_stage, config.pipeline_model_parallel_size
+    if chunk is None or stages == 1:
+        return 1
+    per_stage = (num_layers + len(noop_layers(config))) // stages
+    if per_stage % chunk:
+        raise ValueError(
+            f"num_layers_per_virtual_pipeline_stage: {chunk} does not divide the {per_stage} layers of a pipeline stage."
+        )
+    return per_stage // chunk
+
+
+def expert_sizes(config: MegatronConfig) -> tuple[int, int | None]:
+    """Expert parallel and expert tensor parallel size as Megatron takes them.
+
+    `moe_tp_extend_ep` spreads whole experts over EP x TP ranks: in Megatron's words EP x TP with an expert tensor size of 1.
+    """
+    if config.moe_tp_extend_ep:
+        return config.expert_model_parallel_size * config.tensor_model_parallel_size, 1
+    return config.expert_model_parallel_size, config.expert_tensor_parallel_size

@@ -1,0 +1,110 @@
+"""What a run file leads to, as far as it can be seen without a device: plan, objective, models, data, environment."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.adaptors import mindspeed
+from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
+from mindspeed_rl.config.notices import learning_rate
+from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.plan import build_batch_plan
+from mindspeed_rl.config.schema import field_types
+from mindspeed_rl.engine.build import planned_config
+from mindspeed_rl.engine.lora import LoraSettings
+from mindspeed_rl.engine.optimizer import ddp_config
+from mindspeed_rl.models.network_keys import described
+from mindspeed_rl.models.plan import plan_model, read_model
+from mindspeed_rl.trainers.rl_parts import _raw_prompts
+from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.limits import micro_batching
+from mindspeed_rl.workers.model_source import reward_model_config
+
+Tree = dict[str, dict[str, Any]]
+
+
+def observed(tree: Tree, folder: Path) -> dict[str, str] | None:
+    """Everything that a sound run file leads to, in words; None for one that breaks a rule between keys.
+
+    Args:
+        folder: has the config.json of the model.
+    """
+    try:
+        cfg = build_run_config(copy.deepcopy(tree), config_name="observed")
+        if validate(cfg) or unavailable(cfg):
+            return None
+        _, network, _ = read_model(folder)
+        written = cfg.set_keys["megatron_training"] | cfg.set_keys.get("actor_config", frozenset())
+        try:
+            cfg.actor_config = described(cfg.actor_config, network, folder / "config.json", written)
+        except ValueError as error:
+            return {"contradiction": str(error)}
+        return {name: repr(value) for name, value in _parts(cfg, folder)}
+    except (ValueError, AssertionError):  # Megatron asserts
+        return None
+
+
+def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
+    actor = cfg.actor_config
+    yield "plan", build_batch_plan(cfg)
+    yield "learning rate", learning_rate(cfg)
+    yield "derived keys", cfg.derived
+    plan = plan_model(actor, folder)
+    yield "layout", (plan.layout, plan.network)
+    yield "model", planned_config(actor, plan)
+    yield "adapters", LoraSettings.from_config(actor)
+    yield "gradient buckets", ddp_config(actor)
+    yield "MindSpeed", mindspeed.settings(actor)
+    yield "prompts", _raw_prompts(actor)
+    yield "environment", [worker_environment(cfg, name) for name in ("cpu", "npu")]
+    yield "reward model", None if (reward := reward_model_config(cfg)) is None else (reward.load, reward.reward_tokens)
+    if cfg.rl_config is None or cfg.is_supervised:
+        return
+    rl = cfg.rl_config
+    yield "objective", resolve_objective(cfg)
+    yield (
+        "limits",
+        [
+            micro_batching(rl, "update", 1),
+            micro_batching(rl, "actor", 1),
+            micro_batching(rl, "ref", 1),
+        ],
+    )
+    yield "spelled", (rl.n_samples_per_prompt, rl.init_kl_coef, rl.epochs, rl.verifier_function, rl.verifier_weight)
+
+
+def values_of(group: type, field: dataclasses.Field[Any]) -> list[Any]:
+    """Values of the key's type; the default comes last, for a key whose unset value means something else."""
+    kind, default = field_types(group)[field.name], field.default
+    found = list(_values(kind, field.name))
+    return [value for value in found if value != default] + ([] if default is dataclasses.MISSING else [default])
+
+
+def _values(kind: Any, name: str) -> Iterator[Any]:
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        yield from members
+    elif origin is list:
+        yield [next(_values(members[0], name))]
+    elif members:
+        for member in members:
+            if member is not type(None):
+                yield from _values(member, name)
+    elif kind is bool:
+        yield from (True, False)
+    elif kind is int:
+        yield from (2, 4, 1, 8, 64, 262144)
+    elif kind is float:
+        yield from (0.25, 2.0, 1e-5)
+    elif kind is str:
+        yield from ("1", "other", "90,10,0")
+    elif dataclasses.is_dataclass(kind):
+        for inner in dataclasses.fields(kind):
+            for value in _values(field_types(typing.cast(type, kind))[inner.name], inner.name):
+                yield {inner.name: value}
+                break

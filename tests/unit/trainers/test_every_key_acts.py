@@ -1,0 +1,227 @@
+"""Every key does something that can be seen: in what a run file leads to, or in the module that the table names.
+
+What does nothing says so by `no_effect` in the schema, and what another key must switch on by `needs`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observed_runs import Tree, observed, values_of
+from published import MODELS
+
+import mindspeed_rl
+from mindspeed_rl.config import GenerateConfig, MegatronConfig, RLConfig, SamplingConfig, build_run_config, unavailable
+
+PACKAGE = Path(mindspeed_rl.__file__).parent
+
+BASE: Tree = {
+    "megatron_training": {
+        "stage": "ray_grpo",
+        "global_batch_size": 32,
+        "seq_length": 64,
+        "micro_batch_size": 4,
+        "train_iters": 10,
+        "lr": 1e-4,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
+    "actor_config": {},
+    "rl_config": {
+        "actor_resource": {"num_npus": 16},
+        "n_samples_per_prompt": 8,
+        "mini_batch_size": 16,
+        "max_prompt_length": 512,
+    },
+    "generate_config": {"infer_tensor_parallel_size": 1, "max_model_len": 4096, "sampling_config": {"max_tokens": 2048}},
+}
+
+
+def base(block: dict[str, Any] | None = None, **training: Any) -> Tree:
+    """The base run with further keys of megatron_training, and a model block."""
+    tree = copy.deepcopy(BASE)
+    tree["megatron_training"] |= training
+    if block is not None:
+        tree["model"] = {"block": block}
+        tree["megatron_training"]["model"] = "block"
+    return tree
+
+
+#: published model, and a sound run with it
+BASES: list[tuple[str, Tree]] = [
+    ("Qwen2.5-7B", base({"num_layers": 28})),
+    ("Qwen3-30B-A3B", base({"num_layers": 48, "num_experts": 128})),
+    (
+        "DeepSeek-R1",
+        base({"num_layers": 61, "num_experts": 256, "multi_latent_attention": True}, pipeline_model_parallel_size=1),
+    ),
+    ("Llama-3.2-1B", base({"num_layers": 16})),
+]
+
+GROUPS: dict[type, tuple[str, ...]] = {
+    MegatronConfig: ("actor_config",),
+    RLConfig: ("rl_config",),
+    GenerateConfig: ("generate_config",),
+    SamplingConfig: ("generate_config", "sampling_config"),
+}
+
+#: module -> keys that act there, out of sight of `observed`; the module reads them
+ELSEWHERE: dict[str, str] = {
+    "algorithms/advantages.py": "lam",
+    "workers/actor_worker.py": "cliprange_value actor_forward_micro_batch_size ref_forward_micro_batch_size "
+    "use_dp_batch_balance offload_train_optimizer offload_train_grad offload_train_param",
+    "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
+    "simpo_loss_type simpo_label_smoothing",
+    "adaptors/mindspeed.py": "hccl_group_buffer gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm",
+    "adaptors/vllm_ascend.py": "expert_map_path",
+    "config/sizes.py": "reference_resource reward_resource critic_resource infer_pipeline_parallel_size num_npus "
+    "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
+    "config/spellings.py": "reward_weights report_to beta max_completion_length",
+    "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
+    "rollout_importance_sampling_threshold_min",
+    "config/loader.py": "model stage",
+    "data/prompts.py": "prompt_type_path",
+    "engine/build.py": "recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
+    "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
+    "engine/lora.py": "lora_target_modules lora_r lora_alpha lora_dropout",
+    "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer",
+    "engine/parallel.py": "use_tp_pp_dp_mapping",
+    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
+    "models/layout.py": "num_layer_list noop_layers",
+    "models/plan.py": "padded_vocab_size",
+    "observability/trackers.py": "use_tensorboard use_wandb wandb_project wandb_exp_name wandb_save_dir wandb_mode use_swanlab "
+    "swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir",
+    "rewards/declared.py": "external_plugins",
+    "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_timeout_s",
+    "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
+    "reward_failure_policy reward_failure_limit judge_weight rule_reward",
+    "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
+    "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
+    "rewards/totals.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens",
+    "rollout/vllm_engine.py": "enable_expert_parallel max_num_batched_tokens dtype gpu_memory_utilization kv_cache_memory_gib "
+    "trust_remote_code enable_prefix_caching enforce_eager max_model_len",
+    "trainers/advantages.py": "unscored_iterations_limit",
+    "trainers/evaluation.py": "eval_num_prompts eval_greedy",
+    "trainers/model_rewards.py": "reward_model_weight",
+    "trainers/rl_parts.py": "data_path eval_data_path split dataset_additional_keys no_shuffle train_epochs max_prompt_length "
+    "data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast",
+    "trainers/rollout.py": "blocking dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
+    "filter_groups_max_batches wait_timeout_s",
+    "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
+    "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
+    "ref_model_mixup_alpha log_probs_diff_limit critic_warmup shuffle_mini_batch",
+    "trainers/supervised.py": "skip_train",
+    "trainers/supervised_parts.py": "log_interval",
+    "workers/cluster.py": "runtime_env_path",
+    "workers/groups.py": "num_cpus_for_placement_group",
+    "workers/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
+    "workers/role.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter",
+    "workers/roles.py": "share_backbone process_reward_aggregation use_remove_padding",
+    "workers/rollout.py": "guarantee_order temperature top_p top_k min_p ignore_eos seed max_tokens",
+    "workers/scoring.py": "placeholder_token reward_tokens",
+    "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
+    "workers/stages/pretraining.py": "eval_iters",
+    "workers/stages/stage.py": "full_shuffle_instruction_dataset",
+    "workers/supervised_worker.py": "no_pad_to_seq_lengths refer_model_iter",
+}
+PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
+#: keys with which a trainer does not start; what needs them goes with them
+REFUSED = (
+    "ai_framework ckpt_format multi_turn_enable partial_rollout_max_split is_multimodal use_integrated_worker "
+    "eplb_token_collects"
+)
+
+
+@cache
+def words_of(module: str) -> frozenset[str]:
+    """Attributes that a module reads, and the words of its strings, which name keys in tables."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(node.value.split())
+    return frozenset(found)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """model -> a folder with its config.json."""
+    made = {}
+    for model, _ in BASES:
+        made[model] = tmp_path_factory.mktemp(model.replace(".", "_"))
+        (made[model] / "config.json").write_text(json.dumps(MODELS[model]))
+    return made
+
+
+def with_key(tree: Tree, path: tuple[str, ...], name: str, value: Any) -> Tree:
+    """A copy of the run with one more key."""
+    tree = copy.deepcopy(tree)
+    holder = tree
+    for group in path:
+        holder = holder.setdefault(group, {})
+    holder[name] = value
+    return tree
+
+
+def can_be_seen(group: type, field: dataclasses.Field[Any], folders: dict[str, Path]) -> bool:
+    """Whether some value of the key changes what some run leads to."""
+    path, needs = GROUPS[group], field.metadata["needs"]
+    for model, tree in BASES:
+        start = with_key(tree, path, needs[0], needs[1][0]) if needs else tree
+        before = observed(start, folders[model])
+        for value in values_of(group, field):
+            after = observed(with_key(start, path, field.name, value), folders[model])
+            if after is not None and after != before:
+                return True
+    return False
+
+
+def keys() -> list[tuple[type, dataclasses.Field[Any]]]:
+    refused = set(REFUSED.split())
+    found = []
+    for group in GROUPS:
+        for field in dataclasses.fields(group):
+            needs = field.metadata["needs"]
+            silent = field.metadata["no_effect"] or field.name in refused or (needs and needs[0] in refused)
+            if not silent and field.name != "sampling_config":
+                found.append((group, field))
+    return found
+
+
+def test_every_base_run_is_sound(folders: dict[str, Path]) -> None:
+    for model, tree in BASES:
+        assert observed(tree, folders[model]) is not None, model
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_two_values_of_a_key_make_a_difference(group: type, folders: dict[str, Path]) -> None:
+    idle = [
+        field.name
+        for owner, field in keys()
+        if owner is group and field.name not in PLACE_OF and not can_be_seen(group, field, folders)
+    ]
+    assert idle == []
+
+
+def test_the_table_names_modules_that_read_their_keys() -> None:
+    known = {field.name for group in GROUPS for field in dataclasses.fields(group)}
+    assert set(PLACE_OF) <= known
+    assert [f"{module}: {key}" for key, module in PLACE_OF.items() if key not in words_of(module)] == []
+
+
+def test_what_is_refused_is_refused() -> None:
+    values = {"ai_framework": "mindspore", "ckpt_format": "torch", "partial_rollout_max_split": 2}
+    values["use_integrated_worker"] = False
+    groups = {"ai_framework": "actor_config", "ckpt_format": "actor_config", "eplb_token_collects": "generate_config"}
+    for name in REFUSED.split():
+        tree = with_key(base(save="somewhere"), (groups.get(name, "rl_config"),), name, values.get(name, True))
+        assert any(name in sentence for sentence in unavailable(build_run_config(tree))), name

@@ -1,0 +1,106 @@
+"""The models of a run, planned before anything is started: for every run file with every published model that it fits."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from published import ALL, FITTING, MODELS, SHIPPED, name_of
+
+from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
+from mindspeed_rl.engine.build import planned_config
+from mindspeed_rl.trainers.model_plans import model_plans, with_networks
+from mindspeed_rl.workers.model_source import find_model
+
+BY_NAME = {path.stem: path for path in SHIPPED}
+
+
+def load(path: Path, overrides: list[str] | None = None) -> RunConfig | None:
+    """The run file; None for one that is refused for what is not there."""
+    try:
+        cfg = load_run_config(path.stem, path.parent, overrides or [])
+    except ConfigError:
+        return None
+    return None if unavailable(cfg) else cfg
+
+
+def with_model(cfg: RunConfig, folder: Path, model: dict) -> RunConfig:
+    """The run with all roles on a model whose config.json is in `folder`."""
+    (folder / "config.json").write_text(json.dumps(model))
+    (folder / "model.safetensors").touch()
+    cfg = copy.copy(cfg)
+    for name in ("actor_config", "ref_config", "critic_config", "reward_config"):
+        role = copy.copy(getattr(cfg, name))
+        if role is not None:
+            role.load = role.tokenizer_name_or_path = str(folder)
+            role.pretrained_checkpoint, role.ref_model, role.train_iters = None, "", role.train_iters or 1
+            setattr(cfg, name, role)
+    return cfg
+
+
+PAIRS = [
+    (path, model)
+    for path in ALL
+    if (cfg := load(path)) is not None
+    for model in FITTING.get(str(cfg.actor_config.model), ["no such model"])
+]
+
+
+@pytest.mark.parametrize(("path", "model"), PAIRS, ids=[f"{name_of(path)}-{model}" for path, model in PAIRS])
+def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> None:
+    cfg = load(path)
+    assert cfg is not None
+    cfg = with_networks(with_model(cfg, tmp_path, MODELS[model]))
+    run = resolve(cfg, platform="npu")
+    plans = model_plans(run, find_model(run.config.actor_config, "actor_config"))
+    assert "actor_config" in plans
+    for name, plan in plans.items():
+        said = MODELS[model]
+        role = getattr(run.config, name, run.config.actor_config) or run.config.actor_config
+        assert plan.network.num_layers == said["num_hidden_layers"] and plan.network.norm_epsilon == said["rms_norm_eps"]
+        assert plan.network.rotary_base == said["rope_theta"]
+        config = planned_config(role, plan)
+        assert config.num_moe_experts == said.get("num_experts", said.get("n_routed_experts"))
+        assert config.layernorm_epsilon == said["rms_norm_eps"] and config.hidden_dropout == config.attention_dropout == 0.0
+
+
+def test_every_shipped_block_with_a_published_model_is_covered() -> None:
+    assert {load(path).actor_config.model for path in SHIPPED if load(path) is not None} <= set(FITTING)
+    assert {model for models in FITTING.values() for model in models} <= set(MODELS)
+
+
+def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) -> None:
+    wrong = load(BY_NAME["grpo_qwen25_7b_A3"], ["actor_config.rotary_base=10000", "megatron_training.num_layers=27"])
+    assert wrong is not None
+    with pytest.raises(ConfigError) as caught:
+        with_networks(with_model(wrong, tmp_path, MODELS["Qwen2.5-7B"]))
+    sentence = caught.value.errors[0]
+    for words in ("actor_config: model", "num_layers: 27 (there 28)", "rotary_base: 10000 (there 1000000"):
+        assert words in sentence
+    assert "norm_epsilon" not in sentence  # only the block says it
+
+
+def test_a_block_gives_way_to_the_model_where_nothing_is_written(tmp_path: Path) -> None:
+    cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
+    assert cfg is not None
+    actor = with_networks(with_model(cfg, tmp_path, MODELS["Qwen3-8B"])).actor_config
+    shape = (actor.num_layers, actor.hidden_size, actor.ffn_hidden_size, actor.num_attention_heads, actor.num_query_groups)
+    assert shape == (36, 4096, 12288, 32, 8)
+    assert (actor.qk_layernorm, actor.add_qkv_bias, actor.kv_channels, actor.padded_vocab_size) == (True, False, 128, 152064)
+
+
+def test_a_role_whose_weights_are_not_there_keeps_its_block(tmp_path: Path) -> None:
+    cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
+    assert cfg is not None
+    cfg.actor_config.load = str(tmp_path / "none")
+    assert with_networks(cfg).actor_config.num_layers == 28
+
+
+def test_the_driver_names_the_role_whose_model_is_not_supported(tmp_path: Path) -> None:
+    cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
+    assert cfg is not None
+    quantized = {**MODELS["Qwen2.5-7B"], "quantization_config": {"quant_method": "awq", "bits": 4}}
+    with pytest.raises(ConfigError, match="actor_config: config.json has a quantization_config with quant_method 'awq'"):
+        with_networks(with_model(cfg, tmp_path, quantized))
