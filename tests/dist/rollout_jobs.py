@@ -87,11 +87,14 @@ class Pair:
 
     def generate(self, iteration: int = 0) -> list[Completion]:
         """Two responses to each of the eight prompts, the same on every rank."""
-        rows = all_rows()
-        prompts = [ids[:length].tolist() for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
-        return self.rollout.generate(
-            [GenerationRequest(prompts[i // 2], sample_seed(1, iteration, i // 2, i % 2)) for i in range(16)]
-        )
+        return self.rollout.generate(requests_of(iteration))
+
+
+def requests_of(iteration: int) -> list[GenerationRequest]:
+    """Two requests for each of the eight prompts."""
+    rows = all_rows()
+    prompts = [ids[:length].tolist() for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
+    return [GenerationRequest(prompts[i // 2], sample_seed(1, iteration, i // 2, i % 2)) for i in range(16)]
 
 
 def sampled_rows(completions: list[Completion]) -> Rows:
@@ -257,3 +260,29 @@ def rest(setting: Setting, infer_tp: int) -> dict[str, Any]:
             "rested": [completions == first for completions in rested],
             "draws nothing": torch.equal(torch.get_rng_state(), state),
         }
+
+
+def share_out(setting: Setting, infer_tp: int, sharing: int | None, cuts: list[list[int]]) -> list[dict[int, Any]]:
+    """Responses by number of the request, of this rank's replica alone: of each push, those that fall to it.
+
+    Args:
+        cuts: for each push, how many of the sixteen requests each replica takes, in order; the engine rests between pushes.
+    """
+    found: list[dict[int, Any]] = []
+    with pair_of(setting, infer_tp, sharing) as pair:
+        replica = pair.rollout.layout.replica(dist.get_rank())
+        for iteration, counts in enumerate(cuts):
+            pair.push()
+            pair.prove()
+            first = sum(counts[:replica])
+            mine = list(range(first, first + counts[replica]))
+            requests = requests_of(iteration)
+            completions = pair.rollout.generate([requests[number] for number in mine])
+            found.append({number: completion.token_ids for number, completion in zip(mine, completions)})
+            pair.rollout.release_memory()
+            pair.rollout.restore_weights()
+            pair.rollout.restore_cache()
+            with torch.no_grad():  # what an update would do: other weights for the next push, alike on every layout
+                for weight in pair.stream.local_weights.values():
+                    weight.tensor.mul_(1.05)
+    return found
