@@ -7,6 +7,7 @@ This is the one place that knows; the engine's arguments and environment, the gr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_rl.config.generate import GenerateConfig
 
@@ -43,11 +44,6 @@ class RolloutLayout:
         """True where replicas exchange tokens in every expert layer: each of a group must make every generation step."""
         return self.sharing > 1
 
-    @property
-    def external_launcher(self) -> bool:
-        """True where an engine is more than this process: vLLM must take its ranks from the run's world."""
-        return self.tensor * self.sharing > 1
-
     def replica(self, rank: int) -> int:
         """Number of the replica that a rank belongs to."""
         return rank // self.tensor
@@ -62,6 +58,13 @@ class RolloutLayout:
 
     def _groups(self, size: int) -> list[list[int]]:
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What vLLM's `LLM` is told of the layout; a platform may replace the backend."""
+        # every rank of the run's world runs the same code: no executor may start processes of its own
+        backend = "external_launcher" if self.tensor * self.sharing > 1 else "uni"
+        arguments: dict[str, Any] = {"tensor_parallel_size": self.tensor, "distributed_executor_backend": backend}
+        return arguments | ({"enable_expert_parallel": True} if self.expert_parallel else {})
 
     def engine_environment(self, rank: int, master: tuple[str, str]) -> dict[str, str]:
         """Variables by which vLLM learns its place; to be set before the engine is built, whatever they were before.

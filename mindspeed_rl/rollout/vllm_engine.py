@@ -118,9 +118,6 @@ class VllmEngine:
             "dtype": config.dtype,
             "enforce_eager": config.enforce_eager,
             "trust_remote_code": config.trust_remote_code,
-            "tensor_parallel_size": self.layout.tensor,
-            # every rank of the training world runs this very code: no executor may start processes of its own
-            "distributed_executor_backend": "external_launcher" if self.layout.external_launcher else "uni",
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             # vLLM refuses less: a step holds a token a sequence and, without chunked prefill, a whole prompt
@@ -134,10 +131,9 @@ class VllmEngine:
             "disable_log_stats": True,
             # never drawn from: every request brings its own
             "seed": 0,
+            **self.layout.engine_arguments(),
             **self._hooks.engine_arguments(config),
         }
-        if self.layout.expert_parallel:
-            arguments["enable_expert_parallel"] = True
         if platform.current().name == "cpu":
             arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, kv_bytes_per_token)
         else:

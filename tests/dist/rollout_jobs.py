@@ -286,3 +286,23 @@ def share_out(setting: Setting, infer_tp: int, sharing: int | None, cuts: list[l
                 for weight in pair.stream.local_weights.values():
                     weight.tensor.mul_(1.05)
     return found
+
+
+def misplace_experts(setting: Setting, infer_tp: int, sharing: int | None) -> dict[str, str]:
+    """What the proof says when one rank of an expert group has lost an update of its experts, and after the next push."""
+    said = {}
+    with pair_of(setting, infer_tp, sharing) as pair:
+        for kind in ("damaged", "mended"):
+            pair.push()
+            parameters = dict(pair.rollout.read_model().named_parameters())
+            name = next(name for name in parameters if name.endswith("w13_weight"))
+            if kind == "damaged" and dist.get_rank() == dist.get_world_size() - 1:
+                with torch.no_grad():
+                    parameters[name].view(-1)[3] += 1e-3
+            try:
+                pair.prove()
+                said[kind] = "nothing"
+            except WeightDeliveryError as error:
+                said[kind] = str(error)
+            dist.barrier()
+    return said
