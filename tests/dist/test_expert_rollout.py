@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import exchange_jobs
 import pytest
 import rollout_jobs as jobs
 from ranks import Ranks
@@ -69,3 +70,20 @@ def test_engines_that_share_experts_answer_as_one_process_does(
             assert said["mended"] == "nothing"
     finally:
         group.close()
+
+
+@pytest.mark.parametrize("sizes", [[2, 3, 1], [0, 4, 1], [0, 0, 2]], ids=str)
+def test_rows_reach_all_ranks_and_sums_their_owners_however_many_each_has(sizes: list[int], three: Ranks) -> None:
+    everyone = [[10.0 * rank + row] * 2 for rank, size in enumerate(sizes) for row in range(size)]
+    starts = [sum(sizes[:rank]) for rank in range(3)]
+    for rank, (gathered, summed) in enumerate(three.run(exchange_jobs.exchange, sizes=sizes, width=2, dtype="float32")):
+        assert gathered == everyone
+        rows = range(starts[rank], starts[rank] + sizes[rank])
+        assert summed == [[3.0 * row + 0 + 1 + 2] * 2 for row in rows]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    group = Ranks(3)
+    yield group
+    group.close()
