@@ -48,9 +48,7 @@ def apply() -> None:
         **keywords: Any,
     ) -> None:
         def compute(out: Tensor, tokens: Tensor, weights: Tensor, ids: Tensor) -> None:
-            of_all(
-                self, out, tokens, w1, w2, weights, ids, activation, global_num_experts, None, *others, **keywords
-            )
+            of_all(self, out, tokens, w1, w2, weights, ids, activation, global_num_experts, None, *others, **keywords)
 
         if expert_map is None:
             compute(output, hidden_states, topk_weights, topk_ids)

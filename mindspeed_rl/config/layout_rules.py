@@ -270,7 +270,7 @@ def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None
         yield Violation(
             "rollout.whole_experts",
             {"num_experts": experts, key: ep, tp_key: tp},
-            f"{source} ({experts}) must be divisible by {key} x {tp_key} ({ep} x {tp}): each of the {ep * tp} devices that share "
-            "a layer's experts holds as many whole ones",
+            f"{source} ({experts}) must be divisible by {key} x {tp_key} ({ep} x {tp}): each of the {ep * tp} devices that "
+            "share a layer's experts holds as many whole ones",
             () if nearest is None else ({key: nearest},),
         )

@@ -24,9 +24,7 @@ LAYOUTS = {
     "Qwen2-MoE over DP2": (1, 2, "qwen2moe"),
 }
 SLOW = list(LAYOUTS)[2:]
-MARKED = [
-    pytest.param(*layout, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, layout in LAYOUTS.items()
-]
+MARKED = [pytest.param(*layout, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, layout in LAYOUTS.items()]
 #: of the sixteen requests of a push, how many each replica takes: all, some, none
 UNEVEN = [[16, 0], [3, 13], [0, 16]]
 
