@@ -48,6 +48,8 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         n_group=2,
         topk_group=1,
         first_k_dense_replace=1,
+        topk_method="noaux_tc",  # vLLM asks for these two, which transformers takes for granted
+        scoring_func="sigmoid",
         norm_topk_prob=True,
         tie_word_embeddings=False,
     ),
