@@ -177,5 +177,5 @@ def _resources(found: dict[str, Any]) -> str:
     groups = found.get("parallel_groups", {})
     if groups:
         lines.append("Parallel groups")
-        lines += [f"  {axis:<8}{short(ranks)}" for axis, ranks in groups.items() if len(ranks[0]) > 1 or axis == "rollout"]
+        lines += [f"  {axis:<11}{short(ranks)}" for axis, ranks in groups.items() if len(ranks[0]) > 1 or axis == "rollout"]
     return "\n".join(lines)

@@ -45,7 +45,9 @@ class GenerateConfig:
     infer_expert_parallel_size: int = key(
         1, "replicas that share the experts of a MoE model", needs=("enable_expert_parallel", (True,))
     )
-    enable_expert_parallel: bool = key(False, "split experts over replicas instead of inside one")
+    enable_expert_parallel: bool = key(
+        False, "keep experts whole and spread them over all devices of the replicas that share them"
+    )
     data_parallel_size: int | None = key(None, "derived: devices / infer_tensor_parallel_size", no_effect="the plan derives it")
 
     max_num_seqs: int = key(

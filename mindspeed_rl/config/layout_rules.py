@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig, joined
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import world_size
@@ -215,15 +216,46 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             "split or repeated whole",
         )
     world = world_size(cfg)
-    if generate.enable_expert_parallel and world is not None:
-        ep = generate.infer_expert_parallel_size
-        if ep < 1 or world % (ep * tp):
-            key = "generate_config.infer_expert_parallel_size"
-            options = [value for value in range(1, world // tp + 1) if world % (value * tp) == 0]
-            nearest = min(options, key=lambda value: abs(value - ep), default=1)
-            yield Violation(
-                "rollout.experts",
-                {key: ep, tp_key: tp},
-                f"{key} x {tp_key} ({ep} x {tp}) must divide the {world} devices",
-                ({key: nearest},),
-            )
+    if generate.enable_expert_parallel:
+        yield from _rollout_experts(cfg, generate, world)
+
+
+def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None) -> Iterator[Violation]:
+    """Rules of an engine whose experts are spread over its replicas."""
+    key, tp_key = "generate_config.infer_expert_parallel_size", "generate_config.infer_tensor_parallel_size"
+    ep, tp = generate.infer_expert_parallel_size, generate.infer_tensor_parallel_size
+    if ep < 1 or (world is not None and world % (ep * tp)):
+        options = [value for value in range(1, (world or tp) // tp + 1) if world is None or world % (value * tp) == 0]
+        nearest = min(options, key=lambda value: abs(value - ep), default=1)
+        rule = "must be at least 1" if world is None else f"must divide the {world} devices"
+        yield Violation("rollout.experts", {key: ep, tp_key: tp}, f"{key} x {tp_key} ({ep} x {tp}) {rule}", ({key: nearest},))
+        return
+    actor, facts = cfg.actor_config, cfg.model_facts
+    experts, source = actor.num_experts, "num_experts"
+    if actor.num_layers is None:  # the shape is that of config.json
+        if facts is None:
+            return
+        experts, source = facts.num_experts, f"the experts of {facts.folder}"
+    if experts is None:
+        switch = "generate_config.enable_expert_parallel"
+        yield Violation(
+            "rollout.no_experts",
+            {switch: True, "num_experts": None},
+            f"{switch} (true) needs a model with experts: the rollout engine refuses others",
+            ({switch: False},),
+        )
+        return
+    if experts % (ep * tp):
+        options = [
+            value
+            for value in range(1, experts // tp + 1)
+            if experts % (value * tp) == 0 and (world is None or world % (value * tp) == 0)
+        ]
+        nearest = min(options, key=lambda value: abs(value - ep), default=None)
+        yield Violation(
+            "rollout.whole_experts",
+            {"num_experts": experts, key: ep, tp_key: tp},
+            f"{source} ({experts}) must be divisible by {key} x {tp_key} ({ep} x {tp}): each of the {ep * tp} devices that "
+            "share a layer's experts holds as many whole ones",
+            () if nearest is None else ({key: nearest},),
+        )

@@ -19,12 +19,14 @@ class ModelFacts:
         folder: where they were read.
         num_heads, num_kv_heads: of attention.
         max_length: the longest sequence that its positions reach, in tokens.
+        num_experts: of an expert layer; None for models without.
     """
 
     folder: str
     num_heads: int | None
     num_kv_heads: int | None
     max_length: int | None
+    num_experts: int | None = None
 
 
 def read_model_facts(role: MegatronConfig) -> ModelFacts | None:
@@ -33,7 +35,10 @@ def read_model_facts(role: MegatronConfig) -> ModelFacts | None:
         folder = Path(name).expanduser() if name else None
         if folder is not None and (config := _read(folder / "config.json")):
             heads = _count(config, "num_attention_heads")
-            return ModelFacts(str(name), heads, _count(config, "num_key_value_heads") or heads, _max_length(folder, config))
+            kv_heads = _count(config, "num_key_value_heads") or heads
+            counts = [_count(config, key) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
+            experts = next((count for count in counts if count), None)
+            return ModelFacts(str(name), heads, kv_heads, _max_length(folder, config), experts)
     return None
 
 

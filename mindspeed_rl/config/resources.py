@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import Layout, Sizes, own_reward_devices, shown
 
@@ -71,13 +73,22 @@ def resources(cfg: RunConfig, sizes: Sizes) -> dict[str, Any]:
             "replicas": shown(sizes.rollout.dp_size),
             "infer_tensor_parallel_size": sizes.rollout.tensor,
         }
+        if (lie := _engines(cfg, sizes)).expert_ranks > 1:
+            result["roles"]["rollout"] |= {"replicas_sharing_experts": lie.sharing, "ep": lie.expert_ranks}
     if actor.num_npus % actor.replica_size == 0:
         result["parallel_groups"] = parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
         if experts := expert_groups(actor, cfg.actor_config):
             result["parallel_groups"]["ep"] = experts
     if sizes.counting != "samples" and sizes.rollout.num_npus % sizes.rollout.replica_size == 0:
         result.setdefault("parallel_groups", {})["rollout"] = parallel_groups(sizes.rollout)["tp"]
+        if (lie := _engines(cfg, sizes)).expert_ranks > 1 and not lie.world_size % lie.expert_ranks:
+            result["parallel_groups"]["rollout_ep"] = lie.expert_groups()
     return result
+
+
+def _engines(cfg: RunConfig, sizes: Sizes) -> RolloutLayout:
+    """How the rollout engines lie over the devices."""
+    return rollout_layout(cfg.generate_config or GenerateConfig(), sizes.rollout.num_npus)
 
 
 def _role(layout: Layout, role: MegatronConfig) -> dict[str, Any]:
@@ -102,7 +113,9 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
     beside = f", beside training {', '.join(kept)}" if kept else ", training state off the device"
     count, tensor = shown(sizes.rollout.dp_size), sizes.rollout.tensor
-    phases = [{"phase": "generate", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}{beside}"}]
+    lie = _engines(cfg, sizes)
+    spread = f", experts over {lie.expert_ranks} devices (EP{lie.expert_ranks})" if lie.expert_ranks > 1 else ""
+    phases = [{"phase": "generate", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}{spread}{beside}"}]
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
     if rl.judge_url is not None:
         scorers.append("the judge")
@@ -130,7 +143,7 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     phases.append(
         {"phase": "update_actor", "devices": everyone, "holds": f"actor weights, gradients, optimizer on Megatron {actor}"}
     )
-    moves = f"{actor} -> TP{tensor} x {count}"
+    moves = f"{actor} -> TP{tensor} x {count}{spread}"
     if rl.sync_ref_model and objective.needs_reference:
         share = f"{rl.ref_model_mixup_alpha:g} of the actor enters the reference every {rl.ref_model_sync_steps} iteration(s)"
         phases.append({"phase": "sync_reference", "devices": everyone, "holds": share})

@@ -45,7 +45,6 @@ def worker_environment(
     *,
     shares_device: bool = False,
     hccl_buffer_mib: int | None = None,
-    expert_parallel_rollout: int | None = None,
     deterministic: bool = False,
     socket_ifname: str | None = None,
 ) -> dict[str, str]:
@@ -57,7 +56,6 @@ def worker_environment(
         platform: its device kind; what that must have wins over the file.
         shares_device: another process of the run works on the same device.
         hccl_buffer_mib: `rl_config.hccl_buffersize`.
-        expert_parallel_rollout: `infer_expert_parallel_size` when `enable_expert_parallel` is on.
         deterministic: `npu_deterministic`.
         socket_ifname: network interface for all communication between nodes.
 
@@ -67,8 +65,6 @@ def worker_environment(
     environment = {**variables, **platform.worker_env()}
     if kind in ("integrated", "rollout"):
         _fit_rollout(environment)
-        if expert_parallel_rollout is not None:
-            environment["VLLM_DP_SIZE"] = str(expert_parallel_rollout)
     if platform.name == "npu":
         _check_vllm_version(environment)
         if hccl_buffer_mib is not None:

@@ -97,7 +97,13 @@ def trained_sums(
 
 
 def check_delivery(
-    engine_model: nn.Module, trained: Mapping[str, int], *, infer_tp_size: int, group: dist.ProcessGroup | None, kv_heads: int
+    engine_model: nn.Module,
+    trained: Mapping[str, int],
+    *,
+    infer_tp_size: int,
+    group: dist.ProcessGroup | None,
+    kv_heads: int,
+    expert_group: dist.ProcessGroup | None = None,
 ) -> DeliveryProof:
     """Compares every parameter of the engine with the trained tensors it was made of; collective over the inference group.
 
@@ -106,6 +112,8 @@ def check_delivery(
         trained: from `trained_sums`.
         infer_tp_size, group: the inference tensor-parallel group (None for a single rank).
         kv_heads: key/value heads of the model; fewer heads than ranks are repeated.
+        expert_group: ranks that hold the experts of a layer between them, over which the call is then collective as well;
+            None where these are the ranks of `group`.
 
     Raises:
         WeightDeliveryError: naming the first parameter that differs, or tensors no parameter accounts for.
@@ -114,17 +122,15 @@ def check_delivery(
     remaining = dict(trained)
     parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(DERIVED)}
     local = [bit_sum(parameter) for parameter in parameters.values()]
-    everyone = [local]
-    if infer_tp_size > 1:
-        everyone = [[] for _ in range(infer_tp_size)]
-        dist.all_gather_object(everyone, local, group=group)
+    everyone = _gathered(local, group if infer_tp_size > 1 else None)
+    holders = everyone if expert_group is None else _gathered(local, expert_group)
     wrong: list[str] = []
     for position, name in enumerate(parameters):
         sources = _sources(name, packed_names, remaining)
         if not sources:
             wrong.append(f"{name} (no trained tensor has this name)")
             continue
-        values = [part[position] for part in everyone]
+        values = [part[position] for part in (holders if _is_expert(name) else everyone)]
         repeat = max(1, infer_tp_size // kv_heads) if kv_heads < infer_tp_size else 1
         split = sum((repeat if _is_key_or_value(source) else 1) * trained[source] for source in sources) & _MASK
         replicated = sum(trained[source] for source in sources) & _MASK
@@ -142,6 +148,20 @@ def check_delivery(
             f"weight push: the rollout engine has no parameter for {len(remaining)} tensors, for example {min(remaining)}."
         )
     return DeliveryProof(num_parameters=len(parameters), num_tensors=len(trained))
+
+
+def _gathered(local: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+    """What each rank of the group brought; without a group, what this one did."""
+    if group is None:
+        return [local]
+    everyone: list[list[int]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, local, group=group)
+    return everyone
+
+
+def _is_expert(name: str) -> bool:
+    """True of a parameter that holds routed experts."""
+    return name.rpartition(".experts.")[2] in _EXPERT_SOURCES
 
 
 def _is_key_or_value(name: str) -> bool:

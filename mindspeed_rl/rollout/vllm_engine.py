@@ -22,6 +22,7 @@ from vllm.logprobs import FlatLogprobs
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
 #: tokens of one KV block on the CPU; a sequence takes whole blocks
@@ -59,6 +60,13 @@ def _own_socket_folder() -> Iterator[None]:
                 os.environ[_SOCKET_FOLDER] = before
 
 
+def _set_place(layout: RolloutLayout) -> None:
+    """vLLM reads this rank's place among the replicas that share experts from the environment of the process."""
+    if torch.distributed.is_initialized():
+        master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        os.environ.update(layout.engine_environment(torch.distributed.get_rank(), master))
+
+
 class _LoadsWeights(Protocol):
     """What all of vLLM's models can do."""
 
@@ -72,6 +80,11 @@ class VllmEngine:
 
     Ranks of such a group must call the methods with the same arguments in the same order. Building is collective over the
     whole world, because vLLM creates its process groups then.
+
+    Attributes:
+        layout: of all engines of the run.
+        sampling: how training responses are drawn.
+        weight_version: number of the weights, -1 before the first ones.
     """
 
     def __init__(
@@ -97,7 +110,8 @@ class VllmEngine:
         self._hooks = adaptors.engine_hooks()
         self._hooks.before_build(run_id)
         self.sampling = sampling
-        tp_size = config.infer_tensor_parallel_size
+        distributed = torch.distributed.is_initialized()
+        self.layout = rollout_layout(config, torch.distributed.get_world_size() if distributed else 1)
         arguments: dict[str, Any] = {
             "model": str(hf_folder),
             "load_format": "dummy",
@@ -105,9 +119,6 @@ class VllmEngine:
             "dtype": config.dtype,
             "enforce_eager": config.enforce_eager,
             "trust_remote_code": config.trust_remote_code,
-            "tensor_parallel_size": tp_size,
-            # every rank of the training world runs this very code: no executor may start processes of its own
-            "distributed_executor_backend": "external_launcher" if tp_size > 1 else "uni",
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             # vLLM refuses less: a step holds a token a sequence and, without chunked prefill, a whole prompt
@@ -121,13 +132,12 @@ class VllmEngine:
             "disable_log_stats": True,
             # never drawn from: every request brings its own
             "seed": 0,
+            **self.layout.engine_arguments(),
             **self._hooks.engine_arguments(config),
         }
         if "quantization_config" in json.loads(Path(hf_folder, "config.json").read_text()):
             # the weights that are pushed are in full, whatever the published ones are
             arguments["hf_overrides"] = {"quantization_config": None}
-        if config.enable_expert_parallel:
-            arguments["enable_expert_parallel"] = True
         if platform.current().name == "cpu":
             arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, kv_bytes_per_token)
         else:
@@ -135,6 +145,7 @@ class VllmEngine:
         if self._hooks.sleeps:
             arguments["enable_sleep_mode"] = True
         arguments.update(engine_arguments or {})
+        _set_place(self.layout)
         set_num_threads = torch.set_num_threads
         with platform.current().kept_rng_state(), _own_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
@@ -146,8 +157,11 @@ class VllmEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling | None = None) -> list[Completion]:
         """One response for each request, in order. No generator is drawn from but the requests' own.
 
+        Replicas that share experts (`layout.in_step`) must call this equally often, those without requests as well: until the
+        last of them has all its responses, the others make empty steps.
+
         Args:
-            requests: prompts with a seed each.
+            requests: prompts with a seed each; may be none.
             sampling: instead of the engine's own, for evaluation.
 
         Raises:

@@ -38,15 +38,13 @@ def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
     quiet = quiet_environment(os.environ)
     if platform_name == "cpu":
         return quiet | platform.worker_env()
-    rl, rollout = cfg.rl_config, cfg.generate_config
-    experts = rollout.infer_expert_parallel_size if rollout is not None and rollout.enable_expert_parallel else None
+    rl = cfg.rl_config
     config = cfg.actor_config if rl is not None else cfg.megatron_training
     return quiet | environment.worker_environment(
         environment.load_runtime_env(_runtime_env_file(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)),
         "trainer" if rl is None else "integrated",
         platform,
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
-        expert_parallel_rollout=experts,
         deterministic=config.npu_deterministic,
     )
 

@@ -24,8 +24,8 @@ from mindspeed_rl.workers.model_source import ModelSource
 
 
 class RolloutReplica:
-    """One rank's share of a rollout replica. Methods are collective over the ranks of the replica; building and `load` over
-    the whole world.
+    """One rank's share of a rollout replica. Methods are collective over the ranks of the replica, and of all replicas that
+    share experts with it; building and `load` over the whole world.
 
     Attributes:
         replica, num_replicas: which rollout engine this rank belongs to.
@@ -53,14 +53,13 @@ class RolloutReplica:
             run_id=run_id,
             kv_bytes_per_token=2 * network.num_layers * network.num_query_groups * network.kv_channels * self.dtype.itemsize,
         )
-        self._tp_size = config.infer_tensor_parallel_size
-        self.replica, replica_rank = divmod(dist.get_rank(), self._tp_size)
-        self.num_replicas = dist.get_world_size() // self._tp_size
+        layout = self._layout = self.engine.layout
+        self.replica, replica_rank = divmod(dist.get_rank(), layout.tensor)
+        self.num_replicas = layout.num_replicas
         self.is_output = replica_rank == 0
-        replicas = [range(first, first + self._tp_size) for first in range(0, dist.get_world_size(), self._tp_size)]
-        group = [dist.new_group(list(ranks), backend="gloo") for ranks in replicas][self.replica]
-        assert isinstance(group, dist.ProcessGroup)  # a number for groups of others
-        self._group = group
+        self._group = _own_group(layout.replica_groups())
+        # None where the ranks of the replica are all that hold its experts
+        self._expert_group = _own_group(layout.expert_groups()) if layout.in_step else None
 
     # ------------------------------------------------------------------ weights and memory
 
@@ -78,7 +77,12 @@ class RolloutReplica:
         for copy, owner in stream.copies.items():
             trained[copy] = trained[owner]
         proof = check_delivery(
-            self.engine.read_model(), trained, infer_tp_size=self._tp_size, group=self._group, kv_heads=self._kv_heads
+            self.engine.read_model(),
+            trained,
+            infer_tp_size=self._layout.tensor,
+            group=self._group,
+            kv_heads=self._kv_heads,
+            expert_group=self._expert_group,
         )
         return proof.num_parameters
 
@@ -95,10 +99,21 @@ class RolloutReplica:
         Args:
             draw: number of the draw of prompts, a part of the seeds.
         """
-        metrics = Metrics()
-        for indexes, batch in self._batches():
-            metrics.merge(self._generate_batch(draw, indexes, batch))
+        metrics, batches = Metrics(), self._batches()
+        while self._goes_on(dispatch := next(batches, None)):
+            if dispatch is None:
+                self.engine.generate([])  # other replicas need this one's experts for their dispatches
+            else:
+                metrics.merge(self._generate_batch(draw, *dispatch))
         return metrics
+
+    def _goes_on(self, dispatch: Any) -> bool:
+        """True while this replica or one that shares experts with it has a dispatch."""
+        if self._expert_group is None:
+            return dispatch is not None
+        left = torch.tensor(int(dispatch is not None))
+        dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self._expert_group)
+        return bool(left)
 
     def _batches(self) -> Iterator[tuple[list[int], Any]]:
         """This replica's rows, a dispatch at a time; fetched by its first rank and shared with the others."""
@@ -125,7 +140,7 @@ class RolloutReplica:
         if self._group.size() == 1:
             return fetch()
         box = [fetch() if self.is_output else None]
-        dist.broadcast_object_list(box, src=self.replica * self._tp_size, group=self._group)
+        dist.broadcast_object_list(box, src=self.replica * self._layout.tensor, group=self._group)
         return box[0]
 
     def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
@@ -175,8 +190,16 @@ class RolloutReplica:
             GenerationRequest(list(prompts[number]), sample_seed(seed, number, 0, 0))
             for number in range(self.replica, len(prompts), self.num_replicas)
         ]
-        completions = self.engine.generate(requests, sampling) if requests else []
+        completions = self.engine.generate(requests, sampling) if requests or self._layout.in_step else []
         return [completion.token_ids for completion in completions] if self.is_output else None
+
+
+def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """This rank's one of the groups; collective over the world."""
+    made = [dist.new_group(list(ranks), backend="gloo") for ranks in groups]
+    (own,) = [group for ranks, group in zip(groups, made) if dist.get_rank() in ranks]
+    assert isinstance(own, dist.ProcessGroup)  # a number for groups of others
+    return own
 
 
 def _generation_stops(source: ModelSource) -> list[int]:

@@ -41,6 +41,7 @@ KV_HEADS = 2
 
 _engines: dict[str, VllmEngine] = {}
 _groups: dict[int, dist.ProcessGroup] = {}
+_expert_groups: dict[int, dist.ProcessGroup] = {}
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Pair:
 
     Attributes:
         group: the inference tensor-parallel group of this rank.
+        expert_group: the ranks that share experts with this one, None where these are those of `group`.
     """
 
     engine: TrainEngine
@@ -56,6 +58,7 @@ class Pair:
     rollout: VllmEngine
     infer_tp: int
     group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup | None = None
     version: int = -1
 
     def push(self) -> None:
@@ -73,16 +76,26 @@ class Pair:
             owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
         )
         model = self.rollout.read_model()
-        proof = check_delivery(model, trained, infer_tp_size=self.infer_tp, group=self.group, kv_heads=KV_HEADS)
+        proof = check_delivery(
+            model,
+            trained,
+            infer_tp_size=self.infer_tp,
+            group=self.group,
+            kv_heads=KV_HEADS,
+            expert_group=self.expert_group,
+        )
         return proof.num_parameters
 
     def generate(self, iteration: int = 0) -> list[Completion]:
         """Two responses to each of the eight prompts, the same on every rank."""
-        rows = all_rows()
-        prompts = [ids[:length].tolist() for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
-        return self.rollout.generate(
-            [GenerationRequest(prompts[i // 2], sample_seed(1, iteration, i // 2, i % 2)) for i in range(16)]
-        )
+        return self.rollout.generate(requests_of(iteration))
+
+
+def requests_of(iteration: int) -> list[GenerationRequest]:
+    """Two requests for each of the eight prompts."""
+    rows = all_rows()
+    prompts = [ids[:length].tolist() for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
+    return [GenerationRequest(prompts[i // 2], sample_seed(1, iteration, i // 2, i % 2)) for i in range(16)]
 
 
 def sampled_rows(completions: list[Completion]) -> Rows:
@@ -106,10 +119,12 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
     return LossOutput((per_token * mask).sum(), mask.sum(), read_metrics({"loss": masked_mean(per_token, mask)}))
 
 
-def _rollout_of(folder: str, infer_tp: int) -> VllmEngine:
+def _rollout_of(folder: str, infer_tp: int, sharing: int | None) -> VllmEngine:
     if folder not in _engines:
         config = GenerateConfig(
             infer_tensor_parallel_size=infer_tp,
+            infer_expert_parallel_size=sharing or 1,
+            enable_expert_parallel=sharing is not None,
             max_num_seqs=16,
             max_model_len=64,
             max_num_batched_tokens=256,
@@ -129,8 +144,12 @@ def _shared_number() -> int:
 
 
 @contextlib.contextmanager
-def pair_of(setting: Setting, infer_tp: int) -> Iterator[Pair]:
-    """A fresh training engine of this layout beside the rollout engine of this process; collective."""
+def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None) -> Iterator[Pair]:
+    """A fresh training engine of this layout beside the rollout engine of this process; collective.
+
+    Args:
+        sharing: replicas that share experts, with expert parallelism; None without.
+    """
     config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)
     if not _groups:
@@ -145,13 +164,24 @@ def pair_of(setting: Setting, infer_tp: int) -> Iterator[Pair]:
         shape = batch_shape(config, packed=setting.packed, pad_id=0)
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
-        rollout = _rollout_of(setting.folder, infer_tp)
+        rollout = _rollout_of(setting.folder, infer_tp, sharing)
         mine = _groups[dist.get_rank() // infer_tp * infer_tp]
-        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, mine)
+        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, mine, _expert_group(rollout))
         dist.barrier()
     finally:
         parallel_state.destroy_model_parallel()
         gc.collect()
+
+
+def _expert_group(rollout: VllmEngine) -> dist.ProcessGroup | None:
+    """This rank's, made once."""
+    if not rollout.layout.in_step:
+        return None
+    if not _expert_groups:
+        for ranks in rollout.layout.expert_groups():
+            _expert_groups[ranks[0]] = dist.new_group(ranks, backend="gloo")
+    size = rollout.layout.expert_ranks
+    return _expert_groups[dist.get_rank() // size * size]
 
 
 def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:
@@ -163,11 +193,11 @@ def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:
     return max((a - b).abs().max().item() for a, b in zip(output[0], mine.columns["rollout_log_probs"]))
 
 
-def learn(setting: Setting, infer_tp: int, updates: int = 2) -> dict[str, Any]:
+def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None = None) -> dict[str, Any]:
     """Pushes, proves, generates, compares log-probs and makes a step, several times over."""
     report: dict[str, Any] = {"proven": [], "tokens": [], "differences": []}
     results = []
-    with pair_of(setting, infer_tp) as pair:
+    with pair_of(setting, infer_tp, sharing) as pair:
         for iteration in range(updates + 1):
             pair.push()
             report["proven"].append(pair.prove())
@@ -231,3 +261,49 @@ def rest(setting: Setting, infer_tp: int) -> dict[str, Any]:
             "rested": [completions == first for completions in rested],
             "draws nothing": torch.equal(torch.get_rng_state(), state),
         }
+
+
+def share_out(setting: Setting, infer_tp: int, sharing: int | None, cuts: list[list[int]]) -> list[dict[int, Any]]:
+    """Responses by number of the request, of this rank's replica alone: of each push, those that fall to it.
+
+    Args:
+        cuts: for each push, how many of the sixteen requests each replica takes, in order; the engine rests between pushes.
+    """
+    found: list[dict[int, Any]] = []
+    with pair_of(setting, infer_tp, sharing) as pair:
+        replica = pair.rollout.layout.replica(dist.get_rank())
+        for iteration, counts in enumerate(cuts):
+            pair.push()
+            pair.prove()
+            first = sum(counts[:replica])
+            mine = list(range(first, first + counts[replica]))
+            requests = requests_of(iteration)
+            completions = pair.rollout.generate([requests[number] for number in mine])
+            found.append({number: completion.token_ids for number, completion in zip(mine, completions)})
+            pair.rollout.release_memory()
+            pair.rollout.restore_weights()
+            pair.rollout.restore_cache()
+            with torch.no_grad():  # what an update would do: other weights for the next push, alike on every layout
+                for weight in pair.stream.local_weights.values():
+                    weight.tensor.mul_(1.05)
+    return found
+
+
+def misplace_experts(setting: Setting, infer_tp: int, sharing: int | None) -> dict[str, str]:
+    """What the proof says when one rank of an expert group has lost an update of its experts, and after the next push."""
+    said = {}
+    with pair_of(setting, infer_tp, sharing) as pair:
+        for kind in ("damaged", "mended"):
+            pair.push()
+            parameters = dict(pair.rollout.read_model().named_parameters())
+            name = next(name for name in parameters if name.endswith("w13_weight"))
+            if kind == "damaged" and dist.get_rank() == dist.get_world_size() - 1:
+                with torch.no_grad():
+                    parameters[name].view(-1)[3] += 1e-3
+            try:
+                pair.prove()
+                said[kind] = "nothing"
+            except WeightDeliveryError as error:
+                said[kind] = str(error)
+            dist.barrier()
+    return said

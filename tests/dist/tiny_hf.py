@@ -33,6 +33,40 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         norm_topk_prob=True,
         tie_word_embeddings=False,
     ),
+    # its latent sizes are those that vLLM's CPU kernel is built for
+    "deepseek": transformers.DeepseekV3Config(
+        **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128, "num_key_value_heads": 4},
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        topk_method="noaux_tc",  # vLLM asks for these two, which transformers takes for granted
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+    "mixtral": transformers.MixtralConfig(
+        **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    ),
+    "qwen2moe": transformers.Qwen2MoeConfig(
+        **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        tie_word_embeddings=False,
+    ),
 }
 
 

@@ -9,11 +9,21 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3MoeConfig,
+)
 
 GIVEN_UP = "??"
 _WARM_UP_STEPS = 150
@@ -30,27 +40,58 @@ _SIZES = {
     "pad_token_id": 0,
     "bos_token_id": None,
 }
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+#: models of four experts, by name
+EXPERT_MODELS = {
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES | _EXPERTS, num_experts=4, head_dim=32),
+    # its latent sizes are those that vLLM's CPU kernel is built for
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **_SIZES | _EXPERTS | {"tie_word_embeddings": False},
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        topk_method="noaux_tc",  # vLLM asks for these two, which transformers takes for granted
+        scoring_func="sigmoid",
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+    ),
+}
 
 
 def make_task(folder: Path) -> Path:
     """The folder holds model/ (a warm start), reward_model/, train.jsonl and heldout.jsonl."""
-    torch.manual_seed(0)
-    answers = ["".join(digits) for digits in itertools.product("0123456789", repeat=2)]
-    random.Random(0).shuffle(answers)
-    model = Qwen2ForCausalLM(Qwen2Config(**_SIZES))
-    _warm_up(model, answers)
-    model.save_pretrained(folder / "model")
-    _tokenizer().save_pretrained(folder / "model")
+    _write(folder, lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES)))
     torch.manual_seed(1)
     Qwen2ForSequenceClassification(Qwen2Config(**_SIZES, num_labels=1)).save_pretrained(folder / "reward_model")
     _tokenizer().save_pretrained(folder / "reward_model")
-    for name, part in (("train", answers[:80]), ("heldout", answers[80:])):
-        rows = ({"prompt": f"{answer}=", "labels": answer} for answer in part)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def _warm_up(model: Qwen2ForCausalLM, answers: list[str]) -> None:
+def make_expert_task(folder: Path, name: str) -> Path:
+    """The same task for a model of EXPERT_MODELS; without a reward model."""
+    _write(folder, lambda: AutoModelForCausalLM.from_config(EXPERT_MODELS[name](), dtype=torch.float32))
+    return folder
+
+
+def _write(folder: Path, build: Callable[[], PreTrainedModel]) -> None:
+    torch.manual_seed(0)
+    answers = ["".join(digits) for digits in itertools.product("0123456789", repeat=2)]
+    random.Random(0).shuffle(answers)
+    model = build()
+    _warm_up(model, answers)
+    model.save_pretrained(folder / "model")
+    _tokenizer().save_pretrained(folder / "model")
+    for name, part in (("train", answers[:80]), ("heldout", answers[80:])):
+        rows = ({"prompt": f"{answer}=", "labels": answer} for answer in part)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _warm_up(model: PreTrainedModel, answers: list[str]) -> None:
     """One lesson with the answer and one that gives up for every prompt."""
     lessons = [f"{answer}={answer}" for answer in answers] + [f"{answer}={GIVEN_UP}" for answer in answers]
     ids = torch.tensor([[ord(char) for char in lesson] + [1] for lesson in lessons])

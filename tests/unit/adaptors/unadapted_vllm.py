@@ -9,7 +9,8 @@ import os
 os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
 
 import torch
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -24,6 +25,8 @@ print(
             "live weights": layer.weight.numel() < before,
             "shared memory name": ExecutorWithExternalLauncher._distributed_args(None)[0] == "env://",
             "shared memory left behind": "unlink" not in inspect.getsource(_CPUSHMDistributed),
+            "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # an argument alone
+            "exchange": not {"all_gatherv", "reduce_scatterv"} & set(vars(CpuCommunicator)),
             "KV release": not current_platform.is_sleep_mode_available(),
         }
     )

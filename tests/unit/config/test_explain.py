@@ -12,7 +12,7 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.cli.explain import main
-from mindspeed_rl.config import build_run_config
+from mindspeed_rl.config import build_run_config, load_run_config
 from mindspeed_rl.config.effects import changed_keys, keys_without_effect
 from mindspeed_rl.config.explain import explain, render
 from mindspeed_rl.config.resources import parallel_groups
@@ -327,3 +327,22 @@ def test_nonsense_numbers_are_explained_and_never_crash() -> None:
         report = explain(cfg, rng.randint(1, 3))
         assert report["valid"] == (not report["errors"])
         assert render(report) and json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "sharing", "devices"),
+    [
+        ("grpo_deepseek_r1_671b_A2", 64, 16, 64),
+        ("grpo_deepseek_r1_671b_A3", 64, 64, 256),
+        ("grpo_qwen3_235b_a22b_A2", 32, 8, 32),
+        ("dapo_qwen3_30b_a3b_A3", 16, 8, 8),
+    ],
+)
+def test_engines_that_share_experts_are_shown_with_their_groups(name: str, replicas: int, sharing: int, devices: int) -> None:
+    found = explain(load_run_config(name))["resources"]
+    rollout = found["roles"]["rollout"]
+    assert (rollout["replicas"], rollout["replicas_sharing_experts"], rollout["ep"]) == (replicas, sharing, devices)
+    groups = found["parallel_groups"]["rollout_ep"]
+    assert groups[0] == list(range(devices)) and sum(groups, []) == list(range(rollout["devices"]))
+    (holds,) = [phase["holds"] for phase in found["phases"] if phase["phase"] == "generate"]
+    assert f"experts over {devices} devices (EP{devices})" in holds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +288,33 @@ def test_rollout_experts_must_fit_the_devices() -> None:
     keys = {"enable_expert_parallel": True, "infer_expert_parallel_size": 5}
     violation = rules_of(prompt_level(generate_config=keys))["rollout.experts"]
     assert violation.nearest == ({"generate_config.infer_expert_parallel_size": 4},)
+
+
+def test_rollout_experts_are_spread_whole() -> None:
+    training = {"num_experts": 6, "sequence_parallel": True, "num_layers": 4, "pipeline_model_parallel_size": 1}
+    keys = {"enable_expert_parallel": True, "infer_expert_parallel_size": 4, "infer_tensor_parallel_size": 2}
+    found = rules_of(prompt_level(megatron_training=training, generate_config=keys))
+    violation = found["rollout.whole_experts"]
+    assert "num_experts (6) must be divisible by" in violation.message and "(4 x 2)" in violation.message
+    assert violation.nearest == ({"generate_config.infer_expert_parallel_size": 1},)
+    fitting = prompt_level(megatron_training={**training, "num_experts": 16}, generate_config=keys)
+    assert not [rule for rule in rules_of(fitting) if rule.startswith("rollout.")]
+
+
+def test_rollout_without_experts_cannot_spread_them() -> None:
+    dense = {"num_layers": 4, "pipeline_model_parallel_size": 1}
+    violation = rules_of(prompt_level(megatron_training=dense, generate_config={"enable_expert_parallel": True}))
+    assert violation["rollout.no_experts"].nearest == ({"generate_config.enable_expert_parallel": False},)
+
+
+@pytest.mark.parametrize(("key", "family"), [("num_experts", "qwen3"), ("n_routed_experts", "ds"), ("num_local_experts", "mx")])
+def test_experts_are_counted_in_the_models_own_files_where_the_run_file_says_no_shape(
+    tmp_path: Path, key: str, family: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "num_attention_heads": 8, key: 6}))
+    keys = {"enable_expert_parallel": True, "infer_expert_parallel_size": 4, "infer_tensor_parallel_size": 1}
+    cfg = prompt_level(megatron_training={"load": str(tmp_path), "num_layers": None}, generate_config=keys)
+    assert f"the experts of {tmp_path} (6) must be divisible by" in rules_of(cfg)["rollout.whole_experts"].message
 
 
 def test_rules_are_scored_on_every_node() -> None:

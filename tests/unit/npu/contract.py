@@ -4,7 +4,8 @@
 makes it again from wheels and source trees, which need not be installed:
 
     python tests/unit/npu/contract.py --torch-npu 2.9.0=WHEEL 2.10.0.post4=WHEEL 2.13.0=WHEEL \
-        --vllm-ascend 0.18.0=WHEEL 0.23.0=WHEEL --mindspeed core_r0.16.0=FOLDER --megatron 0.16.1=SITE_PACKAGES
+        --vllm-ascend 0.18.0=WHEEL 0.23.0=WHEEL --vllm 0.23.0=WHEEL 0.32.0=SITE_PACKAGES \
+        --mindspeed core_r0.16.0=FOLDER --megatron 0.16.1=SITE_PACKAGES
 """
 
 from __future__ import annotations
@@ -360,6 +361,17 @@ def record_vllm_ascend(folder: Path) -> dict[str, object]:
     }
 
 
+def record_vllm(folder: Path) -> dict[str, object]:
+    """How one vLLM places a replica among those that share experts, where an external launcher made the processes."""
+    parallel = (folder / "vllm" / "config" / "parallel.py").read_text()
+    engine = (folder / "vllm" / "v1" / "engine" / "llm_engine.py").read_text()
+    return {
+        "environment": sorted(set(re.findall(r"\"(VLLM_DP_\w+)\":", (folder / "vllm" / "envs.py").read_text()))),
+        "placed_by": dict(re.findall(r"self\.(data_parallel_\w+) = envs\.(VLLM_DP_\w+)", parallel)),
+        "keeps_replicas_in_step": "external_launcher_dp" in engine and "execute_dummy_batch" in engine,
+    }
+
+
 def record_mindspeed(folder: Path, names: set[str]) -> dict[str, object]:
     """Arguments that features register, arguments they read, and signatures of the used names."""
     registered: set[str] = set()
@@ -399,7 +411,7 @@ def _pairs(values: list[str]) -> dict[str, str]:
 def main() -> None:
     """Writes contract.json; packages that are not named keep their record."""
     parser = argparse.ArgumentParser(description="Regenerate tests/data/npu/contract.json.")
-    for option in ("--torch-npu", "--vllm-ascend", "--mindspeed", "--megatron"):
+    for option in ("--torch-npu", "--vllm-ascend", "--vllm", "--mindspeed", "--megatron"):
         parser.add_argument(option, nargs="+", default=[], metavar="VERSION=WHEEL_OR_FOLDER")
     arguments = parser.parse_args()
     record = json.loads(PINNED.read_text()) if PINNED.exists() else {}
@@ -412,6 +424,7 @@ def main() -> None:
         makers = {
             "torch_npu": lambda values: {v: record_torch_npu(f, names_of("torch_npu")) for v, f in folders(values)},
             "vllm_ascend": lambda values: {v: record_vllm_ascend(f) for v, f in folders(values)},
+            "vllm": lambda values: {v: record_vllm(f) for v, f in folders(values)},
             "mindspeed": lambda values: {v: record_mindspeed(f, names_of("mindspeed")) for v, f in folders(values)},
             "megatron": lambda values: {v: record_megatron(f, names_of("megatron")) for v, f in folders(values)},
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -14,7 +16,8 @@ import contract
 
 from mindspeed_rl.adaptors import mindspeed, vllm_ascend
 from mindspeed_rl.cli.doctor import variables as doctor_variables
-from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config import MegatronConfig, load_run_config, validate
+from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
 
 #: set by configs/envs/runtime_env.yaml or named there, and read by torch_npu itself
 OF_TORCH_NPU = """
@@ -83,6 +86,45 @@ def test_expert_maps_and_latent_attention_are_what_the_hooks_expect() -> None:
         latent = names["latent_attention"]
         assert latent["process_weights_after_loading"] == "(act_dtype)", version
         assert set(latent["attributes"]) == {"W_UV", "W_UK_T", "kv_b_proj"}, version
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "sharing", "groups"),
+    [
+        ("grpo_deepseek_r1_671b_A2", 4, 16, 4),
+        ("grpo_deepseek_r1_671b_A3", 4, 64, 1),
+        ("grpo_deepseek_r1_671b_A3_eplb", 4, 64, 1),
+        ("grpo_qwen3_235b_a22b_A2", 4, 8, 4),
+        ("dapo_qwen3_30b_a3b_A3", 1, 8, 2),
+    ],
+)
+def test_every_rank_of_a_shipped_moe_run_gets_a_place_of_its_own_in_its_group(
+    name: str, tensor: int, sharing: int, groups: int
+) -> None:
+    config = load_run_config(name)
+    assert config.generate_config is not None and validate(config) == []
+    world = tensor * sharing * groups
+    layout = rollout_layout(config.generate_config, world)
+    # vLLM's documented order of ranks: independent groups x replicas of a group x tensor ranks
+    order = np.arange(world).reshape(groups, sharing, tensor)
+    assert layout.expert_groups() == order.reshape(groups, -1).tolist()
+    assert layout.replica_groups() == order.reshape(-1, tensor).tolist()
+    for (_, place, _), rank in np.ndenumerate(order):
+        environment = layout.engine_environment(int(rank), ("10.0.0.1", "29500"))
+        assert (environment["VLLM_DP_SIZE"], environment["VLLM_DP_RANK"]) == (str(sharing), str(place))
+    without_map = dataclasses.replace(config.generate_config, expert_map_path=None)  # the user makes that file
+    arguments = layout.engine_arguments() | vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(without_map)
+    assert arguments["enable_expert_parallel"] and arguments["tensor_parallel_size"] == tensor
+    # with the argument instead of the variables, RANK // tensor would be the place, which leaves the second group
+    assert arguments["distributed_executor_backend"] == "external_launcher" and "data_parallel_size" not in arguments
+
+
+def test_vllm_takes_a_replicas_place_from_the_variables_that_the_layout_sets() -> None:
+    said = set(RolloutLayout(4, 2, 2, True).engine_environment(3, ("127.0.0.1", "1")))
+    for version, names in RECORD["vllm"].items():
+        assert said <= set(names["environment"]), version
+        placed = {names["placed_by"][f"data_parallel_{of}"] for of in ("size", "rank", "master_ip", "master_port")}
+        assert placed == said and names["keeps_replicas_in_step"], version
 
 
 def test_variables_of_the_environment_are_read_by_the_libraries_they_belong_to() -> None:

@@ -85,11 +85,9 @@ def test_processes_that_share_a_device_get_port_ranges_unless_the_file_has_them(
 
 
 def test_run_keys_win_over_the_file_and_the_platform_over_both() -> None:
-    variables = {"HCCL_BUFFSIZE": "200", "VLLM_DP_SIZE": "1", "VLLM_ASCEND_ENABLE_NZ": "1"}
-    environment = worker_environment(
-        variables, "integrated", NpuPlatform(), hccl_buffer_mib=400, expert_parallel_rollout=8, deterministic=True
-    )
-    assert (environment["HCCL_BUFFSIZE"], environment["VLLM_DP_SIZE"]) == ("400", "8")
+    variables = {"HCCL_BUFFSIZE": "200", "VLLM_ASCEND_ENABLE_NZ": "1"}
+    environment = worker_environment(variables, "integrated", NpuPlatform(), hccl_buffer_mib=400, deterministic=True)
+    assert environment["HCCL_BUFFSIZE"] == "400"
     assert environment["VLLM_ASCEND_ENABLE_NZ"] == "0" and environment["HCCL_DETERMINISTIC"] == "true"
 
 

@@ -1,0 +1,137 @@
+"""Expert parallelism in vLLM's CPU build (0.32), which has none: its kernel indexes all experts on every rank.
+
+- experts of others (experts.cpu_moe.CPUUnquantizedExperts.apply): `expert_map` is not looked at, so a token's global expert
+  number is an index into the few experts of this rank, and the process dies of a segmentation fault. Here the rank computes
+  the pairs of token and expert that are its own; the engine adds up what the ranks computed;
+- exchange (CpuCommunicator.all_gatherv, reduce_scatterv): not there for groups of ranks, so replicas that share experts
+  cannot send tokens to one another. Here over gloo, with any number of tokens on each rank.
+
+They can go when vLLM's CPU kernel takes an expert map and its communicator has the two collectives; `tests/unit/adaptors` fails
+for a patch that is no longer needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_applied = False
+
+
+def apply() -> None:
+    """Gives vLLM's CPU experts and communicator in this process what expert parallelism needs. Imports vLLM; idempotent."""
+    global _applied
+    if _applied:
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    of_all = experts.apply
+
+    def of_this_rank(
+        self: Any,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        *others: Any,
+        **keywords: Any,
+    ) -> None:
+        def compute(out: Tensor, tokens: Tensor, weights: Tensor, ids: Tensor) -> None:
+            of_all(self, out, tokens, w1, w2, weights, ids, activation, global_num_experts, None, *others, **keywords)
+
+        if expert_map is None:
+            compute(output, hidden_states, topk_weights, topk_ids)
+        else:
+            compute_local(compute, output, hidden_states, topk_weights, topk_ids, expert_map)
+
+    experts.apply = of_this_rank
+    communicator: Any = CpuCommunicator
+    communicator.all_gatherv = _all_gatherv
+    communicator.reduce_scatterv = _reduce_scatterv
+    _applied = True
+
+
+def compute_local(
+    compute: Callable[[Tensor, Tensor, Tensor, Tensor], None],
+    output: Tensor,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor,
+) -> None:
+    """Writes to `output` [T, hidden] the weighted sum over those experts of each token that this rank holds.
+
+    Args:
+        compute: the kernel for local expert numbers: (output, tokens [P, hidden], weights [P, 1], ids [P, 1]).
+        topk_weights, topk_ids: [T, k], of global expert numbers.
+        expert_map: [experts], number of an expert on this rank, -1 for those of others.
+    """
+    local = expert_map[topk_ids.long()]
+    token, choice = (local >= 0).nonzero(as_tuple=True)
+    # summed in float32, as the kernel does over the experts of a token
+    total = torch.zeros(output.shape, dtype=torch.float32)
+    if len(token):
+        part = torch.empty(len(token), output.size(1), dtype=output.dtype)
+        weights, ids = topk_weights[token, choice], local[token, choice]
+        compute(part, hidden_states[token], weights[:, None].contiguous(), ids[:, None].to(topk_ids.dtype).contiguous())
+        total.index_add_(0, token, part.float())
+    output.copy_(total)
+
+
+def gather_rows(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks of the group, one rank's after the other's.
+
+    Args:
+        tensor: this rank's rows.
+        sizes: rows of each rank.
+    """
+    most = max(sizes)
+    padded = tensor.new_zeros(most, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    gathered = tensor.new_empty(most * len(sizes), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)  # gloo gathers equal shapes only
+    return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes)]) if most else gathered
+
+
+def scatter_sum(tensor: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum over the ranks of the group, added in rank order.
+
+    Args:
+        tensor: rows for all ranks, one rank's after the other's.
+        sizes: rows of each rank.
+    """
+    mine = sizes[group.rank()]
+    received = tensor.new_empty(mine * len(sizes), *tensor.shape[1:])
+    dist.all_to_all_single(
+        received,
+        tensor.contiguous(),
+        output_split_sizes=[mine] * len(sizes),
+        input_split_sizes=list(sizes),
+        group=group,
+    )
+    return received.view(len(sizes), mine, *tensor.shape[1:]).sum(0, dtype=torch.float32).to(tensor.dtype)
+
+
+def _all_gatherv(self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
+    assert dim == 0, "vLLM exchanges tokens, which are rows"
+    tensors = input_ if isinstance(input_, list) else [input_]
+    counts = sizes or [len(tensors[0])] * self.world_size
+    gathered = [gather_rows(tensor, counts, self.device_group) for tensor in tensors]
+    return gathered if isinstance(input_, list) else gathered[0]
+
+
+def _reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+    assert dim == 0, "vLLM exchanges tokens, which are rows"
+    counts = sizes or [len(input_) // self.world_size] * self.world_size
+    return scatter_sum(input_, counts, self.device_group)
