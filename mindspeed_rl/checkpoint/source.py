@@ -13,6 +13,7 @@ import torch
 from mindspeed_rl.checkpoint.hf import HfFolder, read_json
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup
 from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
+from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.models import all_architectures, architecture_for
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
@@ -20,9 +21,6 @@ from mindspeed_rl.models.network import Network, read_group, read_size
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.dist import DistFolder
-
-#: Folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model.
-HF_FILES = "huggingface"
 
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")

@@ -46,18 +46,6 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
     if rl is None or generate is None or cfg.is_supervised:
         return
     longest, response = generate.max_model_len, generate.sampling_config.max_tokens
-    facts = cfg.model_facts
-    if facts is not None and facts.max_length is not None and longest > facts.max_length:
-        needed, limit = max(rl.max_prompt_length + response, seq or 0), facts.max_length
-        derived = cfg.derived.get("generate_config.max_model_len")
-        origin = "" if derived is None else f", from {derived.source}"
-        yield broken(
-            "engine_length_fits_model",
-            {"generate_config.max_model_len": longest},
-            f"generate_config.max_model_len ({longest}{origin}) must be at most {limit}, "
-            f"the longest sequence of the model in {facts.folder}",
-            *([{"generate_config.max_model_len": limit}] if needed <= limit else []),
-        )
     if seq is not None and longest < seq:
         yield broken(
             "seq_length_fits_engine",

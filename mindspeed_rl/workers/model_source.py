@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed_rl.checkpoint.hf import stored_tensor_names
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
-from mindspeed_rl.checkpoint.source import HF_FILES
 from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
-from mindspeed_rl.checkpoint.source import HF_FILES, as_reward_config
+from mindspeed_rl.checkpoint.source import as_reward_config
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
