@@ -149,8 +149,8 @@ def _latent_size(shape: EngineShape, request: EngineRequest, limits: EngineLimit
     if not shape.is_latent or shape.latent_size is None or not limits.latent_sizes or shape.latent_size in limits.latent_sizes:
         return None
     return (
-        f"kv_lora_rank + qk_rope_head_dim is {shape.latent_size} in {shape.source}, but on this platform the rollout engine has "
-        f"kernels for {_listed(limits.latent_sizes)}"
+        f"kv_lora_rank + qk_rope_head_dim is {shape.latent_size} in {shape.source}, but on this platform the rollout engine "
+        f"has kernels for {_listed(limits.latent_sizes)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -357,4 +358,37 @@ def _ranges(cfg: RunConfig) -> Iterator[Violation]:
             yield out_of_range(key, value, bounds)
 
 
-RUN_RULES = (_stage, _length, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)
+def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
+    """Every role that trains has checkpoints of its own; two in one folder would overwrite each other."""
+    actor, critic = cfg.actor_config, cfg.critic_config
+    if cfg.rl_config is None or cfg.is_supervised or critic is None or not resolve_objective(cfg).has_critic:
+        return
+    folders = [os.path.realpath(os.path.expanduser(role.save)) for role in (actor, critic) if role.save]
+    if len(folders) < 2 or folders[0] != folders[1]:
+        return
+    keys = {
+        f"{group if 'save' in cfg.set_keys.get(group, ()) else 'megatron_training'}.save": role.save
+        for group, role in (("actor_config", actor), ("critic_config", critic))
+    }
+    said = " and ".join(f"{key} ({value})" for key, value in keys.items())
+    yield broken(
+        "own_folders",
+        keys,
+        f"{said} would write the checkpoints of actor and critic into one folder; give each its own",
+        {"critic_config.save": f"{os.path.normpath(str(critic.save))}_critic"},
+    )
+
+
+RUN_RULES = (
+    _stage,
+    _length,
+    _number_format,
+    _lengths,
+    _packing,
+    _roles,
+    _own_folders,
+    _rollout_modes,
+    _adapters,
+    _profiler,
+    _ranges,
+)

@@ -32,11 +32,14 @@ from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
 from mindspeed_rl.workers.model_source import (
+    ModelSource,
     check_critic_start,
+    check_reward_start,
     find_model,
     fresh_head_notice,
     lacks_score_head,
     reward_model_config,
+    rl_reference,
 )
 from mindspeed_rl.workers.reward_group import RewardGroup
 
@@ -90,7 +93,7 @@ class RLParts:
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
         self._beginning = find_beginning(run, source)
-        _check_models(run, self._inputs, self._beginning.iteration or None)
+        _check_models(run, self._inputs, source, self._beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = run.plan.world_size + self._apart
 
@@ -160,14 +163,17 @@ def _check_rewards(run: Run) -> None:
         raise ConfigError(mistakes)
 
 
-def _check_models(run: Run, inputs: Inputs, goes_on_after: int | None) -> None:
-    """Says where the critic's head comes from.
+def _check_models(run: Run, inputs: Inputs, actor: ModelSource, goes_on_after: int | None) -> None:
+    """Looks for the weights of every role, and says where the critic's head comes from.
 
     Raises:
-        ValueError: the critic begins otherwise than the actor, or the reward model cannot read the actor's tokens.
+        ValueError: weights are missing or of another kind, the critic begins otherwise than the actor, the reference cannot
+            be taken from where the keys say, or the reward model cannot read the actor's tokens.
     """
     cfg = run.config
     assert run.objective is not None
+    if run.objective.needs_reference and not run.rl.share_backbone:
+        rl_reference(run, actor, goes_on_after)
     if run.objective.has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
         check_critic_start(cfg.critic_config, critic, goes_on_after)
@@ -176,7 +182,9 @@ def _check_models(run: Run, inputs: Inputs, goes_on_after: int | None) -> None:
     reward = reward_model_config(cfg)
     if reward is None:
         return
-    folder = find_model(reward, "reward_config").hf_folder
+    source = find_model(reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
+    check_reward_start(reward, source)
+    folder = source.hf_folder
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return
     other = load_tokenizer(folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast)

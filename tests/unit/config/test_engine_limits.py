@@ -69,7 +69,8 @@ def test_widths_of_heads_that_the_cpu_has_no_kernels_for_are_named(
 
 
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:
-    found = [str(item) for item in validate(run(tmp_path / "m", PLAIN, devices=3, tensor=3)) if item.rule.startswith("rollout.")]
+    violations = validate(run(tmp_path / "m", PLAIN, devices=3, tensor=3))
+    found = [str(item) for item in violations if item.rule.startswith("rollout.")]
     assert [text.split(";")[0].split(" must")[0] for text in found] == [
         "num_attention_heads (4)",
         "num_query_groups (2) and generate_config.infer_tensor_parallel_size (3)",
