@@ -35,6 +35,7 @@ from mindspeed_rl.workers.model_source import (
     ModelSource,
     check_critic_start,
     check_reward_start,
+    check_weights,
     find_model,
     fresh_head_notice,
     lacks_score_head,
@@ -172,18 +173,22 @@ def _check_models(run: Run, inputs: Inputs, actor: ModelSource, goes_on_after: i
     """
     cfg = run.config
     assert run.objective is not None
+    found = [(cfg.actor_config, actor, False)]
     if run.objective.needs_reference and not run.rl.share_backbone:
-        rl_reference(run, actor, goes_on_after)
+        found.append((*rl_reference(run, actor, goes_on_after)[:2], False))
     if run.objective.has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
         check_critic_start(cfg.critic_config, critic, goes_on_after)
+        found.append((cfg.critic_config, critic, True))
         if lacks_score_head(critic):
             print(fresh_head_notice("critic", critic), flush=True)
     reward = reward_model_config(cfg)
     if reward is None:
+        _check_weights(found)
         return
     source = find_model(reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
     check_reward_start(reward, source)
+    _check_weights([*found, (reward, source, not reward.reward_tokens)])
     folder = source.hf_folder
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return
@@ -193,6 +198,13 @@ def _check_models(run: Run, inputs: Inputs, actor: ModelSource, goes_on_after: i
             f"reward_config.load: the tokenizer of {folder} differs from the actor's ({inputs.tokenizer_path}), but the reward "
             "model reads the actor's token ids."
         )
+
+
+def _check_weights(roles: list[tuple[MegatronConfig, ModelSource, bool]]) -> None:
+    """Raises ValueError where weights are not those of their config.json; says what is left out of them."""
+    said = [sentence for config, source, is_scored in roles for sentence in check_weights(config, source, is_scored=is_scored)]
+    for sentence in dict.fromkeys(said):
+        print(sentence, flush=True)
 
 
 def open_run_prompts(run: Run, path: Any, tokenizer: Any, key: str) -> PromptDataset:

@@ -16,6 +16,7 @@ from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
 from mindspeed_rl.workers.groups import SupervisedGroup
 from mindspeed_rl.workers.model_source import (
+    check_weights,
     find_model,
     fresh_head_notice,
     has_own_reference,
@@ -43,10 +44,12 @@ class SupervisedParts:
         config = run.config.actor_config
         source = find_model(config, "megatron_training")
         self._beginning = find_beginning(run, source)
+        for sentence in check_weights(config, source, is_scored=config.stage == "orm"):
+            print(sentence, flush=True)
         load_tokenizer_of(config, source)  # raises where there is none
         check_data(config)
         if config.stage == "dpo" and has_own_reference(config):
-            reference_of(config, source)
+            check_weights(*reference_of(config, source))
         if config.stage == "orm" and lacks_score_head(source):
             print(fresh_head_notice("reward model", source), flush=True)
         self.num_devices, self.log_every = run.plan.world_size, config.log_interval

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed_rl.checkpoint.hf import stored_tensor_names
+from mindspeed_rl.checkpoint.hf import read_json, stored_tensor_names
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
+from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.models import architecture_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,6 +114,27 @@ def weights_kind(folder: Path) -> WeightsKind | None:
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return "hf"
     return None
+
+
+def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: bool = False) -> list[str]:
+    """Holds the weights of a Hugging Face folder against its config.json, as every role does when it loads them.
+
+    Args:
+        is_scored: the model ends in a score.
+
+    Returns:
+        A sentence for each kind of tensor that is left behind.
+
+    Raises:
+        ValueError: the weights are another model's than config.json says.
+    """
+    if source.kind != "hf":
+        return []
+    hf_config = read_json(source.weights / "config.json")
+    architecture = architecture_for(hf_config)
+    network = architecture.network(hf_config).with_head("reward" if is_scored else "lm")
+    left = check_hf_tensors(source.weights, architecture, network, loosely=config.load_checkpoint_loosely)
+    return [f"{source.weights}: {sentence}" for sentence in left]
 
 
 def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.checkpoint.hf import HfFolder, HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
-from mindspeed_rl.checkpoint.source import as_reward_config
+from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.engine.build import BuiltModel, ModelPlan, batch_shape, build_model
@@ -101,6 +101,8 @@ class Role:
         plan = self.model.plan
         fresh_head = plan.network.head == "reward" and lacks_score_head(source, iteration)
         if source.kind == "hf":
+            loosely = self.config.load_checkpoint_loosely
+            check_hf_tensors(source.weights, plan.architecture, plan.network, loosely=loosely)
             tensors: TensorSource = HfFolder(source.weights)
         else:
             stored = plan.network.with_head("lm") if fresh_head else plan.network
