@@ -167,10 +167,22 @@ def test_a_text_file_has_one_document_a_line(tmp_path, tokenizer_folder):
         ("a.json", '[{"question": "Q", "answer": "A"}', "a.json, row 2: is not valid JSON (the array is not closed)"),
         ("a.csv", "question,answer\nQ,A\nQ\n", "a.csv, row 2: has another number of fields than the header"),
         ("a.csv", "question,answer\nQ,A,B\n", "a.csv, row 1: has another number of fields than the header"),
+        ("a.csv", "question,answer\nQ,A\nQ,caf\xe9\n", "a.csv, row 2: is not UTF-8 (byte 0xe9)"),
+        (
+            "a.json",
+            '[{"question": "Q", "answer": "A"}, {"question": "Q", "answer": "caf\xe9"}]',
+            "row 2: is not UTF-8 (byte 0xe9)",
+        ),
+        ("a.json", '[{"question": "Q", "answer": "A"}, \xff]', "a.json, row 2: is not valid JSON"),
+        (
+            "a.jsonl",
+            '{"question": "Q", "answer": "A"}\n{"question": "caf\xe9"}\n',
+            "a.jsonl, row 2: is not valid JSON ('utf-8'",
+        ),
     ],
 )
 def test_broken_files_name_the_row(name, content, problem, tmp_path, tokenizer_folder, capsys):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="latin-1")
     command = ["--input", str(tmp_path / name), "--tokenizer-name-or-path", tokenizer_folder, "--prompt-type", "default"]
     command += ["--output-prefix", str(tmp_path / "o"), "--handler-name", "AlpacaStyleInstructionHandler"]
     assert main([*command, "--map-keys", GSM8K_KEYS]) == 2
