@@ -15,6 +15,7 @@ from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
@@ -111,7 +112,7 @@ class RLParts:
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
         return f"{self._inputs.prompts.describe()}{length}\n{self._beginning}\n{starting}"
 
-    def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+    def start(self, stack: contextlib.ExitStack, steps: StartSteps) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
         run, inputs = self._run, self._inputs
         plane = open_data_plane(run)
@@ -122,13 +123,14 @@ class RLParts:
         stack.callback(rewards.close)
         first = inputs.prompts[0]
         rewards.check(first["prompt_ids"], first["label"], first["columns"])
+        steps.done("the reward functions score a prompt")
         scorers: ScoringGroup = actors
         if self._apart:
             scorers = RewardModelGroup(run, plane)
             stack.callback(scorers.close)
-            scorers.set_up()
+            scorers.set_up(steps)
         self._services = Services(plane, actors, scorers, rewards)
-        self._resumed = actors.set_up()
+        self._resumed = actors.set_up(steps)
         return self._resumed
 
     def logger(self, trackers: Trackers, progress: IterationProgress) -> RolloutLogger:

@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.trainers.beginning import find_beginning
 from mindspeed_rl.trainers.run_folder import is_weight
@@ -63,7 +64,7 @@ class SupervisedParts:
         """What is being started."""
         return f"{self._beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."
 
-    def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+    def start(self, stack: contextlib.ExitStack, steps: StartSteps) -> Mapping[str, Any]:
         """The workers run until the stack is closed; returns the state of a resumed run, else nothing.
 
         Raises:
@@ -71,7 +72,7 @@ class SupervisedParts:
         """
         self._workers = SupervisedGroup(self._run)
         stack.callback(self._workers.close)
-        self._resumed = self._workers.set_up()
+        self._resumed = self._workers.set_up(steps)
         data = self._workers.data()
         print(data, flush=True)
         self._evaluates = data.num_held_out > 0
