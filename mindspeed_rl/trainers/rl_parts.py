@@ -143,6 +143,18 @@ class RLParts:
         return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
 
 
+def count_prompts(run: Run) -> int:
+    """How many prompts the run would train on.
+
+    Raises:
+        ValueError: data or tokenizer are not where the keys say, or not usable.
+    """
+    actor = run.config.actor_config
+    folder = actor.tokenizer_name_or_path or find_model(actor, "actor_config").hf_folder
+    tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
+    return len(open_run_prompts(run, actor.data_path, tokenizer, "data_path"))
+
+
 def with_length(run: Run, num_prompts: int) -> Run:
     """The run with the iterations that its train_epochs mean for so many prompts; itself where it has train_iters."""
     epochs = run.config.actor_config.train_epochs
