@@ -21,12 +21,12 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
     """Return everything that can be said about a run from its file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
-    changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `length` (of a run
-    that counts passes over its prompts; whoever can read them fills it in); `learning_rate`; `derived` (keys that the file leaves out and that follow from
-    it, each with its value and from what); `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`;
-    `unavailable` (switched on, but not in this version) and `missing` (needed to start). Numbers that do not come out even
-    are shown as fractions, so that an invalid plan can be read too.
+    changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`; `dispatch_sizes`;
+    `resources`; `formula`; `length` (of a run that counts passes over its prompts; whoever can read them fills it in);
+    `learning_rate`; `derived` (keys that the file leaves out and that follow from it, each with its value and from what);
+    `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this
+    version) and `missing` (needed to start). Numbers that do not come out even are shown as fractions, so that an invalid plan
+    can be read too.
     """
     violations = validate(cfg, num_nodes)
     known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli.explain import main as explain
-
 from mindspeed_rl.config import ConfigError, load_run_config, resolve
 from mindspeed_rl.trainers.rl_parts import with_length
 
@@ -38,9 +37,7 @@ def test_a_length_said_twice_or_in_a_supervised_stage_is_refused(name: str, sent
 def test_explain_counts_the_prompts_and_says_the_iterations(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [json.dumps({"prompt": "1+1=", "label": "2"}) for _ in range(100)] + [
-        json.dumps({"prompt": "1" * 200, "label": "2"})
-    ]
+    rows = [json.dumps({"prompt": text, "label": "2"}) for text in ["1+1="] * 100 + ["1" * 200]]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     keys = {
         "train_iters": "null",
