@@ -157,7 +157,7 @@ def open_source(
             return _saved_dataset(path)
         return _folder(path)
     if location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix:
-        return _hub_dataset(location, cache_dir, streaming, dataset_options or {})
+        return open_hub(location, cache_dir, streaming, dataset_options or {})
     raise ValueError(f"input={location!r} does not exist")
 
 
@@ -215,10 +215,17 @@ def _saved_dataset(path: Path) -> Source:
     return Source("dataset", (str(path),), dataset=loaded.with_format("arrow"))
 
 
-def _hub_dataset(name: str, cache_dir: str | None, streaming: bool, options: Mapping[str, Any]) -> Source:
+def open_hub(
+    name: str, cache_dir: str | None = None, streaming: bool = False, options: Mapping[str, Any] | None = None
+) -> Source:
+    """The rows of a dataset on the hub, its split `train` unless the options say another.
+
+    Raises:
+        ValueError: no such dataset can be loaded.
+    """
     from datasets import load_dataset
 
-    arguments: dict[str, Any] = {"split": "train", **options}
+    arguments: dict[str, Any] = {"split": "train", **(options or {})}
     try:
         loaded = load_dataset(name, cache_dir=cache_dir, streaming=streaming, **arguments)
     except (OSError, ValueError) as error:

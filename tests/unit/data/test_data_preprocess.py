@@ -547,3 +547,14 @@ def test_preprocessing_of_nothing_usable_is_an_error(tmp_path, tokenizer_folder,
 def test_max_samples_stops_after_so_many_rows(gsm8k, capsys):
     gsm8k("--max-samples", "7", "--workers", "2")
     assert "rows read 7, kept 7" in capsys.readouterr().out
+
+
+def test_a_settings_file_in_the_current_folder_is_found_and_shipped_ones_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("input: mine.jsonl\n")
+    (tmp_path / "gsm8k.yaml").write_text("input: mine_too.jsonl\n")
+    assert load_dataset_config("own.yaml") == load_dataset_config("own") == {"input": "mine.jsonl"}
+    assert load_dataset_config("gsm8k.yaml") == {"input": "mine_too.jsonl"}
+    assert "handler_name" in load_dataset_config("gsm8k")  # a bare name is a shipped one first
+    with pytest.raises(ValueError, match=r"config_name='nothing': nothing.yaml does not exist \(there: .*gsm8k.*own"):
+        load_dataset_config("nothing")
