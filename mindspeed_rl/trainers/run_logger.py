@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timeline import Timeline
@@ -21,6 +22,7 @@ class RunLogger:
         last: figures of the last iteration, with those of the last evaluation.
         first: figures of the evaluation before the first iteration.
         steps: of the start; None where nobody watches it.
+        page: the report that is refreshed while the run goes.
     """
 
     def __init__(self, folder: Path, trackers: Trackers, progress: IterationProgress) -> None:
@@ -30,6 +32,7 @@ class RunLogger:
         self.last: Mapping[str, float] = {}
         self.first: Mapping[str, float] = {}
         self.steps: StartSteps | None = None
+        self.page: LivePage | None = None
 
     def note(self, text: str) -> None:
         """A line for the user."""
@@ -48,6 +51,8 @@ class RunLogger:
         self._timeline.add(iteration, intervals)
         self._trackers.log(iteration, results)
         self._progress.update(iteration, results)
+        if self.page is not None:
+            self.page.touch()
         self.last = {name: value for name, value in self.last.items() if name.startswith("eval/")} | results
 
     def derived(self, results: Mapping[str, float]) -> dict[str, float]:
@@ -56,5 +61,7 @@ class RunLogger:
 
     def close(self) -> None:
         """Completes and closes the files."""
+        if self.page is not None:
+            self.page.close()
         self._timeline.close()
         self._trackers.close()
