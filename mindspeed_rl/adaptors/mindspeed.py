@@ -29,7 +29,6 @@ Not verified on NPU hardware.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -40,6 +39,7 @@ from typing import Any
 
 from mindspeed_rl.adaptors import hccl_buffers
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.registry import did_you_mean
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
 MEGATRON_KEYS = frozenset(
@@ -193,9 +193,7 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     names = [*known, *MEGATRON_KEYS]
     for key in keys:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else "."
-            raise ValueError(f"MindSpeed has no argument '{key}'{hint}")
+            raise ValueError(f"MindSpeed has no argument '{key}'{did_you_mean(key, names) or '.'}")
 
 
 def configure(config: MegatronConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mindspeed_rl.models.network import read_quantization_block
 from mindspeed_rl.models.weights import TensorSource
 
 #: what the name of a weight's scales adds to its own; they multiply, whatever the name says
-_SCALES = "_scale_inv"
+SCALES = "_scale_inv"
 
 
 def open_weights(path: str | Path) -> TensorSource:
@@ -53,13 +53,13 @@ class BlockFp8Source:
         stored = self._folder.read(name, dim, start, stop)
         if stored.dtype.itemsize > 1 or not stored.dtype.is_floating_point:
             return stored
-        if name + _SCALES not in self._folder.records:
-            raise ValueError(f"{self._folder.path}: {name} is {stored.dtype} without {name + _SCALES}")
-        scales = self._folder.read(name + _SCALES).float()
+        if name + SCALES not in self._folder.records:
+            raise ValueError(f"{self._folder.path}: {name} is {stored.dtype} without {name + SCALES}")
+        scales = self._folder.read(name + SCALES).float()
         expected = [-(-size // block) for size, block in zip(self.shape(name), self._block)]
         if stored.dim() != 2 or list(scales.shape) != expected:
             raise ValueError(
-                f"{self._folder.path}: {name + _SCALES} has shape {list(scales.shape)}; {name} of shape "
+                f"{self._folder.path}: {name + SCALES} has shape {list(scales.shape)}; {name} of shape "
                 f"{list(self.shape(name))} in blocks of {list(self._block)} needs {expected}"
             )
         first = [start if axis == dim and stop is not None else 0 for axis in range(2)]

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from mindspeed_rl.checkpoint.block_fp8 import SCALES
 from mindspeed_rl.checkpoint.hf import HfFolder, read_json
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup
 from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
+from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.models import all_architectures, architecture_for
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network, read_group, read_size
+from mindspeed_rl.models.network import Network, read_group, read_quantization_block, read_size
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.dist import DistFolder
-
-#: Folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model.
-HF_FILES = "huggingface"
 
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -238,17 +237,98 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, network: Ne
     )
 
 
+def check_hf_tensors(path: Path, architecture: Architecture, network: Network, *, loosely: bool) -> list[str]:
+    """Look whether the weights of an HF folder are those of the model that its config.json describes; reads headers alone.
+
+    Args:
+        network: of the model that will be built; a reward head need not be among the weights.
+        loosely: tensors that the model does not have are skipped.
+
+    Returns:
+        A sentence for each kind of tensor that is left behind.
+
+    Raises:
+        ValueError: it holds tensors or layers that the model does not have.
+    """
+    folder = HfFolder(path)
+    _check_layer_count(folder, architecture, network)
+    names = {name for op in architecture.weight_ops(network) for name in op.hf}
+    copies = {*architecture.hf_copies(network), *(() if network.untie_embeddings_and_output_weights else ("lm_head.weight",))}
+    scales = {name + SCALES for name in names} if read_quantization_block(folder.config) else set()
+    options = ModelOptions(reward_head=network.head == "reward", loosely=loosely)
+    surplus = _surplus(folder, names | copies | scales, architecture, network, options)
+    if surplus.unknown and not loosely:
+        raise ValueError(f"{_unknown(folder, surplus, network)}; load_checkpoint_loosely: true skips them")
+    found = [_skipped(surplus, network)] if surplus.unknown else []
+    if surplus.predictions:
+        found.append(f"left out {_num_layers(surplus.predictions)} multi-token-prediction layer(s), which are not trained")
+    return found
+
+
+@dataclass(frozen=True)
+class _Surplus:
+    """Names of the tensors of an HF folder that are not taken.
+
+    Args:
+        unknown: the architecture has none of these names.
+        predictions: of whole multi-token-prediction layers.
+        truncated: of decoder layers beyond --num-layers.
+        replaced: the vocabulary head of what becomes a reward model.
+    """
+
+    unknown: list[str]
+    predictions: list[str]
+    truncated: list[str]
+    replaced: list[str]
+
+
+def _num_layers(names: Sequence[str]) -> int:
+    return len({_layer_of(name) for name in names})
+
+
+def _skipped(surplus: _Surplus, network: Network) -> str:
+    return f"skipped {len(surplus.unknown)} tensors unknown to {network.architecture}, the first {surplus.unknown[0]!r}"
+
+
+def _unknown(folder: HfFolder, surplus: _Surplus, network: Network) -> str:
+    """What is said of tensors that nobody knows."""
+    real = read_size(folder.config, "num_hidden_layers")
+    beyond = (layer := _layer_of(surplus.unknown[0])) is not None and layer >= real
+    return (
+        f"{folder.path} holds {surplus.unknown[0]!r}"
+        + (f" and {len(surplus.unknown) - 1} more tensors" if len(surplus.unknown) > 1 else "")
+        + f" unknown to {f'a {_described(network)}' if beyond else network.architecture}"
+    )
+
+
 def _dropped(
     folder: HfFolder, expected: set[str], architecture: Architecture, network: Network, options: ModelOptions
 ) -> tuple[list[str], list[str]]:
     """Names of the tensors that are left behind on purpose, and the notices that say so; ValueError for those nobody knows."""
+    surplus = _surplus(folder, expected, architecture, network, options)
+    if surplus.unknown and not options.loosely:
+        raise ValueError(f"{_unknown(folder, surplus, network)}; --load-checkpoint-loosely skips them")
+    notices = [_skipped(surplus, network)] if surplus.unknown else []
+    if surplus.predictions:
+        count = _num_layers(surplus.predictions)
+        notices.append(f"dropped {count} multi-token-prediction layer(s); --mtp-num-layers keeps them")
+    if surplus.truncated:
+        notices.append(f"dropped {_num_layers(surplus.truncated)} decoder layers beyond --num-layers {network.num_layers}")
+    return [*surplus.unknown, *surplus.predictions, *surplus.truncated, *surplus.replaced], notices
+
+
+def _surplus(
+    folder: HfFolder, expected: set[str], architecture: Architecture, network: Network, options: ModelOptions
+) -> _Surplus:
     real = read_size(folder.config, "num_hidden_layers")
     # a fused tensor is known by the separate ones that it holds: one too many is one expert too many
     rest = [
         name for name in folder.records if name not in expected and name not in folder.renamed and not _HARMLESS.search(name)
     ]
     predictions = _prediction_tensors(folder, rest, architecture, replace(network, num_layers=real))
-    truncated, unknown, replaced = [], [], []
+    truncated: list[str] = []
+    unknown: list[str] = []
+    replaced: list[str] = []
     for name in rest:
         layer = _layer_of(name)
         if name in predictions:
@@ -259,22 +339,7 @@ def _dropped(
             replaced.append(name)
         else:
             unknown.append(name)
-    if unknown and not options.loosely:
-        beyond = (layer := _layer_of(unknown[0])) is not None and layer >= real
-        raise ValueError(
-            f"{folder.path} holds {unknown[0]!r}"
-            + (f" and {len(unknown) - 1} more tensors" if len(unknown) > 1 else "")
-            + f" unknown to {f'a {_described(network)}' if beyond else network.architecture}"
-            + "; --load-checkpoint-loosely skips them"
-        )
-    notices = [f"skipped {len(unknown)} tensors unknown to {network.architecture}, the first {unknown[0]!r}"] if unknown else []
-    if predictions:
-        count = len({_layer_of(name) for name in predictions})
-        notices.append(f"dropped {count} multi-token-prediction layer(s); --mtp-num-layers keeps them")
-    if truncated:
-        count = len({_layer_of(name) for name in truncated})
-        notices.append(f"dropped {count} decoder layers beyond --num-layers {network.num_layers}")
-    return [*unknown, *predictions, *truncated, *replaced], notices
+    return _Surplus(unknown, [name for name in rest if name in predictions], truncated, replaced)
 
 
 def _prediction_tensors(folder: HfFolder, names: Sequence[str], architecture: Architecture, network: Network) -> frozenset[str]:

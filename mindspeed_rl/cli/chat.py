@@ -54,8 +54,6 @@ def _chat(argv: list[str]) -> int:
         own = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
         raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){own}")
     length = args.max_length or min(session.max_position, _DEFAULT_LENGTH)
-    if length > session.max_position:
-        raise ValueError(f"--max-length {length} is above the model's max_position_embeddings, {session.max_position}")
     if args.max_new_tokens >= length:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")
     sampling = sampling_of(args, MOST_LIKELY if args.greedy else SAMPLED, session.prompt_format.stop_token_ids)

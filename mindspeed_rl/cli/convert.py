@@ -141,6 +141,8 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--load-model-type optim: optimizer state is not converted; torch_dist checkpoints of training load under any "
             f"layout with theirs; {_SEE}"
         )
+    if args.save_model_type == "hf" or args.save_lora_to_hf:
+        _check_hf_result(args)
     if args.target_data_parallel_size != 1:
         raise ValueError("--target-data-parallel-size: weights do not depend on data parallelism; leave it out")
     if args.workers < 1:
@@ -151,6 +153,34 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--save-to-legacy contradicts --save-model-type hf")
     if args.ckpt_format == "torch_dist" and (args.save_to_legacy or args.save_model_type == "legacy"):
         raise ValueError("--ckpt-format torch_dist holds mcore checkpoints only; drop --save-to-legacy")
+
+
+#: Flags that describe how a Megatron result is cut; upstream's commands also give them for the source, where they are read.
+_OF_MEGATRON_RESULTS = (
+    "expert_tensor_parallel_size",
+    "num_layer_list",
+    "num_layers_per_virtual_pipeline_stage",
+    "noop_layers",
+    "schedules_method",
+    "moe_grouped_gemm",
+    "moe_tp_extend_ep",
+    "transformer_impl",
+    "mla_layout",
+    "ckpt_format",
+    "make_vocab_size_divisible_by",
+)
+
+
+def _check_hf_result(args: argparse.Namespace) -> None:
+    """Raises ValueError for a split of an HF folder, which has none; says which other flags have no effect on it."""
+    for name in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "target_expert_parallel_size"):
+        value, flag = vars(args)[name], f"--{name.replace('_', '-')}"
+        if value != 1:
+            raise ValueError(f"{flag} {value}: the result is a Hugging Face folder, which is not split; leave it out or give 1")
+    defaults = make_parser().parse_args(["--load-dir", ".", "--save-dir", "."])
+    for name in _OF_MEGATRON_RESULTS:
+        if vars(args)[name] != vars(defaults)[name]:
+            say(f"note: --{name.replace('_', '-')} has no effect: the result is a Hugging Face folder; a source says its own")
 
 
 def _print_plan(plan: Plan) -> None:

@@ -20,6 +20,7 @@ from mindspeed_rl.cli.inference_options import (
     sampling_of,
 )
 from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.inference.evaluation import (
     EvaluationSettings,
     PreparedTask,
@@ -32,6 +33,8 @@ from mindspeed_rl.inference.evaluation import (
 from mindspeed_rl.inference.generation import write_jsonl
 from mindspeed_rl.inference.tasks import TASKS, task_class
 from mindspeed_rl.inference.tasks.base import Task, TaskOptions
+from mindspeed_rl.rewards.declared import reward_mistakes
+from mindspeed_rl.rewards.trial import loading_mistakes
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.session import Session
@@ -51,6 +54,7 @@ def make_parser() -> Parser:
     add("--chain-of-thought", action="store_true", help="multiple choice: reason before answering")
     add("--num-return", type=int, default=1, help="answers to each question; the score is their mean")
     add("--scorer", help="reward function in place of the task's own; jsonl needs one")
+    add("--external-plugins", nargs="+", default=[], help="Python files that register --scorer, as in run files")
     add("--input-key", help="jsonl: column of the prompt")
     add("--label-key", help="jsonl: column of the label")
     add("--output", type=Path, help="JSON file for all numbers")
@@ -87,10 +91,18 @@ def _check(args: argparse.Namespace) -> None:
 
 def _open_tasks(args: argparse.Namespace) -> list[Task]:
     classes = [task_class(name) for name in args.task]
+    if args.external_plugins:
+        if args.scorer is None:
+            raise ValueError("--external-plugins register a reward function; name it with --scorer")
+        rl = RLConfig(verifier_function=[args.scorer], external_plugins=args.external_plugins)
+        if mistakes := reward_mistakes(rl) or loading_mistakes(rl, {}):
+            texts = (text.removeprefix("rl_config.").replace("verifier_function:", "--scorer:") for text in mistakes)
+            raise ValueError("; ".join(text.replace("external_plugins:", "--external-plugins:") for text in texts))
     options = TaskOptions(
         num_shots=args.num_shots,
         chain_of_thought=args.chain_of_thought,
         scorer=args.scorer,
+        external_plugins=tuple(args.external_plugins),
         max_new_tokens=args.max_new_tokens,
         prompt_key=args.input_key,
         label_key=args.label_key,

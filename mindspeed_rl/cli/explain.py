@@ -10,8 +10,12 @@ import sys
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain import explain, failed, render
 from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.notices import learning_rate
 from mindspeed_rl.config.reference import matching
+from mindspeed_rl.config.resolve import resolve
+from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.rewards.declared import reward_mistakes
 
 
@@ -49,6 +53,8 @@ def main(argv: list[str]) -> int:
         if cfg.rl_config is not None and not cfg.is_supervised:
             report["errors"] += reward_mistakes(cfg.rl_config)
             report["valid"] = not report["errors"]
+            if cfg.actor_config.train_epochs is not None and report["valid"] and not report["missing"] + report["unavailable"]:
+                report |= _length(cfg, arguments.nodes)
     except ConfigError as error:
         report = failed(error.errors)
     try:
@@ -56,6 +62,26 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # a pager or `head` has seen enough; what Python still holds back goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report["valid"] else 2
+
+
+def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
+    """The parts of the report that depend on how many prompts there are, as a run would read them."""
+    os.environ.update(quiet_environment(os.environ))
+    # they bring torch and Ray, which no other plan needs
+    from mindspeed_rl.trainers.rl_parts import count_prompts, with_length
+
+    run = resolve(cfg, num_nodes, platform=cfg.platform)
+    epochs = cfg.actor_config.train_epochs
+    try:
+        count = count_prompts(run)
+    except ValueError as error:
+        return {"length": f"{epochs:g} passes over prompts that could not be counted: {error}"}
+    run = with_length(run, count)
+    each = run.plan.num_prompts
+    return {
+        "length": f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration",
+        "learning_rate": learning_rate(run.config),
+    }
 
 
 def _print_keys(text: str) -> int:

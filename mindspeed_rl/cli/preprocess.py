@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mindspeed_rl import registry
+from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.handlers.llamafactory import MIX_STRATEGIES
 from mindspeed_rl.data.parts import merge
@@ -138,11 +139,17 @@ def load_dataset_config(name: str, config_dir: str | Path | None = None) -> dict
     Raises:
         ValueError: no such file (the message lists those there), or not a mapping.
     """
-    folder = Path(config_dir) if config_dir is not None else CONFIG_DIR
-    path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-    if not path.is_file():
-        there = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
-        raise ValueError(f"config_name={name!r}: {path} does not exist (there: {there})")
+    file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+    shipped = project_configs() / "datasets"
+    if config_dir is not None:
+        folders = [Path(config_dir)]
+    else:
+        # as for run files: a file of the user's wins over a shipped one only where its ending says that a file is meant
+        folders = [*([Path()] if file == name else []), shipped, CONFIG_DIR, Path()]
+    path = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    if path is None:
+        there = ", ".join(sorted({found.stem for folder in folders for found in folder.glob("*.yaml")})) or "none"
+        raise ValueError(f"config_name={name!r}: {folders[-1] / file} does not exist (there: {there})")
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold keys and values")

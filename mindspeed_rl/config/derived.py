@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
+from mindspeed_rl.config.engine_limits import engine_limits, shape_of_run, splits
 from mindspeed_rl.config.run import Derivation, RunConfig
 from mindspeed_rl.config.sizes import read_sizes, world_size
 
-#: responses that a replica generates at once by itself: beyond this a device gains little, and memory for them runs out
-_MOST_SEQS = {"cpu": 32}
-_MOST_SEQS_ON_DEVICES = 256
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MOST_TENSOR = 8
 
@@ -36,9 +34,8 @@ def _tensor(cfg: RunConfig) -> Iterator[Derivation]:
     split = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
     if world is None or world < 1 or split < 1:
         return
-    heads = actor.num_attention_heads or (cfg.model_facts.num_heads if cfg.model_facts else None) or split
-    most = min(split, _MOST_TENSOR)
-    value = next(size for size in range(most, 0, -1) if world % size == 0 and heads % size == 0)
+    shape, most = shape_of_run(cfg), min(split, _MOST_TENSOR)
+    value = next(size for size in range(most, 0, -1) if world % size == 0 and splits(shape, size))
     yield Derivation(value, f"the actor's weights lie on {split} of the {world} device(s)")
 
 
@@ -59,7 +56,7 @@ def _sequences(cfg: RunConfig) -> Iterator[Derivation]:
     share = Fraction(sizes.rollout_samples) / Fraction(sizes.rollout.dp_size)
     if share < 1:
         return
-    most = _MOST_SEQS.get(cfg.platform, _MOST_SEQS_ON_DEVICES)
+    most = engine_limits(cfg.platform).sequences  # beyond this a device gains little, and memory for them runs out
     value = min(-(-share.numerator // share.denominator), most)
     bound = f", at most {most}" if value == most else ""
     yield Derivation(value, f"{sizes.rollout_samples} responses of a rollout over {sizes.rollout.dp_size} replica(s){bound}")

@@ -21,12 +21,12 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
     """Return everything that can be said about a run from its file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
-    changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `learning_rate`; `derived` (keys that the file leaves out and that follow from
-    it, each with its value and from what); `earlier_names` (keys by names that later releases changed);
-    `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`;
-    `unavailable` (switched on, but not in this version) and `missing` (needed to start). Numbers that do not come out even
-    are shown as fractions, so that an invalid plan can be read too.
+    changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`; `dispatch_sizes`;
+    `resources`; `formula`; `length` (of a run that counts passes over its prompts; whoever can read them fills it in);
+    `learning_rate`; `derived` (keys that the file leaves out and that follow from it, each with its value and from what);
+    `earlier_names` (keys by names that later releases changed); `warnings` (what costs time or results); `changed_keys`;
+    `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start). Numbers that
+    do not come out even are shown as fractions, so that an invalid plan can be read too.
     """
     violations = validate(cfg, num_nodes)
     known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
@@ -58,6 +58,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
         "dispatch_sizes": {} if rollout is None else {name: shown(size) for name, size in rollout.dispatch_sizes().items()},
         "resources": {} if sizes is None else resources(cfg, sizes),
         "formula": formula(cfg),
+        "length": "",
         "learning_rate": learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
         "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
@@ -81,6 +82,7 @@ def failed(errors: list[str]) -> dict[str, Any]:
         "dispatch_sizes": {},
         "resources": {},
         "formula": "",
+        "length": "",
         "learning_rate": "",
         "derived": {},
         "earlier_names": {},
@@ -120,6 +122,8 @@ def render(report: dict[str, Any]) -> str:
         parts.append(_resources(report["resources"]))
     if report["formula"]:
         parts.append("Objective\n" + "\n".join(f"  {line}" for line in report["formula"].splitlines()))
+    if report["length"]:
+        parts.append(f"Length\n  {report['length']}")
     if report["learning_rate"]:
         parts.append(f"Learning rate\n  {report['learning_rate']}")
     if report["derived"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_rl.config.engine_limits import EngineRequest, engine_obstacles, shape_of_run
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig, joined
 from mindspeed_rl.config.run import RunConfig
@@ -185,10 +186,18 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
         yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: nearest},))
 
 
+def _needed_length(cfg: RunConfig) -> int:
+    """Tokens that the run file itself asks of the engine."""
+    assert cfg.rl_config is not None and cfg.generate_config is not None
+    longest = cfg.rl_config.max_prompt_length + cfg.generate_config.sampling_config.max_tokens
+    return max(longest, cfg.actor_config.seq_length or 0)
+
+
 def _rollout(cfg: RunConfig) -> Iterator[Violation]:
-    generate, actor = cfg.generate_config, cfg.actor_config
-    if generate is None:
+    generate = cfg.generate_config
+    if generate is None or cfg.rl_config is None:
         return
+    length_key = "generate_config.max_model_len"
     tp_key, tp = "generate_config.infer_tensor_parallel_size", generate.infer_tensor_parallel_size
     if generate.infer_pipeline_parallel_size != 1:
         key = "generate_config.infer_pipeline_parallel_size"
@@ -197,24 +206,24 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
     if tp < 1:
         yield Violation("rollout.positive", {tp_key: tp}, f"{tp_key} ({tp}) must be at least 1", ({tp_key: 1},))
         return
-    facts = cfg.model_facts
-    heads = actor.num_attention_heads or (facts.num_heads if facts else None)
-    if heads is not None and heads % tp:
-        yield Violation(
-            "rollout.heads",
-            {"num_attention_heads": heads, tp_key: tp},
-            f"num_attention_heads ({heads}) must be divisible by {tp_key} ({tp}): the rollout engine splits whole heads",
-        )
-    kv_heads = actor.num_query_groups if actor.group_query_attention else None
-    if actor.num_attention_heads is None and facts is not None:
-        kv_heads = facts.num_kv_heads
-    if kv_heads is not None and not actor.multi_latent_attention and kv_heads % tp and tp % kv_heads:
-        yield Violation(
-            "rollout.kv_heads",
-            {"num_query_groups": kv_heads, tp_key: tp},
-            f"num_query_groups ({kv_heads}) and {tp_key} ({tp}) must divide one another: key/value heads are "
-            "split or repeated whole",
-        )
+    shape = shape_of_run(cfg)
+    concerned = {
+        "heads": {"num_attention_heads": shape.num_heads, tp_key: tp},
+        "kv_heads": {"num_query_groups": shape.num_kv_heads, tp_key: tp},
+        "ffn": {"ffn_hidden_size": shape.ffn_hidden_size, tp_key: tp},
+        "head_size": {"kv_channels": shape.head_size, "platform": cfg.platform},
+        "latent_size": {"kv_lora_rank": shape.latent_size, "platform": cfg.platform},
+        "length": {length_key: generate.max_model_len},
+    }
+    derived = cfg.derived.get(length_key)
+    origin = "" if derived is None else derived.source
+    for obstacle in engine_obstacles(
+        shape, EngineRequest(tp, generate.max_model_len, tp_key, length_key, origin), cfg.platform
+    ):
+        mends: tuple[dict[str, int], ...] = ()
+        if obstacle.rule == "length" and shape.max_length is not None and _needed_length(cfg) <= shape.max_length:
+            mends = ({length_key: shape.max_length},)
+        yield Violation(f"rollout.{obstacle.rule}", concerned[obstacle.rule], obstacle.message, mends)
     world = world_size(cfg)
     if generate.enable_expert_parallel:
         yield from _rollout_experts(cfg, generate, world)
@@ -235,7 +244,7 @@ def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None
     if actor.num_layers is None:  # the shape is that of config.json
         if facts is None:
             return
-        experts, source = facts.num_experts, f"the experts of {facts.folder}"
+        experts, source = facts.shape.num_experts, f"the experts of {facts.folder}"
     if experts is None:
         switch = "generate_config.enable_expert_parallel"
         yield Violation(

@@ -170,7 +170,9 @@ class CheckpointKeys:
     no_save_optim: bool | None = key(None, "do not save the optimizer")
     no_save_rng: bool | None = key(None, "do not save the random state")
     pretrained_checkpoint: str | None = key(None, "folder to start from when `load` holds no checkpoint yet")
-    load_checkpoint_loosely: bool = key(False, "weights missing in the checkpoint keep their fresh values")
+    load_checkpoint_loosely: bool = key(
+        False, "weights missing in the checkpoint keep their fresh values, unknown ones are skipped"
+    )
     no_shared_storage: bool = key(
         False, "each node builds the dataset index on its own disk", no_effect="the order is computed; no index file is built"
     )

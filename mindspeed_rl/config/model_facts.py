@@ -10,36 +10,79 @@ from typing import Any
 
 from mindspeed_rl.config.megatron import MegatronConfig
 
+#: folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model
+HF_FILES = "huggingface"
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """The model's own limits; None where its files do not say.
+#: width of a head where config.json has no head_dim and the model type does not divide hidden_size by its heads
+_OWN_HEAD_SIZES = {"qwen3": 128, "gemma2": 256, "glm4": 128}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """What the rollout engine's limits are about; None where it is not known.
 
     Attributes:
-        folder: where they were read.
-        num_heads, num_kv_heads: of attention.
-        max_length: the longest sequence that its positions reach, in tokens.
-        num_experts: of an expert layer; None for models without.
+        source: where it was read, for messages.
+        num_heads, num_kv_heads, head_size: of attention; `head_size` is the width of one head.
+        is_latent, latent_size: latent attention, and the width of its one cached head.
+        max_length: the longest sequence that the model's positions reach, in tokens.
+        num_experts: of an expert layer.
     """
 
-    folder: str
-    num_heads: int | None
-    num_kv_heads: int | None
-    max_length: int | None
+    source: str
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_size: int | None = None
+    is_latent: bool = False
+    latent_size: int | None = None
+    ffn_hidden_size: int | None = None
+    max_length: int | None = None
     num_experts: int | None = None
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model's own files.
+
+    Attributes:
+        folder: where they were read.
+        shape: what they say; None in it where they do not.
+    """
+
+    folder: str
+    shape: EngineShape
+
+
 def read_model_facts(role: MegatronConfig) -> ModelFacts | None:
-    """Return the limits of the model that a role's keys name; None where no folder of theirs has a readable config.json."""
+    """Return what is known of the model that a role's keys name; None where no folder of theirs has a readable config.json."""
     for name in (role.load, role.tokenizer_name_or_path, role.pretrained_checkpoint):
-        folder = Path(name).expanduser() if name else None
-        if folder is not None and (config := _read(folder / "config.json")):
-            heads = _count(config, "num_attention_heads")
-            kv_heads = _count(config, "num_key_value_heads") or heads
-            counts = [_count(config, key) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
-            experts = next((count for count in counts if count), None)
-            return ModelFacts(str(name), heads, kv_heads, _max_length(folder, config), experts)
+        if not name:
+            continue
+        start = Path(name).expanduser()
+        for folder in (start, start / HF_FILES):
+            if config := _read(folder / "config.json"):
+                return ModelFacts(str(name), _shape(str(name), folder, config))
     return None
+
+
+def _shape(source: str, folder: Path, config: Mapping[str, Any]) -> EngineShape:
+    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    width = _count(config, "head_dim") or _OWN_HEAD_SIZES.get(str(config.get("model_type")))
+    if width is None and heads is not None and hidden is not None:
+        width = hidden // heads
+    counts = [_count(config, key) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
+    latent, rotary = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
+    return EngineShape(
+        source=source,
+        num_heads=heads,
+        num_kv_heads=_count(config, "num_key_value_heads") or heads,
+        head_size=width,
+        is_latent=latent is not None,
+        latent_size=None if latent is None or rotary is None else latent + rotary,
+        ffn_hidden_size=_count(config, "intermediate_size"),
+        max_length=_max_length(folder, config),
+        num_experts=next((count for count in counts if count), None),
+    )
 
 
 def _max_length(folder: Path, config: Mapping[str, Any]) -> int | None:

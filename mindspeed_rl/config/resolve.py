@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+from mindspeed_rl.config.derived import derive
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.objective import Objective, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
 from mindspeed_rl.config.rl import RLConfig
-from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.run import PlatformName, RunConfig
 from mindspeed_rl.config.validation import unavailable
 
 
@@ -64,6 +67,9 @@ def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
         ConfigError: the run file breaks a rule, or asks for what this version does not have.
         ValueError: the run has no length.
     """
+    if cfg.platform == "auto":  # what follows from the device kind, now that it is known
+        cfg = dataclasses.replace(cfg, platform=cast(PlatformName, platform))
+        cfg.derived = derive(cfg)
     plan = build_batch_plan(cfg, num_nodes)
     if missing := unavailable(cfg):
         raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)

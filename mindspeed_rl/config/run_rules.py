@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,18 +47,6 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
     if rl is None or generate is None or cfg.is_supervised:
         return
     longest, response = generate.max_model_len, generate.sampling_config.max_tokens
-    facts = cfg.model_facts
-    if facts is not None and facts.max_length is not None and longest > facts.max_length:
-        needed, limit = max(rl.max_prompt_length + response, seq or 0), facts.max_length
-        derived = cfg.derived.get("generate_config.max_model_len")
-        origin = "" if derived is None else f", from {derived.source}"
-        yield broken(
-            "engine_length_fits_model",
-            {"generate_config.max_model_len": longest},
-            f"generate_config.max_model_len ({longest}{origin}) must be at most {limit}, "
-            f"the longest sequence of the model in {facts.folder}",
-            *([{"generate_config.max_model_len": limit}] if needed <= limit else []),
-        )
     if seq is not None and longest < seq:
         yield broken(
             "seq_length_fits_engine",
@@ -350,4 +339,38 @@ def _ranges(cfg: RunConfig) -> Iterator[Violation]:
             yield out_of_range(key, value, bounds)
 
 
-RUN_RULES = (_stage, _length, _split, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)
+def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
+    """Every role that trains has checkpoints of its own; two in one folder would overwrite each other."""
+    actor, critic = cfg.actor_config, cfg.critic_config
+    if cfg.rl_config is None or cfg.is_supervised or critic is None or not resolve_objective(cfg).has_critic:
+        return
+    folders = [os.path.realpath(os.path.expanduser(role.save)) for role in (actor, critic) if role.save]
+    if len(folders) < 2 or folders[0] != folders[1]:
+        return
+    keys = {
+        f"{group if 'save' in cfg.set_keys.get(group, ()) else 'megatron_training'}.save": role.save
+        for group, role in (("actor_config", actor), ("critic_config", critic))
+    }
+    said = " and ".join(f"{key} ({value})" for key, value in keys.items())
+    yield broken(
+        "own_folders",
+        keys,
+        f"{said} would write the checkpoints of actor and critic into one folder; give each its own",
+        {"critic_config.save": f"{os.path.normpath(str(critic.save))}_critic"},
+    )
+
+
+RUN_RULES = (
+    _stage,
+    _length,
+    _split,
+    _number_format,
+    _lengths,
+    _packing,
+    _roles,
+    _own_folders,
+    _rollout_modes,
+    _adapters,
+    _profiler,
+    _ranges,
+)

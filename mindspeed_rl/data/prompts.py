@@ -16,7 +16,7 @@ from mindspeed_rl.data.conversation import BadRow, DroppedRow
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
-from mindspeed_rl.data.sources import Source, open_source, read_chunk
+from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED
 from mindspeed_rl.data.templates import Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
@@ -192,7 +192,8 @@ def open_prompts(
             f"data_path={data_path!r} is neither a raw file or folder, nor a prefix of files named"
             f" {data_path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, or hf://owner/name"
         )
-    source = replace(open_source(data_path.removeprefix(_HUB)), max_rows=stop)
+    opened = open_hub(data_path.removeprefix(_HUB)) if data_path.startswith(_HUB) else open_source(data_path)
+    source = replace(opened, max_rows=stop)
     return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
 
 

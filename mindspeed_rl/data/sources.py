@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+#: reads bytes that are no UTF-8 as U+DC80 to U+DCFF, so that the row that holds them can be named
+_KEEP_BYTES = "surrogateescape"
+_KEPT_BYTE = re.compile(r"[\udc80-\udcff]")
 NumberedRow = tuple[int, Mapping[str, Any] | BadRow]
 
 
@@ -153,7 +157,7 @@ def open_source(
             return _saved_dataset(path)
         return _folder(path)
     if location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix:
-        return _hub_dataset(location, cache_dir, streaming, dataset_options or {})
+        return open_hub(location, cache_dir, streaming, dataset_options or {})
     raise ValueError(f"input={location!r} does not exist")
 
 
@@ -211,10 +215,17 @@ def _saved_dataset(path: Path) -> Source:
     return Source("dataset", (str(path),), dataset=loaded.with_format("arrow"))
 
 
-def _hub_dataset(name: str, cache_dir: str | None, streaming: bool, options: Mapping[str, Any]) -> Source:
+def open_hub(
+    name: str, cache_dir: str | None = None, streaming: bool = False, options: Mapping[str, Any] | None = None
+) -> Source:
+    """The rows of a dataset on the hub, its split `train` unless the options say another.
+
+    Raises:
+        ValueError: no such dataset can be loaded.
+    """
     from datasets import load_dataset
 
-    arguments: dict[str, Any] = {"split": "train", **options}
+    arguments: dict[str, Any] = {"split": "train", **(options or {})}
     try:
         loaded = load_dataset(name, cache_dir=cache_dir, streaming=streaming, **arguments)
     except (OSError, ValueError) as error:
@@ -246,7 +257,7 @@ def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     first = 1
     position = 0
     with open(path, "rb") as raw:
-        for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig"), path):
+        for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES), path):
             rows.append(value)
             if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
@@ -270,10 +281,15 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
             if buffer[at] == "]":
                 return
             try:
+                start = at
                 value, at, wrong = decoder.raw_decode(buffer, at)
                 number += 1
                 size = block
-                yield value if wrong is None else BadRow(f"is not valid JSON ({wrong})")
+                if wrong is not None:
+                    byte = _wrong_byte(buffer[start:at])
+                    yield BadRow(f"is not valid JSON ({wrong})" if byte is None else f"is not UTF-8 (byte {byte:#04x})")
+                else:
+                    yield value
                 continue
             except json.JSONDecodeError as error:
                 problem = str(error)
@@ -291,13 +307,26 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     first = 1
     position = 0
     with open(path, "rb") as raw:
-        for number, row in enumerate(csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")), start=1):
-            broken = None in row or None in row.values()
-            rows.append(BadRow("has another number of fields than the header") if broken else row)
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES, newline="")
+        for number, row in enumerate(csv.DictReader(text), start=1):
+            rows.append(_csv_row(row))
             if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = number + 1, raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
+
+
+def _csv_row(row: dict[Any, Any]) -> Mapping[str, Any] | BadRow:
+    if None in row or None in row.values():
+        return BadRow("has another number of fields than the header")
+    byte = next((byte for value in row.values() if (byte := _wrong_byte(value)) is not None), None)
+    return row if byte is None else BadRow(f"is not UTF-8 (byte {byte:#04x})")
+
+
+def _wrong_byte(text: str) -> int | None:
+    """The first byte that was no part of a UTF-8 character, of text read with `_KEEP_BYTES`."""
+    match = None if text.isascii() else _KEPT_BYTE.search(text)
+    return None if match is None else ord(match.group()) - 0xDC00
 
 
 def _table_chunks(path: str, first_row: int, table: Any, size: ChunkSize) -> Iterator[Chunk]:

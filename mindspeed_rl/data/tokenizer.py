@@ -50,3 +50,18 @@ def set_eos_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
     if token_id is None or token_id == tokenizer.unk_token_id and token != tokenizer.unk_token:
         raise ValueError(f"the tokenizer has no token {token!r}, which the chat template ends its turns with")
     tokenizer.eos_token = token
+
+
+def single_token(tokenizer: PreTrainedTokenizerBase, text: str, key: str) -> int:
+    """Returns the one token that a text is.
+
+    Args:
+        key: of the run file or option that says the text, for the error.
+
+    Raises:
+        ValueError: it is several tokens, or none.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(f"{key}: {text!r} is {len(ids)} tokens in this tokenizer, but must be one.")
+    return ids[0]

@@ -8,12 +8,10 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.engine_limits import engine_limits
 from mindspeed_rl.inference.model_files import ModelSettings
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16"}
-#: requests that run at the same time unless the user says a number
-_DEFAULT_SEQUENCES = {"cpu": 32}
-_DEFAULT_DEVICE_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class EngineSettings:
 
     def generate_config(self, model_dtype: torch.dtype) -> GenerateConfig:
         """The same in the words of a run file."""
-        default_seqs = _DEFAULT_SEQUENCES.get(platform.current().name, _DEFAULT_DEVICE_SEQUENCES)
+        default_seqs = engine_limits(platform.current().name).sequences
         return GenerateConfig(
             infer_tensor_parallel_size=self.tensor_parallel_size,
             max_num_seqs=self.max_num_seqs or default_seqs,

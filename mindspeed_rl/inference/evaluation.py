@@ -253,6 +253,7 @@ def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any
         reward_timeout_s=_SCORING_LIMIT_S,
         num_reward_workers=workers,
         reward_failure_limit=1.0,
+        external_plugins=task.options.external_plugins,
     )
     with RewardPool([task.scorer], settings=settings) as pool:
         results = pool.score(samples)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import adaptors, platform
+from mindspeed_rl.config.engine_limits import EngineRequest, engine_obstacles
+from mindspeed_rl.config.model_facts import EngineShape
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.inference.engine_settings import EngineSettings
@@ -108,8 +110,6 @@ class Session:
             ValueError: it is more than the model or --max-length allows.
         """
         most = self.settings.max_model_len
-        if most > self.max_position:
-            raise ValueError(f"--max-length {most} is above the model's max_position_embeddings, {self.max_position}")
         if longest_prompt >= most:
             raise ValueError(
                 f"the longest prompt has {longest_prompt} tokens, but prompt and answer together may have {most} "
@@ -140,6 +140,22 @@ class Session:
             yield InferenceEngine(settings, self.model, self.tokenizer)
 
 
+def _shape(model: ModelFiles) -> EngineShape:
+    """The model as the limits of the engine look at it."""
+    network = model.network
+    latent = network.multi_latent_attention and network.kv_lora_rank and network.qk_pos_emb_head_dim
+    return EngineShape(
+        source=str(model.source.path),
+        num_heads=network.num_attention_heads,
+        num_kv_heads=network.num_query_groups,
+        head_size=network.kv_channels,
+        is_latent=network.multi_latent_attention,
+        latent_size=(network.kv_lora_rank or 0) + (network.qk_pos_emb_head_dim or 0) if latent else None,
+        ffn_hidden_size=network.ffn_hidden_size,
+        max_length=network.max_position_embeddings,
+    )
+
+
 def open_session(options: SessionOptions) -> Session:
     """Opens model, tokenizer and template, and fits this process to its platform; nothing large is read yet.
 
@@ -166,10 +182,14 @@ def open_session(options: SessionOptions) -> Session:
         hf_folder=model.hf_folder,
         end_tokens=options.add_eos_token,
     )
+    longest = options.max_length or model.network.max_position_embeddings
+    request = EngineRequest(options.tensor_parallel_size, longest, "--tensor-parallel-size", "--max-length")
+    if found := list(engine_obstacles(_shape(model), request, device.name)):
+        raise ValueError("; ".join(obstacle.message for obstacle in found))
     settings = EngineSettings(
         model=model_settings,
         tokenizer=tokenizer_path,
-        max_model_len=options.max_length or model.network.max_position_embeddings,
+        max_model_len=longest,
         dtype=options.dtype,
         max_num_seqs=options.max_num_seqs,
         tensor_parallel_size=options.tensor_parallel_size,

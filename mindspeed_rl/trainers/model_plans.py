@@ -12,9 +12,9 @@ from mindspeed_rl.workers.model_source import (
     ModelSource,
     find_model,
     has_own_reference,
-    reference_config,
     reference_of,
     reward_model_config,
+    rl_reference,
 )
 
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
@@ -78,9 +78,7 @@ def model_plans(run: Run, source: ModelSource) -> dict[str, ModelPlan]:
         return plans
     assert run.objective is not None
     if run.objective.needs_reference and not run.rl.share_backbone:
-        reference = reference_config(cfg)
-        same = reference.load == str(source.weights)
-        plans["ref_config"] = _plan("ref_config", reference, source if same else find_model(reference, "ref_config"))
+        plans["ref_config"] = _plan("ref_config", *rl_reference(run, source, None)[:2])
     if run.objective.has_critic and cfg.critic_config is not None:
         plans["critic_config"] = _plan("critic_config", cfg.critic_config, find_model(cfg.critic_config, "critic_config"))
     reward = reward_model_config(cfg)

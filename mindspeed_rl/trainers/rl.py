@@ -43,6 +43,7 @@ class RLTrainer(Bookkeeping):
         actors, schedule, collect = self.actors, self.schedule, self.collect
         num_rows = schedule.num_train_samples
         collect(actors.push_weights(self.start_iteration))
+        self.logger.started("the rollout engines hold the actor's weights")
         self._evaluate_first()
         for iteration in range(self.start_iteration, schedule.train_iters):
             with self.iteration(iteration + 1):
@@ -78,6 +79,7 @@ class RLTrainer(Bookkeeping):
         if self.schedule.evaluates_first:
             before = self.evaluator.run()
             self.logger.first = before.results()
+            self.logger.started("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
 
     def _compute_advantages(self, iteration: int) -> None:

@@ -16,6 +16,7 @@ from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
@@ -34,11 +35,15 @@ from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
 from mindspeed_rl.workers.model_source import (
+    ModelSource,
     check_critic_start,
+    check_reward_start,
+    check_weights,
     find_model,
     fresh_head_notice,
     lacks_score_head,
     reward_model_config,
+    rl_reference,
 )
 from mindspeed_rl.workers.reward_group import RewardGroup
 
@@ -92,7 +97,7 @@ class RLParts:
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
         self._beginning = find_beginning(run, source)
-        _check_models(run, self._inputs, self._beginning.iteration or None)
+        _check_models(run, self._inputs, source, self._beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = run.plan.world_size + self._apart
 
@@ -109,7 +114,7 @@ class RLParts:
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
         return f"{self._inputs.prompts.describe()}{length}\n{self._beginning}\n{starting}"
 
-    def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+    def start(self, stack: contextlib.ExitStack, steps: StartSteps) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
         run, inputs = self._run, self._inputs
         plane = open_data_plane(run)
@@ -120,13 +125,14 @@ class RLParts:
         stack.callback(rewards.close)
         first = inputs.prompts[0]
         rewards.check(first["prompt_ids"], first["label"], first["columns"])
+        steps.done("the reward functions score a prompt")
         scorers: ScoringGroup = actors
         if self._apart:
             scorers = RewardModelGroup(run, plane)
             stack.callback(scorers.close)
-            scorers.set_up()
+            scorers.set_up(steps)
         self._services = Services(plane, actors, scorers, rewards)
-        self._resumed = actors.set_up()
+        self._resumed = actors.set_up(steps)
         return self._resumed
 
     def logger(self, trackers: Trackers, progress: IterationProgress) -> RolloutLogger:
@@ -137,6 +143,18 @@ class RLParts:
     def trainer(self) -> RLTrainer:
         """The loop, on workers that were started, with the logger that was made."""
         return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
+
+
+def count_prompts(run: Run) -> int:
+    """How many prompts the run would train on.
+
+    Raises:
+        ValueError: data or tokenizer are not where the keys say, or not usable.
+    """
+    actor = run.config.actor_config
+    folder = actor.tokenizer_name_or_path or find_model(actor, "actor_config").hf_folder
+    tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
+    return len(run_prompts(run, tokenizer)[0])
 
 
 def with_length(run: Run, num_prompts: int) -> Run:
@@ -162,23 +180,32 @@ def _check_rewards(run: Run) -> None:
         raise ConfigError(mistakes)
 
 
-def _check_models(run: Run, inputs: Inputs, goes_on_after: int | None) -> None:
-    """Says where the critic's head comes from.
+def _check_models(run: Run, inputs: Inputs, actor: ModelSource, goes_on_after: int | None) -> None:
+    """Looks for the weights of every role, and says where the critic's head comes from.
 
     Raises:
-        ValueError: the critic begins otherwise than the actor, or the reward model cannot read the actor's tokens.
+        ValueError: weights are missing or of another kind, the critic begins otherwise than the actor, the reference cannot
+            be taken from where the keys say, or the reward model cannot read the actor's tokens.
     """
     cfg = run.config
     assert run.objective is not None
+    found = [(cfg.actor_config, actor, False)]
+    if run.objective.needs_reference and not run.rl.share_backbone:
+        found.append((*rl_reference(run, actor, goes_on_after)[:2], False))
     if run.objective.has_critic and cfg.critic_config is not None:
         critic = find_model(cfg.critic_config, "critic_config")
         check_critic_start(cfg.critic_config, critic, goes_on_after)
+        found.append((cfg.critic_config, critic, True))
         if lacks_score_head(critic):
             print(fresh_head_notice("critic", critic), flush=True)
     reward = reward_model_config(cfg)
     if reward is None:
+        _check_weights(found)
         return
-    folder = find_model(reward, "reward_config").hf_folder
+    source = find_model(reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
+    check_reward_start(reward, source)
+    _check_weights([*found, (reward, source, not reward.reward_tokens)])
+    folder = source.hf_folder
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return
     other = load_tokenizer(folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast)
@@ -198,6 +225,13 @@ def run_prompts(run: Run, tokenizer: Any) -> tuple[PromptDataset, PromptDataset 
     if actor.eval_data_path:
         return prompts, open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path")
     return prompts, whole.part(train, train + validation) if validation > 0 else None
+
+
+def _check_weights(roles: list[tuple[MegatronConfig, ModelSource, bool]]) -> None:
+    """Raises ValueError where weights are not those of their config.json; says what is left out of them."""
+    said = [sentence for config, source, is_scored in roles for sentence in check_weights(config, source, is_scored=is_scored)]
+    for sentence in dict.fromkeys(said):
+        print(sentence, flush=True)
 
 
 def open_run_prompts(run: Run, path: Any, tokenizer: Any, key: str) -> PromptDataset:

@@ -8,6 +8,7 @@ from pathlib import Path
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timeline import Timeline
 from mindspeed_rl.observability.timers import Interval, timing_metrics
 from mindspeed_rl.observability.trackers import Trackers
@@ -20,6 +21,7 @@ class RunLogger:
         folder: of the run.
         last: figures of the last iteration, with those of the last evaluation.
         first: figures of the evaluation before the first iteration.
+        steps: of the start; None where nobody watches it.
         page: the report that is refreshed while the run goes.
     """
 
@@ -29,11 +31,18 @@ class RunLogger:
         self._timeline = Timeline(folder / "timeline.json")
         self.last: Mapping[str, float] = {}
         self.first: Mapping[str, float] = {}
+        self.steps: StartSteps | None = None
         self.page: LivePage | None = None
 
     def note(self, text: str) -> None:
         """A line for the user."""
         self._progress.note(text)
+
+    def started(self, what: str) -> None:
+        """A step of the start is through, behind those that came before the loop."""
+        if self.steps is not None:
+            self.steps.show = self.note
+            self.steps.done(what)
 
     def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
         """Records iteration number `iteration` (the first is 1)."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.notices import run_warnings
 from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_parts import RLParts
@@ -30,22 +31,25 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         ValueError: a key or file is wrong.
         WorkerFailed: a worker died or raised.
     """
-    cfg = run.config
+    cfg, steps = run.config, StartSteps()
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     with reported(run) as report, contextlib.ExitStack() as stack:
         absolute_paths(cfg)
         trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg))
+        steps.done("files and keys are checked")
         print(f"run folder: {run.folder}\n{parts.describe()}", flush=True)
         for text in run_warnings(cfg, run.num_nodes):
             print(f"warning: {text}", flush=True)
         stack.enter_context(cluster(parts.num_devices, run.platform))
-        resumed = parts.start(stack)
+        steps.done("Ray runs")
+        resumed = parts.start(stack, steps)
         start = resumed.get("iteration", 0)
         assert run.plan.train_iters is not None  # resolve refuses a run without a length
         title = Path(cfg.config_name).stem
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
         logger = parts.logger(trackers, progress)
         report.show(logger)
+        logger.steps = steps
         stack.callback(logger.close)
         yield parts.trainer()

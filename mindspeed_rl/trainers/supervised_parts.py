@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.trainers.beginning import find_beginning
 from mindspeed_rl.trainers.model_plans import model_plans
@@ -17,10 +18,13 @@ from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
 from mindspeed_rl.workers.groups import SupervisedGroup
 from mindspeed_rl.workers.model_source import (
+    check_weights,
     find_model,
     fresh_head_notice,
+    has_own_reference,
     lacks_score_head,
     load_tokenizer_of,
+    reference_of,
 )
 
 
@@ -43,8 +47,12 @@ class SupervisedParts:
         source = find_model(config, "megatron_training")
         model_plans(run, source)
         self._beginning = find_beginning(run, source)
+        for sentence in check_weights(config, source, is_scored=config.stage == "orm"):
+            print(sentence, flush=True)
         load_tokenizer_of(config, source)  # raises where there is none
         check_data(config)
+        if config.stage == "dpo" and has_own_reference(config):
+            check_weights(*reference_of(config, source))
         if config.stage == "orm" and lacks_score_head(source):
             print(fresh_head_notice("reward model", source), flush=True)
         self.num_devices, self.log_every = run.plan.world_size, config.log_interval
@@ -58,7 +66,7 @@ class SupervisedParts:
         """What is being started."""
         return f"{self._beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."
 
-    def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+    def start(self, stack: contextlib.ExitStack, steps: StartSteps) -> Mapping[str, Any]:
         """The workers run until the stack is closed; returns the state of a resumed run, else nothing.
 
         Raises:
@@ -66,7 +74,7 @@ class SupervisedParts:
         """
         self._workers = SupervisedGroup(self._run)
         stack.callback(self._workers.close)
-        self._resumed = self._workers.set_up()
+        self._resumed = self._workers.set_up(steps)
         data = self._workers.data()
         print(data, flush=True)
         self._evaluates = data.num_held_out > 0

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rl import adaptors
 from mindspeed_rl.config import MegatronConfig, RLConfig, Run, own_reward_devices
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
@@ -36,9 +37,14 @@ _PLACEMENT_TIMEOUT_S = 120
 class WorkerGroup:
     """Processes and their placement. Subclasses call their workers.
 
+    Attributes:
+        built: what the workers have once they are set up, for the console.
+
     When one worker fails, the data plane is aborted so that nobody waits for it, and the failure is raised with the
     worker's name.
     """
+
+    built: ClassVar[str] = "the models are loaded"
 
     def __init__(
         self, settings: ProcessSettings, env: Mapping[str, str], *, num_cpus: float = 1, plane: DataPlane | None = None
@@ -73,10 +79,14 @@ class WorkerGroup:
         self._names = [f"{title} {rank}" for rank in range(size)]
         self._plane = plane
 
-    def start_workers(self, *arguments: Any) -> None:
+    def start_workers(self, *arguments: Any, steps: StartSteps | None = None) -> None:
         """All workers have joined their world and built their models from these arguments."""
         master = ray.get(self.processes[0].address.remote(), timeout=_PLACEMENT_TIMEOUT_S)
-        self.wait("set_up", [process.start.remote(master, arguments) for process in self.processes])
+        _show(steps, f"{self._names[0]} and its peers are started" if len(self._names) > 1 else f"{self._names[0]} is started")
+        self.wait("set_up", [process.prepare.remote(master) for process in self.processes])
+        _show(steps, "their libraries are loaded")
+        self.wait("set_up", [process.start.remote(arguments) for process in self.processes])
+        _show(steps, self.built)
 
     def wait(self, phase: str, futures: Sequence[Any]) -> list[Any]:
         """What each worker returned.
@@ -92,6 +102,11 @@ class WorkerGroup:
             ray.kill(process)
         with contextlib.suppress(Exception):
             remove_placement_group(self._placement)
+
+
+def _show(steps: StartSteps | None, what: str) -> None:
+    if steps is not None:
+        steps.done(what)
 
 
 class RunGroup(WorkerGroup):
@@ -145,13 +160,14 @@ class ActorGroup(ScoringGroup):
 
     target = "mindspeed_rl.workers.actor_worker:ActorWorker"
     adapted = ("train", "rollout")
+    built = "the models are loaded, the rollout engines are built"
 
     def __init__(self, run: Run, plane: DataPlane) -> None:
         super().__init__(run, run.config.actor_config, plane)
 
-    def set_up(self) -> Mapping[str, Any]:
+    def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """All models and rollout engines are built; returns {"iteration", "run_state"} of a resumed run, else nothing."""
-        self.start_workers(self._run, self._plane, uuid.uuid4().hex[:12])
+        self.start_workers(self._run, self._plane, uuid.uuid4().hex[:12], steps=steps)
         return self.resumed_state()
 
     def resumed_state(self) -> Mapping[str, Any]:
@@ -217,22 +233,23 @@ class RewardModelGroup(ScoringGroup):
         assert keys is not None and num_devices is not None
         super().__init__(dataclasses.replace(run, plan=dataclasses.replace(run.plan, world_size=num_devices)), keys, plane)
 
-    def set_up(self) -> None:
+    def set_up(self, steps: StartSteps | None = None) -> None:
         """The model is built."""
-        self.start_workers(self._run, self._plane)
+        self.start_workers(self._run, self._plane, steps=steps)
 
 
 class SupervisedGroup(RunGroup):
     """The trained model (and the reference, where the stage has one) of each device."""
 
     target = "mindspeed_rl.workers.supervised_worker:SupervisedWorker"
+    built = "the data are opened, the models are loaded"
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.config.actor_config)
 
-    def set_up(self) -> Mapping[str, Any]:
+    def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """Data and models are there; returns {"iteration", "run_state"} of a resumed run, else nothing."""
-        self.start_workers(self._run)
+        self.start_workers(self._run, steps=steps)
         return self.resumed_state()
 
     def resumed_state(self) -> Mapping[str, Any]:

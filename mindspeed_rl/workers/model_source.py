@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed_rl.checkpoint.hf import stored_tensor_names
+from mindspeed_rl.checkpoint.hf import read_json, stored_tensor_names
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
-from mindspeed_rl.checkpoint.source import HF_FILES
-from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.checkpoint.source import check_hf_tensors
+from mindspeed_rl.config import MegatronConfig, Run, RunConfig
+from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.network_keys import without_network_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+#: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
+_REFERENCE_FOLDER = "reference"
 
 WeightsKind = Literal["hf", "training", "megatron"]
 
@@ -38,11 +43,15 @@ class ModelSource:
     kind: WeightsKind
 
 
-def find_model(config: MegatronConfig, role: str) -> ModelSource:
+def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -> ModelSource:
     """Looks at `load`, `pretrained_checkpoint` and `tokenizer_name_or_path`, in this order.
 
     `load` may name a folder that holds no checkpoint yet (the `save` folder of a run that may have to resume):
     `pretrained_checkpoint` is then the start.
+
+    Args:
+        role: group of the keys, for messages.
+        load_key: where the user wrote what stands in `load`; None for the role's own key.
 
     Raises:
         ValueError: no weights or no config.json are where the keys say.
@@ -57,8 +66,9 @@ def find_model(config: MegatronConfig, role: str) -> ModelSource:
             weights = (Path(value).expanduser(), kind)
             break
         if key == candidates[-1][0]:
+            named = load_key if key == "load" and load_key else f"{role}.{key}"
             raise ValueError(
-                f"{role}.{key}: {value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint "
+                f"{named}: {value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint "
                 f"({LATEST_NAME})."
             )
     assert weights is not None
@@ -107,16 +117,25 @@ def weights_kind(folder: Path) -> WeightsKind | None:
     return None
 
 
-def reference_config(cfg: RunConfig) -> MegatronConfig:
-    """Keys of the reference of a run with rollouts, which starts from what the run file says, else from the actor's start."""
-    config = copy.copy(cfg.ref_config)
-    mode = None if cfg.rl_config is None else cfg.rl_config.integrated_mode_config
-    named = mode.ref_model_load_path if mode else None
-    if named:
-        config = without_network_keys(config)  # which say what the group's own weights are
-    config.load, config.pretrained_checkpoint = named or config.pretrained_checkpoint or config.load, None
-    config.finetune, config.lora_target_modules = True, None
-    return config
+def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: bool = False) -> list[str]:
+    """Holds the weights of a Hugging Face folder against its config.json, as every role does when it loads them.
+
+    Args:
+        is_scored: the model ends in a score.
+
+    Returns:
+        A sentence for each kind of tensor that is left behind.
+
+    Raises:
+        ValueError: the weights are another model's than config.json says.
+    """
+    if source.kind != "hf":
+        return []
+    hf_config = read_json(source.weights / "config.json")
+    architecture = architecture_for(hf_config)
+    network = architecture.network(hf_config).with_head("reward" if is_scored else "lm")
+    left = check_hf_tensors(source.weights, architecture, network, loosely=config.load_checkpoint_loosely)
+    return [f"{source.weights}: {sentence}" for sentence in left]
 
 
 def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
@@ -158,6 +177,19 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, goes_on_afte
         )
 
 
+def check_reward_start(config: MegatronConfig, source: ModelSource) -> None:
+    """A reward model ends in a score, unless `reward_tokens` say how it judges in words.
+
+    Raises:
+        ValueError: it has no such head.
+    """
+    if not config.reward_tokens and lacks_score_head(source):
+        raise ValueError(
+            f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one "
+            "label, a checkpoint of stage orm, or with reward_tokens a language model that judges steps."
+        )
+
+
 def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
     """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
 
@@ -173,6 +205,49 @@ def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
             config.tokenizer_name_or_path = None
     config.finetune, config.save, config.lora_target_modules = True, None, None
     return config
+
+
+def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tuple[MegatronConfig, ModelSource, int | None]:
+    """Keys and weights of the reference of a run with rollouts, and which of its checkpoints is meant (None: the newest).
+
+    It is what the run file says, else what the actor started from before any resume.
+
+    Args:
+        actor: the actor's weights.
+        goes_on_after: the iteration after which the actor goes on; None when it starts from weights alone.
+
+    Raises:
+        ValueError: the weights do not exist, or nothing says what the actor started from.
+    """
+    config, rl = copy.copy(run.config.ref_config), run.rl
+    mode = rl.integrated_mode_config
+    group = "ref_config" if "ref_config" in run.config.set_keys else "actor_config"
+    named = {
+        "rl_config.integrated_mode_config.ref_model_load_path": mode.ref_model_load_path if mode else None,
+        f"{group}.pretrained_checkpoint": config.pretrained_checkpoint,
+        f"{group}.load": config.load,
+    }
+    key, path = next((item for item in named.items() if item[1]), (f"{group}.load", None))
+    if mode and mode.ref_model_load_path:
+        config = without_network_keys(config)  # which say what the group's own weights are
+    config.load, config.pretrained_checkpoint, config.finetune = path, None, True
+    config.lora_target_modules = None
+    config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
+    config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
+    same = path is not None and Path(path).expanduser() == actor.weights
+    if goes_on_after is not None:
+        moved = actor.weights / _REFERENCE_FOLDER
+        if rl.sync_ref_model and (moved / f"iter_{goes_on_after:07d}").is_dir():
+            config.load = str(moved)
+            return config, find_model(config, "ref_config"), goes_on_after
+        if same:
+            raise ValueError(
+                f"actor_config.pretrained_checkpoint: the actor goes on from {path}, so the reference cannot be taken from "
+                "there; name what the run started from, here or in rl_config.integrated_mode_config.ref_model_load_path."
+            )
+    if same:
+        return config, actor, None
+    return config, find_model(config, "ref_config", key), None
 
 
 def has_own_reference(config: MegatronConfig) -> bool:

@@ -47,7 +47,7 @@ class ProcessSettings:
 
 
 class WorkerProcess:
-    """The one Ray actor class of device workers; nothing heavy is imported before `start`."""
+    """The one Ray actor class of device workers; nothing heavy is imported before `prepare`."""
 
     def __init__(self, settings: ProcessSettings, rank: int) -> None:
         self._settings, self._rank = settings, rank
@@ -59,8 +59,8 @@ class WorkerProcess:
         host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
         return host, _free_port(host)
 
-    def start(self, master: tuple[str, int], arguments: tuple[Any, ...]) -> None:
-        """The worker is built: `target(*arguments, rank=rank)`; collective over the group.
+    def prepare(self, master: tuple[str, int]) -> None:
+        """The libraries that the worker needs are imported and adapted.
 
         Args:
             master: what `address` of rank 0 returned.
@@ -78,7 +78,11 @@ class WorkerProcess:
             MASTER_PORT=str(master[1]),
         )
         prepare_process(settings.adapted, settings.keys)
-        module, _, name = settings.target.partition(":")
+        import_module(settings.target.partition(":")[0])
+
+    def start(self, arguments: tuple[Any, ...]) -> None:
+        """The worker is built: `target(*arguments, rank=rank)`; collective over the group, behind `prepare`."""
+        module, _, name = self._settings.target.partition(":")
         self._worker = getattr(import_module(module), name)(*arguments, rank=self._rank)
         # What was built lives as long as the process, so the garbage collector need not look at it again: with Megatron
         # and vLLM these are 750,000 objects, and half a second for each full collection.

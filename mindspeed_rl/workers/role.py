@@ -13,8 +13,9 @@ import torch.distributed as dist
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
-from mindspeed_rl.checkpoint.source import HF_FILES, as_reward_config
+from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
@@ -102,6 +103,8 @@ class Role:
         plan = self.model.plan
         fresh_head = plan.network.head == "reward" and lacks_score_head(source, iteration)
         if source.kind == "hf":
+            loosely = self.config.load_checkpoint_loosely
+            check_hf_tensors(source.weights, plan.architecture, plan.network, loosely=loosely)
             tensors: TensorSource = open_weights(source.weights)
         else:
             stored = plan.network.with_head("lm") if fresh_head else plan.network

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, Run, own_reward_devices
-from mindspeed_rl.engine.checkpoint import iteration_folder
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.workers.model_source import (
     ModelSource,
     check_critic_start,
+    check_reward_start,
     find_model,
-    lacks_score_head,
-    reference_config,
     reward_model_config,
+    rl_reference,
 )
 from mindspeed_rl.workers.role import PassSettings, Role
 from mindspeed_rl.workers.scoring import Scoring, make_scoring
-
-#: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
-_REFERENCE_FOLDER = "reference"
 
 
 @dataclass
@@ -78,22 +73,7 @@ def shared_settings(run: Run, tokenizer: Any) -> PassSettings:
 
 
 def _reference(run: Run, actor: ModelSource, resumed_at: int | None, shared: PassSettings) -> Role:
-    """The reference is what the run file says, else what the actor started from before any resume."""
-    config, rl = reference_config(run.config), run.rl
-    path = config.load
-    config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
-    config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
-    at = None
-    if resumed_at is not None:
-        moved = actor.weights / _REFERENCE_FOLDER
-        if rl.sync_ref_model and iteration_folder(moved, resumed_at).is_dir():
-            config.load, at = str(moved), resumed_at
-        elif path == str(actor.weights):
-            raise ValueError(
-                f"actor_config.pretrained_checkpoint: the actor goes on from {path}, so the reference cannot be taken from "
-                "there; name what the run started from, here or in rl_config.integrated_mode_config.ref_model_load_path."
-            )
-    source = actor if config.load == str(actor.weights) else find_model(config, "ref_config")
+    config, source, at = rl_reference(run, actor, resumed_at)
     plan = plan_model(config, source.hf_folder)
     return Role("ref", config, plan, source, shared, steps_per_iteration=None, iteration=at)
 
@@ -123,11 +103,7 @@ def build_reward_model(run: Run, config: MegatronConfig, tokenizer: Any, shared:
     """
     scoring = make_scoring(config, tokenizer, run.rl.process_reward_aggregation)
     source = find_model(config, "reward_config")
-    if scoring.head == "reward" and lacks_score_head(source):
-        raise ValueError(
-            f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one "
-            "label, a checkpoint of stage orm, or with reward_tokens a language model that judges steps."
-        )
+    check_reward_start(config, source)
     plan = plan_model(config, source.hf_folder, head=scoring.head)
     role = Role("reward", config, plan, source, replace(shared, temperature=1.0), steps_per_iteration=None)
     role.engine.choices = scoring.choices

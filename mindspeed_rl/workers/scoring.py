@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.rewards.process import aggregate, mark_steps, split_steps
 from mindspeed_rl.workers.rows import marked_rows, whole_rows
@@ -63,14 +64,9 @@ class ProcessScoring:
                 f"reward_config.reward_tokens: {config.reward_tokens} must be two tokens here: a good step's, then a bad one's."
             )
         self._tokenizer, self._aggregation, self._mark = tokenizer, aggregation, config.placeholder_token
-        self.choices: tuple[int, int] | None = (self._single(config.reward_tokens[0]), self._single(config.reward_tokens[1]))
-        self._mark_id = self._single(config.placeholder_token)
-
-    def _single(self, token: str) -> int:
-        ids = self._tokenizer.encode(token, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(f"reward_config: {token!r} is {len(ids)} tokens in this tokenizer, but must be one.")
-        return ids[0]
+        good, bad = (single_token(tokenizer, token, "reward_config.reward_tokens") for token in config.reward_tokens)
+        self.choices: tuple[int, int] | None = (good, bad)
+        self._mark_id = single_token(tokenizer, self._mark, "reward_config.placeholder_token")
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
         marked = []

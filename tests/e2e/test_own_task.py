@@ -50,4 +50,6 @@ def test_the_guide_leads_from_nothing_to_a_chat(tmp_path: Path) -> None:
     rewards = [json.loads(line)["rewards/total_mean"] for line in (work / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert len(rewards) == 40  # 20 epochs of 56 prompts, 28 an iteration
     assert rewards[0] < 0.2 and sum(rewards[-5:]) / 5 > rewards[0] + 0.2
+    score = json.loads((work / "score.json").read_text())["tasks"]["jsonl"]
+    assert score["total"] == 8 and 0 <= score["right"] <= 8
     assert sum(character.isdigit() for character in output) >= 2

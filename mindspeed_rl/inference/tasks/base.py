@@ -19,6 +19,7 @@ class TaskOptions:
         num_shots: worked examples before each question.
         chain_of_thought: the model reasons before it answers, where the task knows both ways.
         scorer: name of a reward function, in place of the task's own.
+        external_plugins: Python files that register it.
         max_new_tokens: longest answer.
         prompt_key, label_key: columns, for tasks with free columns.
     """
@@ -26,6 +27,7 @@ class TaskOptions:
     num_shots: int | None = None
     chain_of_thought: bool = False
     scorer: str | None = None
+    external_plugins: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     prompt_key: str | None = None
     label_key: str | None = None
@@ -118,7 +120,8 @@ class Task:
         self.options = options
         self.num_shots = self.default_shots if options.num_shots is None else options.num_shots
         if options.scorer is not None:
-            find(options.scorer)
+            if not options.external_plugins:
+                find(options.scorer)
             self.scorer = options.scorer
         if options.max_new_tokens is not None:
             self.max_new_tokens = options.max_new_tokens

@@ -15,6 +15,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.preference import PreferencePair
 from mindspeed_rl.data.process_reward import ProcessRewardDataset, ProcessRewardSample
+from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.stages.instruction import token_loss
 from mindspeed_rl.workers.stages.preference import PAIR, Pairs
@@ -48,15 +49,9 @@ class ProcessReward(Stage):
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
         if config.reward_tokens:
-            self.choices = tuple(self._single(token) for token in config.reward_tokens)
+            self.choices = tuple(single_token(tokenizer, token, "reward_tokens") for token in config.reward_tokens)
             if len(set(self.choices)) < 2:
                 raise ValueError(f"reward_tokens: {config.reward_tokens} must be at least two different tokens.")
-
-    def _single(self, token: str) -> int:
-        ids = self.tokenizer.encode(token, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(f"reward_tokens: {token!r} is {len(ids)} tokens in this tokenizer, but must be one.")
-        return ids[0]
 
     def open(self, prefix: str | Path) -> ProcessRewardDataset:
         dataset = ProcessRewardDataset(prefix, seq_length=self.config.seq_length)

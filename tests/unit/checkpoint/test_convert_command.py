@@ -157,6 +157,20 @@ def test_the_form_of_the_source_is_seen(qwen: Path, tmp_path: Path, form: str) -
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_split_of_a_hugging_face_result_is_refused_and_the_source_s_own_is_said_to_have_no_effect(
+    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"--load-dir {qwen} --save-dir {tmp_path}/mg --target-pipeline-parallel-size 2 --num-layer-list 1,3") == 0
+    back = f"--load-dir {tmp_path}/mg --save-dir {tmp_path}/back --save-model-type hf"
+    for name in ("tensor", "pipeline", "expert"):
+        text = error_of(capsys, f"{back} --target-{name}-parallel-size 2")
+        assert f"--target-{name}-parallel-size 2: the result is a Hugging Face folder, which is not split" in text
+        assert not (tmp_path / "back").exists()
+    assert run(f"{back} --target-tensor-parallel-size 1 --num-layer-list 1,3 --moe-grouped-gemm") == 0
+    said = capsys.readouterr().err
+    assert "--num-layer-list has no effect" in said and "--moe-grouped-gemm has no effect" in said and "--target" not in said
+
+
 def test_context_parallelism_is_said_to_change_nothing(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"--load-dir {qwen} --save-dir {tmp_path}/out --context-parallel-size 4") == 0
     assert "context parallelism never changes a checkpoint" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import RunConfig, build_run_config, validate
 from mindspeed_rl.config.explain import explain, render
-from mindspeed_rl.config.model_facts import ModelFacts, read_model_facts
+from mindspeed_rl.config.model_facts import read_model_facts
 from mindspeed_rl.config.notices import learning_rate, run_warnings
 
 
@@ -81,7 +81,9 @@ def test_the_model_s_longest_sequence_is_read_from_its_files(
     folder = model(tmp_path / "m", num_attention_heads=8, **config)
     if tokenizer is not None:
         (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    assert read_model_facts(run(load=folder).actor_config) == ModelFacts(folder, 8, 8, longest)
+    facts = read_model_facts(run(load=folder).actor_config)
+    assert facts is not None and facts.folder == facts.shape.source == folder
+    assert (facts.shape.num_heads, facts.shape.num_kv_heads, facts.shape.max_length) == (8, 8, longest)
 
 
 def test_a_length_beyond_the_model_is_one_error_with_its_cause(tmp_path: Path) -> None:

@@ -167,10 +167,22 @@ def test_a_text_file_has_one_document_a_line(tmp_path, tokenizer_folder):
         ("a.json", '[{"question": "Q", "answer": "A"}', "a.json, row 2: is not valid JSON (the array is not closed)"),
         ("a.csv", "question,answer\nQ,A\nQ\n", "a.csv, row 2: has another number of fields than the header"),
         ("a.csv", "question,answer\nQ,A,B\n", "a.csv, row 1: has another number of fields than the header"),
+        ("a.csv", "question,answer\nQ,A\nQ,caf\xe9\n", "a.csv, row 2: is not UTF-8 (byte 0xe9)"),
+        (
+            "a.json",
+            '[{"question": "Q", "answer": "A"}, {"question": "Q", "answer": "caf\xe9"}]',
+            "row 2: is not UTF-8 (byte 0xe9)",
+        ),
+        ("a.json", '[{"question": "Q", "answer": "A"}, \xff]', "a.json, row 2: is not valid JSON"),
+        (
+            "a.jsonl",
+            '{"question": "Q", "answer": "A"}\n{"question": "caf\xe9"}\n',
+            "a.jsonl, row 2: is not valid JSON ('utf-8'",
+        ),
     ],
 )
 def test_broken_files_name_the_row(name, content, problem, tmp_path, tokenizer_folder, capsys):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="latin-1")
     command = ["--input", str(tmp_path / name), "--tokenizer-name-or-path", tokenizer_folder, "--prompt-type", "default"]
     command += ["--output-prefix", str(tmp_path / "o"), "--handler-name", "AlpacaStyleInstructionHandler"]
     assert main([*command, "--map-keys", GSM8K_KEYS]) == 2
@@ -535,3 +547,14 @@ def test_preprocessing_of_nothing_usable_is_an_error(tmp_path, tokenizer_folder,
 def test_max_samples_stops_after_so_many_rows(gsm8k, capsys):
     gsm8k("--max-samples", "7", "--workers", "2")
     assert "rows read 7, kept 7" in capsys.readouterr().out
+
+
+def test_a_settings_file_in_the_current_folder_is_found_and_shipped_ones_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("input: mine.jsonl\n")
+    (tmp_path / "gsm8k.yaml").write_text("input: mine_too.jsonl\n")
+    assert load_dataset_config("own.yaml") == load_dataset_config("own") == {"input": "mine.jsonl"}
+    assert load_dataset_config("gsm8k.yaml") == {"input": "mine_too.jsonl"}
+    assert "handler_name" in load_dataset_config("gsm8k")  # a bare name is a shipped one first
+    with pytest.raises(ValueError, match=r"config_name='nothing': nothing.yaml does not exist \(there: .*gsm8k.*own"):
+        load_dataset_config("nothing")

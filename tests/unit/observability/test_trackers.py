@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,25 @@ def test_a_tracker_in_report_to_is_its_use_key():
 
 def test_every_tracker_of_ours_has_a_key_that_switches_it_on():
     assert all(getattr(RLConfig(), f"use_{name}") is False for name in TRACKERS)
+
+
+@pytest.mark.parametrize("mode", ["offline", None])
+def test_wandb_is_started_in_the_mode_that_the_run_file_says(tmp_path, monkeypatch, mode):
+    (tmp_path / "wandb.py").write_text(
+        "asked = {}\n"
+        "class Run:\n"
+        "    def log(self, figures, step): asked.update(step=step)\n"
+        "    def finish(self): asked.update(finished=True)\n"
+        "def init(**options):\n"
+        "    asked.update(options)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    trackers = make_trackers(RLConfig(use_wandb=True, wandb_mode=mode, wandb_project="mine"), tmp_path, {"lr": 1.0})
+    trackers.log(1, {"actor/pg_loss": 0.5})
+    trackers.close()
+    asked = sys.modules.pop("wandb").asked
+    assert (asked["mode"], asked["project"], asked["dir"], asked["step"], asked["finished"]) == (
+        mode, "mine", str(tmp_path), 1, True
+    )  # fmt: skip

@@ -9,17 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
 from mindspeed_rl.trainers.beginning import find_beginning, how_to_go_on
-from mindspeed_rl.workers.model_source import ModelSource, check_critic_start
+from mindspeed_rl.workers.model_source import ModelSource, check_critic_start, check_reward_start, rl_reference
 
 
 def run(
-    stage: str, *, iters: int = 10, rl_config: dict[str, Any] | None = None, critic_config: Any = None, **actor: Any
+    stage: str,
+    *,
+    iters: int = 10,
+    rl_config: dict[str, Any] | None = None,
+    critic_config: Any = None,
+    megatron_training: dict[str, Any] | None = None,
+    **actor: Any,
 ) -> Run:
     """A run of one device with these keys of the actor."""
-    training = {"stage": stage, "global_batch_size": 8, "micro_batch_size": 8, "train_iters": iters, "seq_length": 64}
+    training: dict[str, Any] = {"stage": stage, "global_batch_size": 8, "micro_batch_size": 8}
+    training |= {"train_iters": iters, "seq_length": 64}
+    training |= megatron_training or {}
     tree: dict[str, Any] = {"platform": "cpu", "megatron_training": training, "actor_config": {}}
     tree["actor_config" if stage.startswith("ray") else "megatron_training"] |= actor
     if stage.startswith("ray"):
@@ -133,3 +143,61 @@ def test_an_interrupted_run_with_a_critic_names_both_checkpoints(tmp_path: Path)
     assert "critic_config.save is not set" in how_to_go_on(run("ray_ppo", critic_config=critic, **ppo), 0.0)
     said = how_to_go_on(run("ray_ppo", critic_config={**critic, "save": "/critic"}, **ppo), 0.0)
     assert said.endswith("critic_config.load=/critic critic_config.finetune=false")
+
+
+def hf(folder: Path, *names: str) -> ModelSource:
+    """A Hugging Face folder with tensors of these names."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
+    return ModelSource(folder, folder, "hf")
+
+
+def test_the_reference_is_what_the_actor_started_from_before_any_resume(tmp_path: Path) -> None:
+    start = hf(tmp_path / "start", "lm_head.weight")
+    going_on = checkpoint(tmp_path / "actor", 4, RL, "ray_grpo")
+    (tmp_path / "actor" / "huggingface").mkdir()
+    (tmp_path / "actor" / "huggingface" / "config.json").write_text("{}")
+    fresh = run("ray_grpo", load=str(start.weights))
+    assert rl_reference(fresh, start, None)[1:] == (start, None)
+    resumed = run("ray_grpo", load=str(going_on.weights), pretrained_checkpoint=str(start.weights))
+    assert rl_reference(resumed, going_on, 4)[1:] == (start, None)
+    with pytest.raises(ValueError, match="the actor goes on from .*, so the reference cannot be taken from there"):
+        rl_reference(run("ray_grpo", load=str(going_on.weights)), going_on, 4)
+    checkpoint(tmp_path / "actor" / "reference", 4, {}, None)
+    (tmp_path / "actor" / "reference" / "huggingface").mkdir()
+    (tmp_path / "actor" / "reference" / "huggingface" / "config.json").write_text("{}")
+    moving = run("ray_grpo", load=str(going_on.weights), rl_config={"sync_ref_model": True})
+    _, source, iteration = rl_reference(moving, going_on, 4)
+    assert (source.weights, iteration) == (tmp_path / "actor" / "reference", 4)
+
+
+def test_a_reference_that_is_not_where_the_keys_say_is_named_with_its_key(tmp_path: Path) -> None:
+    start = hf(tmp_path / "start", "lm_head.weight")
+    missing, mode = str(tmp_path / "missing"), "ref_model_load_path"
+    with pytest.raises(ValueError, match=rf"^actor_config.pretrained_checkpoint: {missing} holds neither"):
+        rl_reference(run("ray_grpo", load=str(start.weights), pretrained_checkpoint=missing), start, None)
+    rl = {"integrated_mode_config": {mode: missing}}
+    with pytest.raises(ValueError, match=rf"^rl_config.integrated_mode_config.{mode}: {missing} holds neither"):
+        rl_reference(run("ray_grpo", load=str(start.weights), rl_config=rl), start, None)
+
+
+def test_a_reward_model_without_a_score_needs_words_to_judge_in(tmp_path: Path) -> None:
+    source = hf(tmp_path / "lm", "lm_head.weight")
+    with pytest.raises(ValueError, match=r"reward_config.load: .* has no score.weight"):
+        check_reward_start(MegatronConfig(), source)
+    check_reward_start(MegatronConfig(reward_tokens=["+", "-"]), source)
+    check_reward_start(MegatronConfig(), hf(tmp_path / "reward", "score.weight"))
+
+
+@pytest.mark.parametrize(("critic", "shared"), [("x/save", None), ("./x/../x/save/", None), (None, "x/save")])
+def test_actor_and_critic_do_not_save_into_one_folder(critic: str | None, shared: str | None) -> None:
+    keys = {"finetune": True, "load": "/model", "micro_batch_size": 8} | ({} if critic is None else {"save": critic})
+    actor = {"save": "x/save", "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
+    with pytest.raises(ValueError) as caught:
+        run("ray_ppo", critic_config=keys, megatron_training={"save": shared} if shared else None, **actor)
+    assert "actor_config.save (x/save) and" in str(caught.value)
+    assert "would write the checkpoints of actor and critic into one folder" in str(caught.value)
+    assert f"{'critic_config' if critic else 'megatron_training'}.save ({critic or shared})" in str(caught.value)
+    run("ray_ppo", critic_config=keys | {"save": "x/save/critic"}, **actor)
+    run("ray_grpo", critic_config=keys | {"save": "x/save"}, **{**actor, "rl_config": {}})  # no critic is trained

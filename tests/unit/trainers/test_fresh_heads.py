@@ -14,7 +14,7 @@ from supervised_samples import answers, instruction_row, pair_row, write_columns
 
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.workers.model_source import find_model, lacks_score_head
+from mindspeed_rl.workers.model_source import check_weights, find_model, lacks_score_head
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 SAMPLES = answers(8, seed=1)
@@ -98,3 +98,25 @@ def _untied(model: Path, tmp_path: Path) -> Path:
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def test_weights_with_layers_that_config_json_does_not_count_are_refused(
+    start: Callable[..., Any], instructions: Path, pairs: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config["num_hidden_layers"], config["layer_types"] = layers - 1, config["layer_types"][: layers - 1]
+    (folder / "config.json").write_text(json.dumps(config))
+    keys = {"load": str(folder), "tokenizer_name_or_path": str(folder)}
+    said = rf"holds 'model.layers.{layers - 1}\..*unknown to a qwen2 .* num_hidden_layers {layers - 1}"
+    with pytest.raises(ValueError, match=said):
+        start("sft", instructions, **keys)
+    with pytest.raises(ValueError, match=said):
+        start("orm", pairs, **keys)
+    with pytest.raises(ValueError, match=said):
+        check_weights(MegatronConfig(), find_model(MegatronConfig(**keys), "actor_config"))
+    skipped = check_weights(MegatronConfig(load_checkpoint_loosely=True), find_model(MegatronConfig(**keys), "actor_config"))
+    assert len(skipped) == 1 and "tensors unknown to qwen2" in skipped[0]
+    start("sft", instructions, load_checkpoint_loosely=True, **keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 from transformers import AutoTokenizer
 
@@ -74,3 +75,25 @@ def test_thinking_needs_a_template_that_can(questions, tiny_model):
 def test_an_unknown_column_name_is_refused():
     with pytest.raises(ConfigError, match="map_keys.promt.*'prompt'|map_keys.promt.*prompt"):
         _run("map_keys={promt: question}")
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_name_with_a_slice(tiny_model, tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append((name, options["split"]))
+        return datasets.Dataset.from_list([{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(9)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)  # a folder of that name is not what hf:// says
+    for path, labels in (
+        ("hf://owner/name", [str(number) for number in range(1, 10)]),
+        ("hf://owner/name[:2]", ["1", "2"]),
+        ("hf://owner/name#3", ["1", "2", "3"]),
+        ("hf://owner/name[7:]", ["8", "9"]),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        prompts = open_run_prompts(_run(MAP_KEYS, "dataset_additional_keys=[labels]"), path, tokenizer, "data_path")
+        assert [prompts[number]["label"] for number in range(len(prompts))] == labels
+    assert set(asked) == {("owner/name", "train")}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.config import ConfigError, load_run_config, resolve
 from mindspeed_rl.trainers.rl_parts import with_length
 
@@ -28,3 +32,25 @@ def test_a_run_with_iterations_keeps_them() -> None:
 def test_a_length_said_twice_or_in_a_supervised_stage_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         resolve(load_run_config(name, None, ["megatron_training.train_epochs=1"]), platform="cpu")
+
+
+def test_explain_counts_the_prompts_and_says_the_iterations(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"prompt": text, "label": "2"}) for text in ["1+1="] * 100 + ["1" * 200]]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    keys = {
+        "train_iters": "null",
+        "train_epochs": 2,
+        "tokenizer_name_or_path": tiny_model,
+        "data_path": tmp_path / "prompts.jsonl",
+        "map_keys": "{prompt: prompt, query: '', response: label}",
+        "prompt_type": "empty",
+    }
+    words = ["--config-name", "grpo_tiny_cpu", *(f"megatron_training.{key}={value}" for key, value in keys.items())]
+    words += [f"actor_config.load={tiny_model}", "megatron_training.dataset_additional_keys=[]"]
+    assert explain(words) == 0  # 64 prompts an iteration; the last row is too long
+    said = capsys.readouterr().out
+    assert "4 iterations: 2 passes over 100 prompts, 64 an iteration" in said and said.strip().endswith("valid")
+    assert explain([*words, f"megatron_training.data_path={tmp_path / 'nothing.jsonl'}"]) == 0
+    assert "2 passes over prompts that could not be counted: " in capsys.readouterr().out

@@ -1,0 +1,74 @@
+"""Every shipped run file for the CPU trains from where its user stands: behind the quickstart, in the folder of the clone.
+
+Nothing of a run file is changed but its length, by the one override that the guides name for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.config.loader import load_run_config
+from mindspeed_rl.config.run_files import project_configs
+
+ROOT = Path(__file__).resolve().parents[2]
+ITERATIONS = 2
+#: the quickstart and the guide of the supervised stages, up to where a run file of this list would begin
+QUICKSTART_ENDS, STAGES_END = 'echo "== 4/5', "for stage in"
+
+
+def run_files() -> list[str]:
+    """Names of the run files whose platform is the CPU; the others need devices that this machine does not have."""
+    names = sorted(path.stem for path in project_configs().glob("*.yaml"))
+    return [name for name in names if load_run_config(name).platform == "cpu"]
+
+
+def steps(script: str, end: str) -> str:
+    """The commands of a shipped script behind its installation, up to a line."""
+    text, found, _ = (ROOT / "examples" / script).read_text(encoding="utf-8").partition(f"\n{end}")
+    assert found
+    return text[text.index("WORK=") :]
+
+
+def command(words: str, folder: Path, timeout: int) -> subprocess.CompletedProcess[str]:
+    """Runs shell words in a folder that looks like the clone."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{folder / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
+    done = subprocess.run(["bash", "-euc", words], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the quickstart leaves behind before its reinforcement learning, and the data of all stages."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "bin").mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for name, words in (("python", ""), ("mindspeed-rl", "-m mindspeed_rl.cli.main")):
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        program.chmod(0o755)
+    command(steps("quickstart.sh", QUICKSTART_ENDS), folder, 900)
+    command(steps("supervised_stages.sh", STAGES_END), folder, 300)
+    return folder
+
+
+def test_every_tiny_run_file_is_for_the_cpu() -> None:
+    assert run_files() == sorted(path.stem for path in project_configs().glob("*_tiny_cpu.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", run_files())
+def test_it_trains_as_it_is_shipped(clone: Path, name: str) -> None:
+    group = "megatron_training" if load_run_config(name).is_supervised else "actor_config"
+    words = f"mindspeed-rl train --config-name {name} run_dir=runs/{name} {group}.train_iters={ITERATIONS}"
+    done = command(words, clone, 500)
+    assert "starts from the weights of" in done.stdout and f"finished: {clone / 'runs' / name}" in done.stdout
+    report = json.loads((clone / "runs" / name / "report.json").read_text())
+    assert report["outcome"] == "finished"
