@@ -26,8 +26,9 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    from simulator import aten, fused
+    from simulator import aten, fused, rollout
 
     aten.install()
     fused.install()
+    rollout.install()
     _installed = True
