@@ -3,25 +3,29 @@
 # Needs Python 3.11, g++, nm and a package index with torch 2.13.0, torch_npu 2.13.0, vllm 0.23.0 and vllm-ascend 0.23.0
 # (x86_64). `run.sh --set-up` only sets up, `run.sh --shell` opens a shell in which torch_npu has simulated devices, and
 # `run.sh --run COMMAND...` runs a command there.
-# MINDSPEED_SRC=<folder of a MindSpeed core_r0.16.0 checkout> adds the tests that need MindSpeed.
+# MINDSPEED_SRC=<folder of a MindSpeed core_r0.16.0 checkout> adds the tests that need MindSpeed; without it, sources in
+# ../shared/mindspeed beside the repository are taken where there are any.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
 environment="${NPU_SIM_VENV:-$root/.venv-npu-sim}"
 python="$environment/bin/python"
 
+if [[ -z "${MINDSPEED_SRC:-}" && -d "$root/../shared/mindspeed/mindspeed" ]]; then
+    MINDSPEED_SRC="$(cd "$root/../shared/mindspeed" && pwd)"
+    export MINDSPEED_SRC
+fi
 if [[ ! -x "$python" ]]; then
     "${NPU_SIM_PYTHON:-python3.11}" -m venv "$environment"
 fi
 wanted="$(cat "$here"/requirements*.txt "$root/envs/cpu/requirements.lock" | sha256sum | cut -d' ' -f1)"
 if [[ "$(cat "$environment/installed" 2>/dev/null || true)" != "$wanted" ]]; then
     # the lock's versions, but for what the simulator pins itself
-    versions=(-c <(grep -v '^triton==' "$root/envs/cpu/requirements.lock"))
-    "$python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt" "${versions[@]}" \
-        2> >(grep -v -e '^WARNING: Location .* is ignored' >&2)
+    "$python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt" \
+        -c <(grep -v '^triton==' "$root/envs/cpu/requirements.lock") 2> >(grep -v '^WARNING: Location .* is ignored' >&2)
     # pinned to other releases of torch and to CUDA's packages, so they come without what they ask for
     "$python" -m pip install -q --disable-pip-version-check --no-deps -r "$here/requirements-no-deps.txt" \
-        2> >(grep -v -e '^WARNING: Location .* is ignored' >&2)
+        2> >(grep -v '^WARNING: Location .* is ignored' >&2)
     # as a source install for VLLM_TARGET_DEVICE=empty is: no kernels of another device
     find "$environment"/lib/python3.11/site-packages/vllm -name '*.so' -delete
     echo "$wanted" > "$environment/installed"

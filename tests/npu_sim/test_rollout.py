@@ -47,6 +47,7 @@ def test_other_weights_give_other_responses(alone: dict[str, Any]) -> None:
     assert alone["other_weights_differ"]
 
 
+@pytest.mark.slow
 def test_two_dies_of_one_replica_draw_the_same_tokens() -> None:
     first, second = run_ranks("rollout", 2, {"tensor_parallel": 2, "rounds": 1})
     assert first["tokens"] == second["tokens"] and first["worst"] < BF16

@@ -24,6 +24,8 @@ _installed = False
 def install() -> None:
     """Gives every operator of the npu device a CPU kernel; a second call changes nothing."""
     global _installed
+    import torch  # noqa: F401  (loads torch_npu, after which the hook of `site` has called this function already)
+
     if _installed:
         return
     from simulator import aten, fused, rollout
