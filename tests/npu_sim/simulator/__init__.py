@@ -24,7 +24,7 @@ _installed = False
 def install() -> None:
     """Gives every operator of the npu device a CPU kernel; a second call changes nothing."""
     global _installed
-    import torch  # noqa: F401  (loads torch_npu, after which the hook of `site` has called this function already)
+    import torch  # loads torch_npu, after which the hook of `site` has called this function already
 
     if _installed:
         return
