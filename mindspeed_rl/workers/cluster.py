@@ -60,9 +60,7 @@ def local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> 
 
 
 @contextlib.contextmanager
-def cluster(
-    num_devices: int, platform_name: str, *, cpus_per_device: float = 1, deadline_s: float = 120.0
-) -> Iterator[None]:
+def cluster(num_devices: int, platform_name: str, *, cpus_per_device: float = 1, deadline_s: float = 120.0) -> Iterator[None]:
     """Connected to a Ray cluster with room for the run: the one RAY_ADDRESS names, or a local one that ends with the block.
 
     Args:

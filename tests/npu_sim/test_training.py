@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from grpo_command import Command, finished 
+from grpo_command import Command, finished
 
 SOURCE = os.environ.get("MINDSPEED_SRC")
 pytestmark = pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0")
