@@ -40,6 +40,8 @@ unset ASCEND_HOME_PATH ASCEND_OPP_PATH ASCEND_RT_VISIBLE_DEVICES PYTORCH_NPU_ALL
 export LD_LIBRARY_PATH="$build" PYTHONPATH="$here/site:$here:$here/programs:$here/stand_ins:$root/tests:$root"
 if [[ -n "${MINDSPEED_SRC:-}" ]]; then export PYTHONPATH="$PYTHONPATH:$MINDSPEED_SRC"; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
+# vLLM keeps what it found out about model classes, for one version of itself: without it each engine starts a process for it
+export VLLM_CACHE_ROOT="$environment/vllm-cache"
 export TASK_QUEUE_ENABLE=0 NPU_SIM_DEVICES="${NPU_SIM_DEVICES:-8}" CUDA_DEVICE_MAX_CONNECTIONS=1
 case "${1:-}" in
     --set-up) exit 0 ;;
