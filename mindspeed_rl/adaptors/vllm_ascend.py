@@ -172,7 +172,8 @@ class VllmAscendHooks(EngineHooks):
         self._asleep: set[str] = set()
 
     def before_build(self, run_id: str) -> None:
-        importlib.import_module(_ROTARY_EMBEDDING).find_spec = _find_real_spec
+        module: Any = importlib.import_module(_ROTARY_EMBEDDING)
+        module.find_spec = _find_real_spec
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         additional = dict(row_for(ADDITIONAL_CONFIG, self._release or installed_release()))
