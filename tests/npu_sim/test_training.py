@@ -55,7 +55,11 @@ def layout(dies: int, tensor: int = 1, rollout: int = 1, **keys: object) -> tupl
     )
 
 
-EXPERTS = ("megatron_training.tokenizer_name_or_path={moe}", "actor_config.pretrained_checkpoint={moe}")
+EXPERTS = (
+    "+model.tiny_qwen25.num_experts=4",
+    "megatron_training.tokenizer_name_or_path={moe}",
+    "actor_config.pretrained_checkpoint={moe}",
+)
 ADAPTERS = layout(1, lora_r=4, lora_alpha=8, lora_target_modules="[linear_qkv,linear_proj,linear_fc1,linear_fc2]")
 slow = pytest.mark.slow
 RUNS = {
