@@ -41,7 +41,8 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         print(f"run folder: {run.folder}\n{parts.describe()}", flush=True)
         for text in run_warnings(cfg, run.num_nodes):
             print(f"warning: {text}", flush=True)
-        stack.enter_context(cluster(parts.num_devices, run.platform))
+        beside = (cfg.rl_config or RLConfig()).num_cpus_for_placement_group
+        stack.enter_context(cluster(parts.num_devices, run.platform, cpus_per_device=beside))
         steps.done("Ray runs")
         resumed = parts.start(stack, steps)
         start = resumed.get("iteration", 0)

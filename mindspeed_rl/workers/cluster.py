@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import environment, platform_class
 
-#: logical CPUs of a cluster we start ourselves, beside one a worker: room for data plane, rewards and the driver's tasks
+#: logical CPUs of a cluster we start ourselves, beside the workers': room for data plane, rewards and the driver's tasks
 _SPARE_CPUS = 16
 #: looked for from the working directory, then beside the project's run files
 _DEFAULT_RUNTIME_ENV = RLConfig().runtime_env_path
@@ -38,20 +39,30 @@ def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
     quiet = quiet_environment(os.environ)
     if platform_name == "cpu":
         return quiet | platform.worker_env()
-    rl = cfg.rl_config
-    config = cfg.actor_config if rl is not None else cfg.megatron_training
+    rl, supervised = cfg.rl_config, cfg.is_supervised
+    config = cfg.megatron_training if supervised else cfg.actor_config
     return quiet | environment.worker_environment(
         environment.load_runtime_env(_runtime_env_file(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)),
-        "trainer" if rl is None else "integrated",
+        "trainer" if supervised else "integrated",
         platform,
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
         deterministic=config.npu_deterministic,
     )
 
 
+def local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> int:
+    """Logical CPUs of a cluster of our own: as many as its workers ask for, and some for everything beside them."""
+    wanted = num_devices * (1 if platform_class(platform_name).ray_resource is None else cpus_per_device)
+    return max(os.cpu_count() or 1, math.ceil(wanted)) + _SPARE_CPUS
+
+
 @contextlib.contextmanager
-def cluster(num_devices: int, platform_name: str, *, deadline_s: float = 120.0) -> Iterator[None]:
+def cluster(num_devices: int, platform_name: str, *, cpus_per_device: float = 1, deadline_s: float = 120.0) -> Iterator[None]:
     """Connected to a Ray cluster with room for the run: the one RAY_ADDRESS names, or a local one that ends with the block.
+
+    Args:
+        cpus_per_device: Ray CPUs that the workers ask for beside each device. They count placements and bind no cores, so a
+            local cluster has as many as are asked for.
 
     Raises:
         TimeoutError: the devices do not show up in time.
@@ -59,7 +70,7 @@ def cluster(num_devices: int, platform_name: str, *, deadline_s: float = 120.0) 
     owned = not os.environ.get("RAY_ADDRESS")
     resource = platform_class(platform_name).ray_resource
     if owned:
-        cpus = max(os.cpu_count() or 1, num_devices) + _SPARE_CPUS
+        cpus = local_cpus(num_devices, platform_name, cpus_per_device)
         extra: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False}
         if os.environ.get("MINDSPEED_RL_FAKE_DEVICES") and resource:
             extra["resources"] = {resource: int(os.environ["MINDSPEED_RL_FAKE_DEVICES"])}
