@@ -12,7 +12,7 @@ from mindspeed_rl.observability.logging import quiet_environment
 
 
 def main(argv: list[str]) -> int:
-    """Trains; returns 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C."""
+    """Trains; returns 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C, 143 after SIGTERM."""
     parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train as a run file says.")
     parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
@@ -25,11 +25,17 @@ def main(argv: list[str]) -> int:
         _prepare_environment()
         # these import torch, Ray and transformers, which read the environment
         from mindspeed_rl import platform
+        from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
         from mindspeed_rl.trainers.start import started
 
         run = resolve(cfg, arguments.nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
-        with started(run) as trainer:
-            trainer.fit()
+        try:
+            with started(run) as trainer:
+                trainer.fit()
+        except Terminated as error:
+            print(error, file=sys.stderr)
+            _say_how_to_go_on(run, begun)
+            return EXIT_CODE
     except ConfigError as error:
         for text in error.errors:
             print(f"error: {text}", file=sys.stderr)
@@ -41,7 +47,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         _say_how_to_go_on(run, begun)
         return 1

@@ -91,7 +91,10 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
         return []
     by_iteration: dict[int, dict[str, float | None]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the machine went down while it was written
         by_iteration[record["iteration"]] = by_iteration.pop(record["iteration"], {}) | record
     return [by_iteration[iteration] for iteration in sorted(by_iteration)]
 

@@ -69,7 +69,10 @@ class RLTrainer(Bookkeeping):
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self.evaluator.run())
+            if self._ends_early(iteration):
+                break
         collect(actors.finish())
+        self.ending.wind_up()
 
     # ------------------------------------------------------------------ what needs no worker
 
@@ -79,6 +82,15 @@ class RLTrainer(Bookkeeping):
             before = self.evaluator.run()
             self.logger.first = before.results()
             self.logger.note(self.evaluator.describe(before))
+
+    def _ends_early(self, iteration: int) -> bool:
+        """True, with this iteration saved, where the run has been asked to end while others are left."""
+        if iteration + 1 == self.schedule.train_iters or not self.ending.requested:
+            return False
+        self.ending.is_followed = True
+        if not self.schedule.saves(iteration):
+            self.collect(self.actors.save(iteration + 1, self._state(iteration + 1)))
+        return True
 
     def _compute_advantages(self, iteration: int) -> None:
         """Rows have advantages, returns and loss masks."""

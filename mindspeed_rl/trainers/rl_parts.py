@@ -19,7 +19,7 @@ from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
-from mindspeed_rl.trainers.beginning import find_beginning
+from mindspeed_rl.trainers.beginning import find_beginning, with_sound_checkpoint
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -68,6 +68,7 @@ class RLParts:
     """A reinforcement-learning run, put together piece by piece; see `start.started` for the order.
 
     Attributes:
+        beginning: where the run begins.
         num_devices: of the actors, and of a reward model that has its own.
         log_every: shows every so many iterations.
     """
@@ -80,6 +81,7 @@ class RLParts:
         Raises:
             ValueError: a key or file is wrong.
         """
+        run = with_sound_checkpoint(run)
         cfg, actor = run.config, run.config.actor_config
         _check_rewards(run)
         source = find_model(actor, "actor_config")
@@ -89,8 +91,8 @@ class RLParts:
         held_out = open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path") if actor.eval_data_path else None
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
-        self._beginning = find_beginning(run, source)
-        _check_models(run, self._inputs, self._beginning.iteration or None)
+        self.beginning = find_beginning(run, source)
+        _check_models(run, self._inputs, self.beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = run.plan.world_size + self._apart
 
@@ -105,7 +107,7 @@ class RLParts:
         epochs = self._run.config.actor_config.train_epochs
         length = f"\n{self._run.plan.train_iters} iterations are {epochs:g} passes over them" if epochs else ""
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
-        return f"{self._inputs.prompts.describe()}{length}\n{self._beginning}\n{starting}"
+        return f"{self._inputs.prompts.describe()}{length}\n{self.beginning}\n{starting}"
 
     def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +47,9 @@ class RunLogger:
         return {}
 
     def close(self) -> None:
-        """Completes and closes the files."""
-        self._timeline.close()
-        self._trackers.close()
+        """Completes and closes the files; what a full disk does not take is said, so that it hides no other failure."""
+        for close in (self._timeline.close, self._trackers.close):
+            try:
+                close()
+            except OSError as error:
+                print(f"warning: {self.folder} could not be completed: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import Trackers
-from mindspeed_rl.trainers.beginning import find_beginning
+from mindspeed_rl.trainers.beginning import find_beginning, with_sound_checkpoint
 from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
 from mindspeed_rl.workers.groups import SupervisedGroup
@@ -29,6 +29,7 @@ class SupervisedParts:
     """A supervised run, put together piece by piece; see `start.started` for the order.
 
     Attributes:
+        beginning: where the run begins.
         num_devices: of the workers.
         log_every: shows every so many iterations.
     """
@@ -39,10 +40,10 @@ class SupervisedParts:
         Raises:
             ValueError: a key or file is wrong.
         """
-        self._run = run
+        self._run = run = with_sound_checkpoint(run)
         config = run.config.actor_config
         source = find_model(config, "megatron_training")
-        self._beginning = find_beginning(run, source)
+        self.beginning = find_beginning(run, source)
         load_tokenizer_of(config, source)  # raises where there is none
         check_data(config)
         if config.stage == "dpo" and has_own_reference(config):
@@ -58,7 +59,7 @@ class SupervisedParts:
 
     def describe(self) -> str:
         """What is being started."""
-        return f"{self._beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."
+        return f"{self.beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."
 
     def start(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         """The workers run until the stack is closed; returns the state of a resumed run, else nothing.

@@ -83,7 +83,7 @@ def _reference(run: Run, actor: ModelSource, resumed_at: int | None, shared: Pas
     mode = rl.integrated_mode_config
     path = (mode.ref_model_load_path if mode else None) or config.pretrained_checkpoint or config.load
     config.load, config.pretrained_checkpoint, config.finetune = path, None, True
-    config.lora_target_modules = None
+    config.lora_target_modules, config.load_iteration = None, None
     config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
     config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
     at = None
