@@ -216,7 +216,6 @@ def test_a_limit_on_files_fails_the_save_in_a_sentence_and_leaves_nothing(
 ) -> None:
     setting = Setting(str(models["tied"]), {"async_save": background})
     said = ranks(1).run(jobs.save_under_a_limit, setting=setting, folder=str(tmp_path), limit_bytes=20_000)[0]
-    assert said == (
-        f"save: {tmp_path / 'iter_0000001'} could not be written: a file may have 20000 bytes here (ulimit -f), which is too little."
-    )
+    why = "a file may have 20000 bytes here (ulimit -f), which is too little."
+    assert said == f"save: {tmp_path / 'iter_0000001'} could not be written: {why}"
     assert not list(tmp_path.iterdir())

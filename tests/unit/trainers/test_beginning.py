@@ -106,6 +106,7 @@ def test_a_truncated_or_missing_file_is_found_before_anything_starts(tmp_path: P
     file.unlink()
     with pytest.raises(ValueError, match=r"__0_0.distcp is missing; load_previous: true goes on from the one before"):
         find_beginning(run("ray_grpo"), source)
+    file.write_bytes(b"weights" * 100)
     for text in ("{", "[1]", '{"iteration": 4, "checksums": true}'):
         (tmp_path / "iter_0000004" / "run_state.json").write_text(text)
         with pytest.raises(ValueError, match=r"actor_config.load: .*run_state.json"):
@@ -138,7 +139,7 @@ def test_a_run_does_not_begin_anew_beside_checkpoints_that_nobody_names(tmp_path
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     config = MegatronConfig(load=str(tmp_path), pretrained_checkpoint="/model")
     with pytest.raises(
-        ValueError, match=r"actor_config.load: .*latest_checkpointed_iteration.txt: missing, but .* iterations 10"
+        ValueError, match=r"actor_config.load: .*checkpointed_iteration.txt: missing, but .* iterations 10"
     ):
         find_model(config, "actor_config")
     with pytest.raises(ValueError, match=r"has no checkpoint of iteration 7 \(load_iteration\); it has 10"):
