@@ -138,9 +138,7 @@ def test_a_run_does_not_begin_anew_beside_checkpoints_that_nobody_names(tmp_path
     checkpoint(tmp_path, 10, RL, "ray_grpo")
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     config = MegatronConfig(load=str(tmp_path), pretrained_checkpoint="/model")
-    with pytest.raises(
-        ValueError, match=r"actor_config.load: .*checkpointed_iteration.txt: missing, but .* iterations 10"
-    ):
+    with pytest.raises(ValueError, match=r"actor_config.load: .*checkpointed_iteration.txt: missing, but .* iterations 10"):
         find_model(config, "actor_config")
     with pytest.raises(ValueError, match=r"has no checkpoint of iteration 7 \(load_iteration\); it has 10"):
         find_model(MegatronConfig(load=str(tmp_path), load_iteration=7), "actor_config")
