@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,7 @@ class RLParts:
         beside = f" and {self._apart} for the reward model" if self._apart else ""
         epochs = self._run.config.actor_config.train_epochs
         length = f"\n{self._run.plan.train_iters} iterations are {epochs:g} passes over them" if epochs else ""
+        length += _missing_isolation(self._run)
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
         return f"{self._inputs.prompts.describe()}{length}\n{self.beginning}\n{starting}"
 
@@ -137,6 +140,17 @@ class RLParts:
     def trainer(self) -> RLTrainer:
         """The loop, on workers that were started, with the logger that was made."""
         return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
+
+
+def _missing_isolation(run: Run) -> str:
+    """The line that says what the sandbox of the reward `code` lacks on this machine; nothing where it is complete."""
+    if "code" not in run.rl.verifier_function:
+        return ""
+    # a process of its own: the sandbox is only made by one without threads
+    command = [sys.executable, "-m", "mindspeed_rl.rewards.sandbox"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
+    missing = ", ".join(found.stdout.split()) if found.returncode == 0 else f"unknown: {found.stderr.strip()[-200:]}"
+    return f"\nwarning: programs of the model run without isolation of: {missing} (docs/security.md)" if missing else ""
 
 
 def with_length(run: Run, num_prompts: int) -> Run:
