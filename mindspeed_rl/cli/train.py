@@ -9,6 +9,7 @@ import time
 
 from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
 from mindspeed_rl.observability.logging import quiet_environment
+from mindspeed_rl.workers.local_ray import local_ray_environment
 
 
 def main(argv: list[str]) -> int:
@@ -67,5 +68,6 @@ def _say_how_to_go_on(run: Run | None, begun: float) -> None:
 def _prepare_environment() -> None:
     """The driver needs no device and no library chatter; set before torch, Ray and transformers are imported."""
     os.environ.update(quiet_environment(os.environ))
+    os.environ.update(local_ray_environment(os.environ))
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -46,7 +46,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         print(f"run folder: {run.folder}\n{parts.describe()}", flush=True)
         for text in run_warnings(cfg, run.num_nodes):
             print(f"warning: {text}", flush=True)
-        stack.enter_context(cluster(parts.num_devices, run.platform))
+        stack.enter_context(cluster(parts.num_devices, run.platform, logs=run.folder / "logs" / "ray"))
         ending.install()
         resumed = parts.start(stack)
         start = resumed.get("iteration", 0)
