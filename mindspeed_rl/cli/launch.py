@@ -499,6 +499,9 @@ def _authenticate(settings: LaunchSettings) -> None:
     if "RAY_AUTH_MODE" in os.environ:
         return
     if settings.token_file:
+        if not Path(settings.token_file).is_file() or not Path(settings.token_file).stat().st_size:
+            print(f"error: --token-file {settings.token_file} is missing or empty", file=sys.stderr)
+            return 2
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=settings.token_file)
     elif settings.nodes == 1:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
