@@ -474,6 +474,9 @@ def parse(argv: list[str]) -> LaunchSettings:
         rank = own_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
     except ValueError as error:
         parser.error(str(error))
+    token = Path(known.token_file)
+    if known.token_file and not (token.is_file() and token.stat().st_size):
+        parser.error(f"--token-file {known.token_file} is missing or empty")
     return LaunchSettings(
         nodes=known.nodes,
         npus_per_node=known.npus_per_node,
@@ -499,9 +502,6 @@ def _authenticate(settings: LaunchSettings) -> None:
     if "RAY_AUTH_MODE" in os.environ:
         return
     if settings.token_file:
-        if not Path(settings.token_file).is_file() or not Path(settings.token_file).stat().st_size:
-            print(f"error: --token-file {settings.token_file} is missing or empty", file=sys.stderr)
-            return 2
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=settings.token_file)
     elif settings.nodes == 1:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

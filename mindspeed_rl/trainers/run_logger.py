@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.timeline import Timeline
 from mindspeed_rl.observability.timers import Interval, timing_metrics
@@ -20,6 +21,7 @@ class RunLogger:
         folder: of the run.
         last: figures of the last iteration, with those of the last evaluation.
         first: figures of the evaluation before the first iteration.
+        page: the report that is refreshed while the run goes.
     """
 
     def __init__(self, folder: Path, trackers: Trackers, progress: IterationProgress) -> None:
@@ -28,6 +30,7 @@ class RunLogger:
         self._timeline = Timeline(folder / "timeline.json")
         self.last: Mapping[str, float] = {}
         self.first: Mapping[str, float] = {}
+        self.page: LivePage | None = None
 
     def note(self, text: str) -> None:
         """A line for the user."""
@@ -40,6 +43,8 @@ class RunLogger:
         self._timeline.add(iteration, intervals)
         self._trackers.log(iteration, results)
         self._progress.update(iteration, results)
+        if self.page is not None:
+            self.page.touch()
         self.last = {name: value for name, value in self.last.items() if name.startswith("eval/")} | results
 
     def derived(self, results: Mapping[str, float]) -> dict[str, float]:
@@ -48,7 +53,8 @@ class RunLogger:
 
     def close(self) -> None:
         """Completes and closes the files; what a full disk does not take is said, so that it hides no other failure."""
-        for close in (self._timeline.close, self._trackers.close):
+        closing = (self._timeline.close, self._trackers.close)
+        for close in closing if self.page is None else (self.page.close, *closing):
             try:
                 close()
             except OSError as error:

@@ -35,7 +35,6 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         Terminated: SIGTERM came.
     """
     cfg = run.config
-    assert run.plan.train_iters is not None  # `resolve` lets no other run through
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     ending = Ending(cfg.actor_config.sigterm_grace_s)
@@ -53,7 +52,8 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         assert run.plan.train_iters is not None  # resolve refuses a run without a length
         title = Path(cfg.config_name).stem
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
-        logger = report.logger = parts.logger(trackers, progress)
+        logger = parts.logger(trackers, progress)
+        report.show(logger)
         stack.callback(logger.close)
         trainer = parts.trainer()
         trainer.ending = ending
