@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 import psutil
+import pytest
 from grpo_command import Command, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -57,6 +58,7 @@ def documented() -> dict[str, set[str]]:
     return table
 
 
+@pytest.mark.slow
 def test_every_door_is_on_loopback_and_in_the_table(task: Path, tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("ray-*"))
     with running(task, tmp_path, "megatron_training.train_iters=100000", "actor_config.save=null") as command:
