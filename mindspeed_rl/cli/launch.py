@@ -479,6 +479,9 @@ def parse(argv: list[str]) -> LaunchSettings:
         rank = own_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
     except ValueError as error:
         parser.error(str(error))
+    token = Path(known.token_file)
+    if known.token_file and not (token.is_file() and token.stat().st_size):
+        parser.error(f"--token-file {known.token_file} is missing or empty")
     return LaunchSettings(
         nodes=known.nodes,
         npus_per_node=known.npus_per_node,

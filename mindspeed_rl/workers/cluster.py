@@ -6,6 +6,9 @@ import contextlib
 import logging
 import math
 import os
+import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,24 +60,60 @@ def local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> 
 
 
 @contextlib.contextmanager
-def cluster(num_devices: int, platform_name: str, *, cpus_per_device: float = 1, deadline_s: float = 120.0) -> Iterator[None]:
+def cluster(
+    num_devices: int,
+    platform_name: str,
+    *,
+    cpus_per_device: float = 1,
+    logs: Path | None = None,
+    deadline_s: float = 120.0,
+) -> Iterator[None]:
     """Connected to a Ray cluster with room for the run: the one RAY_ADDRESS names, or a local one that ends with the block.
 
     Args:
         cpus_per_device: Ray CPUs that the workers ask for beside each device. They count placements and bind no cores, so a
             local cluster has as many as are asked for.
+        logs: where Ray's own logs of a local cluster are kept when the block fails; they are removed otherwise.
 
     Raises:
         TimeoutError: the devices do not show up in time.
     """
     owned = not os.environ.get("RAY_ADDRESS")
-    resource = platform_class(platform_name).ray_resource
-    if owned:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_ray_folder(logs)) if owned else ""
         cpus = local_cpus(num_devices, platform_name, cpus_per_device)
+        stack.enter_context(_connected(num_devices, platform_name, folder, cpus, deadline_s))
+        yield
+
+
+@contextlib.contextmanager
+def _ray_folder(logs: Path | None) -> Iterator[str]:
+    """A temporary folder for a local Ray; gone with the block, but for the logs of one that fails."""
+    # short, and below the system's own: the paths of the Unix sockets in it may have 107 bytes
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    try:
+        yield folder
+    except BaseException:
+        if logs is not None:
+            with contextlib.suppress(OSError, shutil.Error):
+                for session in Path(folder).glob("session_2*"):
+                    shutil.copytree(session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                print(f"Ray's logs are in {logs}", file=sys.stderr)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _connected(num_devices: int, platform_name: str, folder: str, cpus: int, deadline_s: float) -> Iterator[None]:
+    """Ray runs in `folder` with so many CPUs, or, where that is empty, is the cluster that RAY_ADDRESS names."""
+    resource = platform_class(platform_name).ray_resource
+    if folder:
         extra: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False}
         if os.environ.get("MINDSPEED_RL_FAKE_DEVICES") and resource:
             extra["resources"] = {resource: int(os.environ["MINDSPEED_RL_FAKE_DEVICES"])}
         extra["object_store_memory"] = 256 << 20
+        extra["_temp_dir"] = folder
         ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **extra)
     else:
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
