@@ -15,6 +15,7 @@ import torch.distributed as dist
 from training_jobs import KEYS, Setting, all_rows, my_rows, summary  # applies the adaptor, before Megatron is imported
 
 from mindspeed_rl import adaptors
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
 
 adaptors.apply("rollout")  # before vLLM is imported
 
@@ -29,51 +30,46 @@ from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
-from mindspeed_rl.resharding.proof import WeightDeliveryError, check_delivery, trained_sums
-from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.proof import WeightDeliveryError
+from mindspeed_rl.resharding.transfer import WeightPush, WeightStream
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 TEMPERATURE = 0.9
-KV_HEADS = 2
 
 _engines: dict[str, VllmEngine] = {}
-_groups: dict[int, dist.ProcessGroup] = {}
 
 
 @dataclass
 class Pair:
-    """A training engine and the rollout engine that it feeds.
-
-    Attributes:
-        group: the inference tensor-parallel group of this rank.
-    """
+    """A training engine and the rollout engine that it feeds."""
 
     engine: TrainEngine
     stream: WeightStream
     rollout: VllmEngine
     infer_tp: int
-    group: dist.ProcessGroup
     version: int = -1
+    _push: WeightPush | None = None
 
     def push(self) -> None:
         """The rollout engine holds the trained weights; not yet proven."""
         self.version += 1
-        self.rollout.load_weights(self.stream.named_tensors(torch.float32), self.version)
+        self.rollout.write_weights(self._write, self.version)
+
+    def _write(self, model: Any) -> None:
+        if self._push is None:
+            found = read_destinations(model, model.load_weights, self.stream.shapes, torch.float32, skip=DERIVED)
+            repacked = self.rollout.repacked_parameters(model)
+            replica = dist.get_rank() // self.infer_tp
+            self._push = WeightPush(self.stream, found, replica=replica, derived=DERIVED, repacked=repacked)
+        self._push.write(model)
 
     def prove(self) -> int:
         """The number of engine parameters that were compared."""
-        trained = trained_sums(
-            list(self.stream.local_weights.values()),
-            self.stream.ops,
-            torch.float32,
-            owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-            owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
-        )
-        model = self.rollout.read_model()
-        proof = check_delivery(model, trained, infer_tp_size=self.infer_tp, group=self.group, kv_heads=KV_HEADS)
-        return proof.num_parameters
+        assert self._push is not None
+        return self._push.prove(self.rollout.read_model()).num_parameters
 
     def generate(self, iteration: int = 0) -> list[Completion]:
         """Two responses to each of the eight prompts, the same on every rank."""
@@ -132,9 +128,6 @@ def pair_of(setting: Setting, infer_tp: int) -> Iterator[Pair]:
     """A fresh training engine of this layout beside the rollout engine of this process; collective."""
     config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)
-    if not _groups:
-        for first in range(0, dist.get_world_size(), infer_tp):
-            _groups[first] = dist.new_group(list(range(first, first + infer_tp)), backend="gloo")
     plan = plan_model(config, setting.folder)
     parallel.init_model_parallel(config, plan.layout.vpp, 120)
     try:
@@ -145,8 +138,7 @@ def pair_of(setting: Setting, infer_tp: int) -> Iterator[Pair]:
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
         rollout = _rollout_of(setting.folder, infer_tp)
-        mine = _groups[dist.get_rank() // infer_tp * infer_tp]
-        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, mine)
+        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp)
         dist.barrier()
     finally:
         parallel_state.destroy_model_parallel()
