@@ -339,6 +339,7 @@ RANGES: dict[str, Bounds] = {
     "generate_config.gpu_memory_utilization": Bounds(0, 1, excludes_low=True),
     "generate_config.kv_cache_memory_gib": Bounds(0, excludes_low=True),
     "generate_config.max_num_seqs": Bounds(1),
+    "generate_config.update_weights_bucket_mb": Bounds(1),
     "generate_config.sampling_config.max_tokens": Bounds(1),
     "generate_config.sampling_config.temperature": Bounds(0),
     "generate_config.sampling_config.top_p": Bounds(0, 1, excludes_low=True),

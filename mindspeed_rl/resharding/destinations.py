@@ -65,12 +65,14 @@ class Destinations:
         entries: boxes that are written into parameters.
         whole: tensors that `load_weights` takes, by the parameters that they end in.
         dtypes: what the engine stores each tensor in.
+        empty: parameters that take nothing on this rank, as a part of the vocabulary that is all padding.
     """
 
     entries: tuple[Entry, ...]
     whole: Mapping[str, tuple[str, ...]]
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
+    empty: tuple[str, ...] = ()
 
     def needs(self) -> list[tuple[str, Box]]:
         """Boxes that must arrive on this rank."""
@@ -92,7 +94,7 @@ def read_destinations(
         skip: ends of names of parameters that are computed from others.
 
     Raises:
-        RuntimeError: a parameter of the engine takes nothing from any tensor.
+        RuntimeError: a parameter of the engine is filled with something that was not given.
     """
     return _Reader(model, load, shapes, dtype, skip).read()
 
@@ -193,12 +195,14 @@ class _Reader:
         direct = [entry for name, some in entries.items() if name not in broken for entry in some if entry.tensor not in by_hand]
         dtypes = {entry.tensor: self._parameters[entry.parameter].dtype for entry in direct}
         dtypes |= {tensor: self._parameters[name].dtype for name, tensors in members.items() for tensor in tensors}
-        empty = [name for name in self._parameters if not (members[name] if name in broken else entries[name])]
-        if empty:
+        nothing = [name for name in self._parameters if not (members[name] if name in broken else entries[name])]
+        computed = [name for name in nothing if int(torch.count_nonzero(self._parameters[name]))]
+        if computed:
             raise RuntimeError(
-                f"weight push: {len(empty)} parameters of the rollout engine got no tensor, for example {min(empty)}."
+                f"weight push: {len(computed)} parameters of the rollout engine hold nothing as it was loaded, for example "
+                f"{min(computed)}; an engine that computes its weights from those of a checkpoint cannot be proven to have them."
             )
-        return Destinations(tuple(direct), members, dtypes, dict(self._shapes))
+        return Destinations(tuple(direct), members, dtypes, dict(self._shapes), tuple(nothing))
 
     # ------------------------------------------------------------------ asking
 

@@ -39,6 +39,13 @@ class Exchange:
         return self.group.alltoall_base(receive, send, receive_sizes, send_sizes)
 
 
+def world_exchange() -> Exchange:
+    """Among all processes of torch.distributed."""
+    group = dist.group.WORLD
+    assert group is not None  # torch.distributed is up
+    return Exchange(group)
+
+
 @dataclass
 class Sinks:
     """Where a receiving rank wants boxes.

@@ -158,6 +158,8 @@ class InferenceLayout:
 
 #: projections that vLLM keeps whole on each rank though training cuts them
 _WHOLE = (".q_a_proj.", ".kv_a_proj_with_mqa.")
+#: projections of which an engine with more ranks than heads has each head on several ranks
+_REPEATED = (".k_proj.", ".v_proj.")
 _PADDED_ROWS = 64
 
 
@@ -207,16 +209,16 @@ def _engine_boxes(name: str, shape: tuple[int, ...], split: Split, tp: int, rank
     if split.dim == 0 and name in ("model.embed_tokens.weight", "lm_head.weight"):
         part = -(-rows // _PADDED_ROWS) * _PADDED_ROWS // tp
         ranges = [(rank * part, min((rank + 1) * part, rows))]
-    elif rows // split.blocks // split.unit < tp:  # fewer heads than ranks: each head is on several of them
-        units = rows // split.unit
-        if tp % units:
-            raise ValueError(f"{name}: {units} heads cannot be repeated over {tp} tensor parallel ranks")
-        first = rank * units // tp * split.unit
+    elif any(part in name for part in _REPEATED) and rows // split.unit < tp:
+        heads = rows // split.unit
+        if tp % heads:
+            raise ValueError(f"{name}: {heads} heads cannot be repeated over {tp} tensor parallel ranks")
+        first = rank * heads // tp * split.unit
         ranges = [(first, first + split.unit)]
     else:
         block = rows // split.blocks
-        if block // split.unit % tp:
-            raise ValueError(f"{name}: {block} rows in units of {split.unit} cannot be divided over {tp} tensor parallel ranks")
+        if block % tp:
+            raise ValueError(f"{name}: {block} rows cannot be divided over {tp} tensor parallel ranks")
         ranges = [
             (number * block + rank * block // tp, number * block + (rank + 1) * block // tp) for number in range(split.blocks)
         ]

@@ -12,7 +12,7 @@ engine's own loader and proven there, and shows in `rollout/log_probs_diff_max`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,22 @@ def bit_sum(tensor: Tensor) -> int:
     return (squares + _C * total) & _MASK
 
 
+def ordered_sum(views: Iterable[Tensor]) -> int:
+    """The sum of w_i x_i (x_i + C) over the elements of tensors one after the other, with odd w_i of their own places i.
+
+    Unlike `bit_sum` it also changes when elements change places.
+    """
+    total = first = 0
+    for view in views:
+        patterns = view.detach().contiguous().view(_INTEGERS[view.element_size()]).flatten()
+        for chunk in patterns.split(_CACHED if patterns.is_cpu else _CHUNK):
+            x = chunk.to(torch.int64)
+            places = torch.arange(first, first + x.numel(), device=x.device)
+            total += int((x * (x + _C) * (places * _C * 2 + 1)).sum())
+            first += x.numel()
+    return total & _MASK
+
+
 @dataclass(frozen=True)
 class DeliveryProof:
     """What a push was checked for.
@@ -77,6 +93,25 @@ def piece_sums(
         sources: this rank's shards; None on a rank that trains nothing.
         dtypes: what the engine stores each tensor in: it holds the bits of the cast.
     """
+    return _summed(plan, sources, dtypes, group, device, lambda views: sum(map(bit_sum, views)) & _MASK)
+
+
+@torch.no_grad()
+def ordered_sums(
+    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """A fingerprint of each piece: unequal where the bits are, but for one chance in 2^64. As `piece_sums` otherwise."""
+    return _summed(plan, sources, dtypes, group, device, ordered_sum)
+
+
+def _summed(
+    plan: Plan,
+    sources: Sources | None,
+    dtypes: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    of: Callable[[Iterable[Tensor]], int],
+) -> list[int]:
     rank = group.rank()
     packed = torch.zeros(len(plan.pieces), 2, dtype=torch.int64)
     for number, piece in enumerate(plan.pieces):
@@ -84,7 +119,7 @@ def piece_sums(
             continue
         assert sources is not None, "a rank without shards proves nothing"
         name = plan.tensors[piece.tensor].name
-        total = sum(bit_sum(view.to(dtypes[name])) for _, view in sources.views(name, piece.box)) & _MASK
+        total = of(view.to(dtypes[name]) for _, view in sources.views(name, piece.box))
         # halves apart: a sum over ranks overflows neither
         packed[number, 0], packed[number, 1] = total & 0xFFFFFFFF, total >> 32
     packed = packed.to(device)

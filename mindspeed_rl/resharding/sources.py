@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl.engine.weights import LocalWeight
 from mindspeed_rl.resharding.boxes import Box, intersection, relative
 from mindspeed_rl.resharding.layouts import shard_boxes
+
+if TYPE_CHECKING:  # an engine rank without a trainer needs no Megatron
+    from mindspeed_rl.engine.weights import LocalWeight
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,9 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.transfer import WeightPush, WeightStream
+from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import LoadsWeights, VllmEngine
@@ -77,7 +80,16 @@ class RolloutReplica:
             load = cast(LoadsWeights, model).load_weights
             destinations = read_destinations(model, load, stream.shapes, self.dtype, skip=DERIVED)
             repacked = self.engine.repacked_parameters(model)
-            self._push = WeightPush(stream, destinations, replica=self.replica, derived=DERIVED, repacked=repacked)
+            bucket_bytes = self.run.generate.update_weights_bucket_mb << 20
+            self._push = WeightPush(
+                replace(stream.trained, bucket_bytes=bucket_bytes),
+                destinations,
+                world_exchange(),
+                replica=self.replica,
+                derived=DERIVED,
+                repacked=repacked,
+                delta=self.run.generate.update_weight_mode == "delta",
+            )
         self._push.write(model)
 
     @property

@@ -32,7 +32,9 @@ from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.resharding.transfer import WeightPush, WeightStream
+from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -50,6 +52,7 @@ class Pair:
     stream: WeightStream
     rollout: VllmEngine
     infer_tp: int
+    delta: bool = False
     version: int = -1
     _push: WeightPush | None = None
 
@@ -63,7 +66,9 @@ class Pair:
             found = read_destinations(model, model.load_weights, self.stream.shapes, torch.float32, skip=DERIVED)
             repacked = self.rollout.repacked_parameters(model)
             replica = dist.get_rank() // self.infer_tp
-            self._push = WeightPush(self.stream, found, replica=replica, derived=DERIVED, repacked=repacked)
+            self._push = WeightPush(
+                self.stream.trained, found, world_exchange(), replica=replica, derived=DERIVED, repacked=repacked, delta=self.delta
+            )
         self._push.write(model)
 
     def prove(self) -> int:
