@@ -29,7 +29,7 @@ class EngineRank:
     Attributes:
         heads, kv_heads: of the whole model.
         num_experts: of a layer.
-        expert_ranks, expert_rank: over how many ranks whole experts are spread, and which of them this is; 1 cuts each over `tp`.
+        expert_ranks, expert_rank: over how many ranks whole experts are spread, and this rank's number; 1 cuts each over `tp`.
         transposed: experts are held as [experts, in, out].
         dealt: rows of output projections are dealt out, the even ones first.
     """

@@ -192,7 +192,9 @@ class _Reader:
         members = self._members(broken)
         by_hand = {tensor for tensors in members.values() for tensor in tensors}
         # a tensor that `load_weights` takes is taken to all its places
-        direct = [entry for name, some in entries.items() if name not in broken for entry in some if entry.tensor not in by_hand]
+        direct = [
+            entry for name, some in entries.items() if name not in broken for entry in some if entry.tensor not in by_hand
+        ]
         dtypes = {entry.tensor: self._parameters[entry.parameter].dtype for entry in direct}
         dtypes |= {tensor: self._parameters[name].dtype for name, tensors in members.items() for tensor in tensors}
         nothing = [name for name in self._parameters if not (members[name] if name in broken else entries[name])]
@@ -236,7 +238,7 @@ class _Reader:
         ):
             factor = 1
             while factor == 1 or factor < most:  # digit by digit
-                self._feed(lambda *where, step=factor, of=numbering: of(*where) // step % _BASE)
+                self._feed(_digit(numbering, factor))
                 for plane, lines in edges.items():
                     elements = self._plane(plane)
                     for dim, line in enumerate(lines):
@@ -252,7 +254,7 @@ class _Reader:
         found = {name: torch.zeros(self._parameters[name].shape, dtype=torch.int64) for name in sorted(broken)}
         factor = 1
         while found and (factor == 1 or factor < len(self._names)):
-            self._feed(lambda *where, step=factor: _constant(*where) // step % _BASE)
+            self._feed(_digit(_constant, factor))
             for name, total in found.items():
                 numbers = _numbers(self._parameters[name]).cpu()
                 total.add_(torch.where(numbers < 0, -(_BASE**3), numbers * factor))
@@ -336,6 +338,10 @@ def _of_rows(tensor: int, rows: int, columns: int) -> Tensor:
 
 def _of_columns(tensor: int, rows: int, columns: int) -> Tensor:
     return torch.arange(columns)[None]
+
+
+def _digit(numbering: _Numbering, factor: int) -> _Numbering:
+    return lambda tensor, rows, columns: numbering(tensor, rows, columns) // factor % _BASE
 
 
 def _rows_of(view: Tensor) -> Tensor:

@@ -163,9 +163,7 @@ _REPEATED = (".k_proj.", ".v_proj.")
 _PADDED_ROWS = 64
 
 
-def inference_boxes(
-    ops: Sequence[WeightOp], layout: InferenceLayout, *, num_experts: int = 0, first_rank: int = 0
-) -> _Boxes:
+def inference_boxes(ops: Sequence[WeightOp], layout: InferenceLayout, *, num_experts: int = 0, first_rank: int = 0) -> _Boxes:
     """What the engine ranks need.
 
     Raises:
@@ -182,7 +180,9 @@ def inference_boxes(
                 owner = _expert_rank(_expert_number(name), num_experts, layout.tp * layout.sharing)
                 group = layout.tp * layout.sharing
                 boxes[whole(shape)] = [
-                    first_rank + first + owner for first in range(0, layout.world_size, group) if first + owner < layout.world_size
+                    first_rank + first + owner
+                    for first in range(0, layout.world_size, group)
+                    if first + owner < layout.world_size
                 ]
                 continue
             for rank in range(layout.tp):

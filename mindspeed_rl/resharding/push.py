@@ -45,15 +45,6 @@ class Trained:
     copies: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a rank says of its engine when the plan is made."""
-
-    needs: list[tuple[str, Box]]
-    dtypes: dict[str, torch.dtype]
-    bundles: list[list[str]]
-
-
 class WeightPush:
     """From the training layout into the rollout engines; all methods are collective over the group.
 
@@ -78,7 +69,7 @@ class WeightPush:
             destinations: of this member's engine; None where it has none.
             replica: number of the engine that this member is a part of.
             derived: ends of names of parameters that the engine computes from others.
-            repacked: parameters that the engine lays out anew after each load, so that they are filled as a whole or not at all.
+            repacked: parameters that the engine lays out anew after each load, so they are filled as a whole or not at all.
             delta: from the second push on only pieces whose bits have changed travel.
 
         Raises:

@@ -86,7 +86,11 @@ def _windows(weight: LocalWeight) -> list[list[_Window]]:
             first += view.shape[0]
             for box, start in shard_boxes(split, shape, weight.num_shards, weight.shard):
                 # where the box's elements are in the shard, and where the shard's are in the tensor
-                shift = [0] * len(box) if split.dim is None else [0 if dim != split.dim else box[dim][0] - start for dim in range(len(box))]
+                shift = (
+                    [0] * len(box)
+                    if split.dim is None
+                    else [0 if dim != split.dim else box[dim][0] - start for dim in range(len(box))]
+                )
                 part = intersection(box, tuple((low + by, high + by) for (low, high), by in zip(here, shift)))
                 if part is not None:
                     local = tuple((low - by, high - by) for (low, high), by in zip(part, shift))

@@ -139,9 +139,7 @@ class Side:
             found = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype)
         self.destinations = found
         repacked = {entry.parameter for entry in found.entries if "w13" in entry.parameter} if found and case.repacks else ()
-        self.push = WeightPush(
-            self.trained, found, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta
-        )
+        self.push = WeightPush(self.trained, found, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta)
 
     def _make_shards(self, rank: int) -> list[Any]:
         place, found = self.places[rank], []

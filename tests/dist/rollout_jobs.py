@@ -31,8 +31,8 @@ from mindspeed_rl.engine.build import batch_shape, build_model, plan_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
@@ -67,7 +67,13 @@ class Pair:
             repacked = self.rollout.repacked_parameters(model)
             replica = dist.get_rank() // self.infer_tp
             self._push = WeightPush(
-                self.stream.trained, found, world_exchange(), replica=replica, derived=DERIVED, repacked=repacked, delta=self.delta
+                self.stream.trained,
+                found,
+                world_exchange(),
+                replica=replica,
+                derived=DERIVED,
+                repacked=repacked,
+                delta=self.delta,
             )
         self._push.write(model)
 

@@ -11,7 +11,16 @@ from torch import nn
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes
 
-SHAPES = {"q": (8, 6), "k": (4, 6), "norm": (6,), "bias": (8,), "score": (1, 6), "odd": (160, 6), "head": (20000, 6), "wide": (2, 20000)}
+SHAPES = {
+    "q": (8, 6),
+    "k": (4, 6),
+    "norm": (6,),
+    "bias": (8,),
+    "score": (1, 6),
+    "odd": (160, 6),
+    "head": (20000, 6),
+    "wide": (2, 20000),
+}
 
 
 class Fused(nn.Module):
@@ -19,7 +28,15 @@ class Fused(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        sizes = {"qk": (6, 6), "norm": (6,), "bias": (4,), "score": (6, 1), "odd": (160, 6), "head": (10050, 6), "wide": (2, 10000)}
+        sizes = {
+            "qk": (6, 6),
+            "norm": (6,),
+            "bias": (4,),
+            "score": (6, 1),
+            "odd": (160, 6),
+            "head": (10050, 6),
+            "wide": (2, 10000),
+        }
         self.added = 0
         self.held = nn.ParameterDict({name: nn.Parameter(torch.ones(size).to(dtype)) for name, size in sizes.items()})
 
@@ -91,4 +108,6 @@ def test_the_stated_layout_is_what_an_engine_reads_out(name: str, tp: int, exper
         at = EngineRank(tp, rank % tp, 8, kv_heads, count, expert_ranks, rank % expert_ranks)
         engine = EngineModel(shapes, at)
         found = read_destinations(engine, engine.load_weights, shapes, torch.float32)
-        assert set(found.needs()) == {(hf, box) for hf, boxes in stated.items() for box, ranks in boxes.items() if rank in ranks}
+        assert set(found.needs()) == {
+            (hf, box) for hf, boxes in stated.items() for box, ranks in boxes.items() if rank in ranks
+        }

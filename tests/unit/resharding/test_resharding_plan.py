@@ -39,7 +39,8 @@ CONFIGS: dict[str, tuple[str, Any]] = {
         DeepseekV3Config(
             **_DENSE | {"num_key_value_heads": 8},
             q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, n_routed_experts=8,
-            num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,
+            num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1, n_group=2, topk_group=1,
+            first_k_dense_replace=1,
         ),
     ),
 }  # fmt: skip
@@ -205,8 +206,13 @@ def test_a_rank_of_a_pipeline_gets_the_other_stages_and_nothing_else() -> None:
     tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
     plan = plan_transfer(tensors, held, inference_boxes(ops, InferenceLayout(1, 2)), bucket_bytes=1 << 20)
     size = {name: 2 * volume(whole(shape)) for name, shape in shapes.items()}
-    second = [name for name in size if "layers.2." in name or "layers.3." in name or name in ("model.norm.weight", "lm_head.weight")]
-    assert plan.received() == {0: sum(size[name] for name in second), 1: sum(size.values()) - sum(size[name] for name in second)}
+    second = [
+        name for name in size if "layers.2." in name or "layers.3." in name or name in ("model.norm.weight", "lm_head.weight")
+    ]
+    assert plan.received() == {
+        0: sum(size[name] for name in second),
+        1: sum(size.values()) - sum(size[name] for name in second),
+    }
 
 
 def test_copies_on_data_parallel_ranks_share_the_sending() -> None:
