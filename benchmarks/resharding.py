@@ -168,10 +168,11 @@ def groups_of(side: Any) -> dict[str, Any]:
 
 def measure(processes: list[int], millions: list[int], bucket_mb: int) -> None:
     context = multiprocessing.get_context("spawn")
-    print(
-        "| layout | parameters | received, MB a rank | / bound | / whole model | push s | proof s | gather s | peak push MB | peak gather MB |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = (
+        "layout", "parameters", "received, MB a rank", "/ bound", "/ whole model", "push s", "proof s", "gather s",
+        "peak push MB", "peak gather MB",
+    )  # fmt: skip
+    print(heading(columns))
     for count in processes:
         for number, (name, _, _) in enumerate(LAYOUTS[count]):
             for size in millions:
@@ -187,6 +188,10 @@ def measure(processes: list[int], millions: list[int], bucket_mb: int) -> None:
                 for process in started:
                     process.join(60)
                 print(table_row(name, size, rows), flush=True)
+
+
+def heading(columns: tuple[str, ...]) -> str:
+    return f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
 
 
 def table_row(name: str, size: int, rows: list[dict[str, Any]]) -> str:
@@ -261,10 +266,11 @@ def plans(bucket_mb: int) -> None:
     from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places
     from mindspeed_rl.resharding.plan import TensorInfo, plan_transfer
 
-    print(
-        "| model and layouts | model, GB | engine, GB a device | received, GB a device: mean, most | sent, most | / gather all | exchanges | plan s |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    columns = (
+        "model and layouts", "model, GB", "engine, GB a device", "received, GB a device: mean, most", "sent: most",
+        "/ gather all", "exchanges", "plan s",
+    )  # fmt: skip
+    print(heading(columns))
     for cluster in CLUSTERS:
         architecture = architecture_for(cluster.config)
         network = architecture.network(cluster.config)

@@ -202,7 +202,7 @@ class _Reader:
         if computed:
             raise RuntimeError(
                 f"weight push: {len(computed)} parameters of the rollout engine hold nothing as it was loaded, for example "
-                f"{min(computed)}; an engine that computes its weights from those of a checkpoint cannot be proven to have them."
+                f"{min(computed)}; an engine that computes its weights from a checkpoint's cannot be proven to have them."
             )
         return Destinations(tuple(direct), members, dtypes, dict(self._shapes), tuple(nothing))
 

@@ -5,9 +5,10 @@ over pieces. The trained side is summed piece by piece over the shards where the
 what one training shard and one engine rank's need have in common. So every engine rank knows what each of its parameters must
 add up to, however the engine fuses, transposes, pads (with zeros) or splits them, and checks them alone: no rank's fault can
 hide behind another's, and the expert ranks of several replicas need no common sum. A piece that is lost, stale, misrouted,
-repeated or damaged changes the sums. The square is there because changes of a plain sum cancel: +d on a weight of one sign and on its like of
-the other. What no such sum can see is a permutation of the elements of one parameter; where an element goes is learned from the
-engine's own loader and proven there, and shows in `rollout/log_probs_diff_max`, the trainer's log-probs against the engine's.
+repeated or damaged changes the sums. The square is there because changes of a plain sum cancel: +d on a weight of one sign and
+on its like of the other. What no such sum can see is a permutation of the elements of one parameter; where an element goes is
+learned from the engine's own loader and proven there, and shows in `rollout/log_probs_diff_max`, the trainer's log-probs
+against the engine's.
 """
 
 from __future__ import annotations
