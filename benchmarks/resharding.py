@@ -83,7 +83,7 @@ def measured(rank: int, processes: int, port: int, millions: int, layout: int, b
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
     import torch.distributed as dist
-    from push_jobs import Case, Side
+    from push_jobs import Case, Side, weights_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -91,8 +91,7 @@ def measured(rank: int, processes: int, port: int, millions: int, layout: int, b
     case = Case(config_of(millions), train, infer_tp, bucket_bytes=bucket_mb << 20, dtype=torch.bfloat16)
     side = Side(case)
     assert side.engine is not None
-    for shard in side.shards:
-        shard.tensor.normal_()
+    side.train(weights_of(side.ops, 0, torch.bfloat16))
     engine = side.engine
     side.push.write(engine)  # the first messages between two processes are slow
     push = timed(lambda: side.push.write(engine))
