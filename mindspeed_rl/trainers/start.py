@@ -31,7 +31,6 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         WorkerFailed: a worker died or raised.
     """
     cfg = run.config
-    assert run.plan.train_iters is not None  # `resolve` lets no other run through
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     with reported(run) as report, contextlib.ExitStack() as stack:
@@ -46,6 +45,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         assert run.plan.train_iters is not None  # resolve refuses a run without a length
         title = Path(cfg.config_name).stem
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
-        logger = report.logger = parts.logger(trackers, progress)
+        logger = parts.logger(trackers, progress)
+        report.show(logger)
         stack.callback(logger.close)
         yield parts.trainer()
