@@ -168,11 +168,13 @@ class _Reader:
     ) -> None:
         self._load, self._dtype, self._shapes = load, dtype, shapes
         self._names = list(shapes)
-        self._parameters = {name: value.data for name, value in model.named_parameters() if not name.endswith(skip)}
+        parameters = {name: value.data for name, value in model.named_parameters() if not name.endswith(skip)}
+        self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
         self._device = next(iter(self._parameters.values())).device
         self._planes: list[_Plane] = [
             (name, index)
             for name, parameter in self._parameters.items()
+            if 1 <= parameter.dim() <= 3
             for index in (range(parameter.size(0)) if parameter.dim() == 3 else [None])
         ]
 
@@ -181,7 +183,7 @@ class _Reader:
         for parameter in self._parameters.values():
             parameter.zero_()  # what no tensor reaches stays 0
         entries: dict[str, list[Entry]] = {name: [] for name in self._parameters}
-        broken: set[str] = set()
+        broken = {name for name, parameter in self._parameters.items() if not 1 <= parameter.dim() <= 3}
         for plane, edges in self._read_edges().items():
             found = self._boxes(plane, edges)
             if found is None:
