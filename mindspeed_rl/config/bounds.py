@@ -156,6 +156,7 @@ RANGES: dict[str, Bounds] = {
     **_of("generate_config", "infer_expert_parallel_size data_parallel_size", Bounds(1, _DEVICES)),
     **_of("generate_config", "max_model_len max_num_batched_tokens", Bounds(1, _TOKENS)),
     "generate_config.max_num_seqs": Bounds(1, 10**6),
+    "generate_config.update_weights_bucket_mb": Bounds(1, 10**6),
     "generate_config.num_scheduler_steps": Bounds(1, 10**4),
     "generate_config.gpu_memory_utilization": Bounds(0, 1, excludes_low=True),
     "generate_config.kv_cache_memory_gib": Bounds(0, 1e6, excludes_low=True),

@@ -170,8 +170,8 @@ class Role:
             if self.model.plan.network.head == "reward":  # transformers finds the scored token by the padding behind it
                 changes = {**as_reward_config(config), **changes, "pad_token_id": self.engine.shape.pad_id}
             with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:
-                writer.add_all(self.stream.named_tensors())
+                writer.add_all(self.stream.named_tensors(ranks=[0]))
         else:
-            for _ in self.stream.named_tensors():
+            for _ in self.stream.named_tensors(ranks=[0]):
                 pass
         dist.barrier()
