@@ -1,7 +1,7 @@
 """What trainers and agent loops see of a rollout engine: tokens in, tokens out, one request at a time.
 
-Two hosts: `in_process` (a worker steps vLLM's engine on the device that trains) and a server with devices of its own. No torch, so
-the driver may import it.
+Two hosts: `in_process` (a worker steps vLLM's engine on the device that trains) and a server with devices of its own. No torch,
+so the driver may import it.
 """
 
 from __future__ import annotations
