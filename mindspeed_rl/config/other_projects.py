@@ -239,7 +239,6 @@ OTHERWISE: dict[str, str] = {
     "val_before_train": "a run with megatron_training.eval_data_path always evaluates before the first iteration",
     "max_turns": "tools and turns during the rollout are not available",
     "multi_turn_scheduler": "tools and turns during the rollout are not available",
-    "async_generate": "rollout and training take turns; rl_config.blocking: false lets the phases of an iteration overlap",
     "num_completions_to_print": "say rl_config.log_completions: true with log_completions_keep",
 }
 

@@ -224,6 +224,7 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             "rl_config.partial_rollout_max_split above 1 and num_layers_per_virtual_pipeline_stage exclude each other",
             {"rl_config.partial_rollout_max_split": 1},
         )
+    yield from _asynchronous(cfg)
     if not rl.multi_turn_enable:
         return
     limit = generate.sampling_config.max_tokens
@@ -245,6 +246,57 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             "rl_config.multi_turn_enable needs rl_config.async_engine",
             {"rl_config.async_engine": True},
         )
+
+
+def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
+    """Rules of the modes in which responses are generated while others train."""
+    rl, actor = cfg.rl_config, cfg.actor_config
+    assert rl is not None
+    mode = rl.trainer_mode
+    if mode != "sync" and rl.partial_rollout_max_split > 1:
+        yield broken(
+            "partial_rollout_mode",
+            {"rl_config.trainer_mode": mode, "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split},
+            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits the rollouts of trainer_mode sync; "
+            f"with trainer_mode {mode} responses are generated while others train, and rl_config.partial_rollout lets new "
+            "weights interrupt them",
+            {"rl_config.partial_rollout_max_split": 1},
+        )
+    if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
+        yield broken(
+            "async_generate_mode",
+            {"rl_config.async_generate": rl.async_generate, "rl_config.trainer_mode": mode},
+            f"rl_config.async_generate ({str(rl.async_generate).lower()}) says the same as rl_config.trainer_mode ({mode}), "
+            "and the two differ",
+            {"rl_config.async_generate": None},
+        )
+    if mode != "async":
+        return
+    ahead = int(rl.max_off_policy_threshold) + 1
+    if rl.num_warmup_batches > ahead:
+        yield broken(
+            "warmup_batches",
+            {
+                "rl_config.num_warmup_batches": rl.num_warmup_batches,
+                "rl_config.max_off_policy_threshold": rl.max_off_policy_threshold,
+            },
+            f"rl_config.num_warmup_batches ({rl.num_warmup_batches}) may be at most {ahead}, as many as "
+            f"rl_config.max_off_policy_threshold ({rl.max_off_policy_threshold:g}) lets the rollout be ahead",
+            {"rl_config.num_warmup_batches": ahead},
+        )
+    step = rl.parameter_sync_step
+    for name in ("save_interval", "eval_interval"):
+        every = getattr(actor, name)
+        used = actor.save if name == "save_interval" else actor.eval_data_path
+        if used and every and every % step:
+            yield broken(
+                f"sync_step_{name}",
+                {f"actor_config.{name}": every, "rl_config.parameter_sync_step": step},
+                f"actor_config.{name} ({every}) must be a multiple of rl_config.parameter_sync_step ({step}): between two "
+                "pushes the rollout engine holds other weights than the trainer",
+                {f"actor_config.{name}": -(-every // step) * step},
+                {"rl_config.parameter_sync_step": 1},
+            )
 
 
 def _profiler(cfg: RunConfig) -> Iterator[Violation]:
@@ -329,6 +381,11 @@ RANGES: dict[str, Bounds] = {
     "rl_config.wait_timeout_s": Bounds(0, excludes_low=True),
     "rl_config.max_prompt_length": Bounds(1),
     "rl_config.critic_warmup": Bounds(0),
+    "rl_config.max_off_policy_threshold": Bounds(0),
+    "rl_config.parameter_sync_step": Bounds(1),
+    "rl_config.num_warmup_batches": Bounds(1),
+    "rl_config.partial_rollout_max_split": Bounds(1, 64),
+    "rl_config.off_policy_token_limit": Bounds(0),
     "rl_config.max_resample_times": Bounds(0),
     "rl_config.save_rollouts_interval": Bounds(0),
     "rl_config.log_completions_interval": Bounds(1),

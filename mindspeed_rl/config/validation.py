@@ -155,9 +155,10 @@ def unavailable(cfg: RunConfig) -> list[str]:
         found += [
             (rl.multi_turn_enable, "rl_config.multi_turn_enable", "tools during the rollout are not available"),
             (
-                rl.partial_rollout_max_split > 1,
-                "rl_config.partial_rollout_max_split",
-                "every response is finished in one rollout",
+                rl.trainer_mode != "sync",
+                "rl_config.trainer_mode",
+                f"{rl.trainer_mode} generates while it trains, which needs a rollout engine with devices of its own; set "
+                "rl_config.trainer_mode: sync, where rl_config.partial_rollout_max_split spreads long responses over rollouts",
             ),
             (rl.is_multimodal, "rl_config.is_multimodal", "text models only"),
             (

@@ -101,6 +101,20 @@ def continued_seed(seed: int, num_kept: int) -> int:
     return int.from_bytes(digest, "big") >> 33
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A response that is to begin or to go on, on its way to whoever holds an engine.
+
+    Attributes:
+        seed: of the response.
+        begun: what there is of it.
+    """
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    begun: Generated | None
+
+
 class RolloutEngine(Protocol):
     """One engine, or several that answer as one.
 

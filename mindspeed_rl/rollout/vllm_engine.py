@@ -15,8 +15,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams, TokensPrompt, envs
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt, envs
 from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
@@ -138,6 +139,9 @@ class VllmEngine:
         torch.set_num_threads = set_num_threads
         gc.unfreeze()
         self.weight_version = -1
+        self._ids: dict[str, str] = {}  # of what runs: our name -> the engine's
+
+    # ------------------------------------------------------------------ responses
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling | None = None) -> list[Completion]:
         """One response for each request, in order. No generator is drawn from but the requests' own.
@@ -149,39 +153,91 @@ class VllmEngine:
         Raises:
             RuntimeError: no weights were loaded yet.
         """
+        found: dict[str, Completion] = {}
+        with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
+            for number, request in enumerate(requests):
+                self.begin(str(number), request.prompt_ids, sampling or self.sampling, request.seed)
+            while self._ids:
+                found.update(self.step())
+        return [found[str(number)] for number in range(len(requests))]
+
+    def begin(self, name: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
+        """The request is worked on in the steps from now on.
+
+        Args:
+            name: of the request, unlike that of any other that runs.
+            seed: of this response alone: results do not depend on what else is in the batch.
+
+        Raises:
+            RuntimeError: no weights were loaded yet.
+        """
         if self.weight_version < 0:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
-        sampling = sampling or self.sampling
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # what ends a response is in stop_token_ids alone
-                seed=request.seed,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                skip_clone=True,  # nobody else holds it
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # what ends a response is in stop_token_ids alone
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            skip_clone=True,  # nobody else holds it
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
+        # vLLM from about 0.16 on makes the name unique by a suffix, which only the outputs are without
+        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params) or name
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Every request that runs has a token more, or a piece of its prompt; returns those that have ended, by name."""
+        ended = []
+        for output in self._llm.llm_engine.step():
+            assert isinstance(output, RequestOutput)
+            if output.finished:
+                sample = output.outputs[0]
+                completion = _completion(sample.token_ids, sample.logprobs, truncated=sample.finish_reason == "length")
+                del self._ids[output.request_id]
+                ended.append((output.request_id, completion))
+        return ended
+
+    def progress(self, name: str) -> Completion:
+        """The tokens that a request has."""
+        state = self._llm.llm_engine.output_processor.request_states[self._ids[name]]
+        assert state.detokenizer is not None and state.logprobs_processor is not None  # both are there for generation
+        return _completion(list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs, truncated=False)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """These requests run no more; names of others are passed over."""
+        known = [name for name in names if self._ids.pop(name, None) is not None]
+        if known:
+            self._llm.llm_engine.abort_request(known)
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that leaves no room for a token."""
+        longest = self._llm.llm_engine.model_config.max_model_len
+        if num_prompt_tokens >= longest:
+            raise ValueError(
+                f"a prompt of {num_prompt_tokens} tokens, with those that were generated, leaves no room for another in "
+                f"generate_config.max_model_len ({longest})"
             )
-            for request in requests
-        ]
-        # all other keys may be left out
-        prompts = [cast(TokensPrompt, {"prompt_token_ids": request.prompt_ids}) for request in requests]
-        completions = []
-        with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        for output in outputs:
-            sample = output.outputs[0]
-            token_ids = list(sample.token_ids)
-            found = sample.logprobs
-            assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
-            log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
-            completions.append(Completion(token_ids, log_probs, truncated=sample.finish_reason == "length"))
-        return completions
+
+    def check_freezable(self) -> None:
+        """Raises RuntimeError where requests cannot go on under other weights with the keys and values that they have."""
+        config = self._llm.llm_engine.vllm_config
+        if config.scheduler_config.async_scheduling:
+            raise RuntimeError(
+                "a frozen response cannot say which weights drew its next token while a step is scheduled ahead "
+                "(vLLM's async_scheduling): pause with 'wait' or 'abort'"
+            )
+        if config.cache_config.enable_prefix_caching:
+            raise RuntimeError(
+                "cached prefixes cannot be dropped while responses are frozen: set generate_config.enable_prefix_caching: "
+                "false, or pause with 'wait' or 'abort'"
+            )
 
     # ------------------------------------------------------------------ weights
 
@@ -209,8 +265,8 @@ class VllmEngine:
             self._hooks.after_load(model)
 
         self._llm.apply_model(load)
-        # cached prefixes hold keys and values of the old weights
-        if not self._llm.reset_prefix_cache():
+        # cached prefixes hold keys and values of the old weights; beside frozen responses there are none: `check_freezable`
+        if not self._ids and not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
         self.weight_version = version
 
@@ -231,3 +287,9 @@ class VllmEngine:
     def restore_cache(self) -> None:
         """Allocates the KV cache again, empty."""
         self._hooks.restore_cache(self._llm)
+
+
+def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool) -> Completion:
+    assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
+    log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
+    return Completion(list(token_ids), log_probs, truncated)

@@ -42,7 +42,7 @@ class RLTrainer(Bookkeeping):
         """Runs all iterations that are left."""
         actors, schedule, collect = self.actors, self.schedule, self.collect
         num_rows = schedule.num_train_samples
-        collect(actors.push_weights(self.start_iteration))
+        self._push_weights(self.start_iteration)
         self._evaluate_first()
         for iteration in range(self.start_iteration, schedule.train_iters):
             with self.iteration(iteration + 1):
@@ -64,12 +64,19 @@ class RLTrainer(Bookkeeping):
                 schedule.after_update(iteration, self.metrics)
                 if schedule.syncs_reference(iteration):
                     collect(actors.sync_reference(schedule.reference_mixup_alpha))
-                collect(actors.push_weights(iteration + 1))
+                self._push_weights(iteration + 1)
                 if schedule.saves(iteration):
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self.evaluator.run())
         collect(actors.finish())
+
+    def _push_weights(self, iteration: int) -> None:
+        """The rollout engine holds the weights that it is to have when this iteration begins."""
+        version = self.rollout.before_push(iteration)
+        if version is not None:
+            self.collect(self.actors.push_weights(version))
+            self.rollout.after_push(iteration)
 
     # ------------------------------------------------------------------ what needs no worker
 

@@ -23,7 +23,11 @@ class Schedule:
         needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, on_policy: bool) -> None:
+        """
+        Args:
+            on_policy: responses come from the very weights that train on them, so that both sides' log-probs are the same.
+        """
         plan, objective = run.plan, run.objective
         assert objective is not None
         self._actor, self._rl, self._plan = run.config.actor_config, run.rl, plan
@@ -31,6 +35,7 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self.kl = kl_controller(objective)
+        self._on_policy = on_policy
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
@@ -113,7 +118,7 @@ class Schedule:
                 metrics.add_last("actor/kl_coef", self.kl.coef)
         limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
         # later steps of an iteration compare a policy that has moved on
-        if limit is not None and difference is not None and self._plan.on_policy and difference > limit:
+        if limit is not None and difference is not None and self._on_policy and difference > limit:
             raise DisagreementError(
                 f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {difference:.3g}, more than "
                 f"log_probs_diff_limit {limit:g}: other weights, or another precision."

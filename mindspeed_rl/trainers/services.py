@@ -5,8 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.rollout.engine import RolloutEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.trainers.streaming import Runner
 from mindspeed_rl.workers.groups import ActorGroup, ScoringGroup
 from mindspeed_rl.workers.reward_group import RewardGroup
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """A rollout engine with devices of its own.
+
+    Attributes:
+        sampling: how training responses are drawn.
+        runner: where its coroutines run.
+    """
+
+    engine: RolloutEngine
+    sampling: Sampling
+    runner: Runner
 
 
 @dataclass(frozen=True)
@@ -17,9 +34,11 @@ class Services:
         actors: trains and generates.
         scorers: who holds the reward model, if there is one: the actors, or a group of its own.
         rewards: the reward functions.
+        engine: None where the workers hold the rollout engines.
     """
 
     plane: DataPlane
     actors: ActorGroup
     scorers: ScoringGroup
     rewards: RewardGroup
+    engine: OwnEngine | None = None

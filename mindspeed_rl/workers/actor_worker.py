@@ -26,6 +26,7 @@ from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.train_engine import MicroBatching, StepResult
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
@@ -101,6 +102,14 @@ class ActorWorker(DeviceWorker):
             metrics = self.rollout.generate(draw)
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
+
+    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
+        """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.extend`."""
+        metrics = Metrics()
+        with self.profiler("actor_generate"), self.timers("rollout"):
+            found = self.rollout.extend(pieces, num_tokens)
+        metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
+        return self._report(metrics), found
 
     def finish_rollout(self) -> WorkerReport:
         """Nothing more is generated in this iteration: the engine's memory goes to training where the device is short of it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.proof import check_delivery, trained_sums
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
+from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
@@ -61,13 +65,14 @@ class RolloutReplica:
         group = [dist.new_group(list(ranks), backend="gloo") for ranks in replicas][self.replica]
         assert isinstance(group, dist.ProcessGroup)  # a number for groups of others
         self._group = group
+        self.host = InProcessEngine(self.engine, group, self.replica * self._tp_size)
 
     # ------------------------------------------------------------------ weights and memory
 
     def load(self, stream: WeightStream, version: int) -> int:
         """The engine holds the weights of the stream; returns how many parameters were proven to have arrived."""
         self.engine.restore_weights()
-        self.engine.load_weights(stream.named_tensors(self.dtype), version)
+        self.host.load(stream.named_tensors(self.dtype), version)
         trained = trained_sums(
             list(stream.local_weights.values()),
             stream.ops,
@@ -95,13 +100,16 @@ class RolloutReplica:
         Args:
             draw: number of the draw of prompts, a part of the seeds.
         """
+        return self.host.run(lambda: self._generate_all(draw)) or Metrics()
+
+    async def _generate_all(self, draw: int) -> Metrics:
         metrics = Metrics()
         for indexes, batch in self._batches():
-            metrics.merge(self._generate_batch(draw, indexes, batch))
+            metrics.merge(await self._generate_batch(draw, indexes, batch))
         return metrics
 
     def _batches(self) -> Iterator[tuple[list[int], Any]]:
-        """This replica's rows, a dispatch at a time; fetched by its first rank and shared with the others."""
+        """This replica's rows, a dispatch at a time."""
         columns, rl = ["prompt_ids"], self.run.rl
         size = self.run.plan.dispatch_sizes["actor_rollout_dispatch_size"]
         if rl.guarantee_order:
@@ -109,39 +117,29 @@ class RolloutReplica:
             first = self.replica * share
             for start in range(first, first + share, size):
                 rows = list(range(start, min(start + size, first + share)))
-                batch = self._share(
-                    lambda rows=rows: self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=rl.wait_timeout_s)[0]
-                )
-                yield rows, batch
+                yield rows, self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=rl.wait_timeout_s)[0]
             return
         while True:
-            batch, rows = self._share(lambda: self.plane.get("actor_rollout", columns, size))
-            if batch is None:
+            batch, rows = self.plane.get("actor_rollout", columns, size)
+            if batch is None or rows is None:
                 return
             yield rows, batch
 
-    def _share(self, fetch: Callable[[], Any]) -> Any:
-        """What `fetch` returns on the first rank of the replica, on all its ranks."""
-        if self._group.size() == 1:
-            return fetch()
-        box = [fetch() if self.is_output else None]
-        dist.broadcast_object_list(box, src=self.replica * self._tp_size, group=self._group)
-        return box[0]
-
-    def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
+    async def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
         group = self.run.plan.n_samples_per_prompt
         base = self.run.generate.sampling_config.seed
         seed = self.run.config.actor_config.seed if base is None else base
         prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
-        requests = [
-            GenerationRequest(ids.tolist(), sample_seed(seed, draw, row // group, row % group))
-            for row, ids in zip(indexes, prompts)
-        ]
-        completions = self.engine.generate(requests)
+        sampling = self.engine.sampling
+        completions = await asyncio.gather(
+            *(
+                self.host.generate(tuple(ids.tolist()), sampling, sample_seed(seed, draw, row // group, row % group))
+                for row, ids in zip(indexes, prompts)
+            )
+        )
         metrics = Metrics()
-        if not self.is_output:
-            return metrics
         responses = [torch.tensor(completion.token_ids, dtype=torch.int64) for completion in completions]
+        truncated = [completion.finish == "length" for completion in completions]
         self.plane.put(
             {
                 "responses": responses,
@@ -149,18 +147,36 @@ class RolloutReplica:
                 "response_length": [len(response) for response in responses],
                 "input_ids": [torch.cat([prompt, response]) for prompt, response in zip(prompts, responses)],
                 "prompt_length": [len(prompt) for prompt in prompts],
-                "truncated": [completion.truncated for completion in completions],
-                "weight_version": [self.engine.weight_version] * len(responses),
+                "truncated": truncated,
+                "weight_versions": [torch.tensor(completion.versions, dtype=torch.int64) for completion in completions],
             },
             indexes,
         )
         metrics.add_spread("response_length", [len(response) for response in responses])
         metrics.add_spread("prompt_length", [len(prompt) for prompt in prompts])
-        metrics.add_mean(
-            "rollout/truncated_fraction", sum(completion.truncated for completion in completions), len(completions)
-        )
+        metrics.add_mean("rollout/truncated_fraction", sum(truncated), len(truncated))
         metrics.add_sum("rollout/tokens", sum(len(response) for response in responses))
         return metrics
+
+    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
+        """Every num_replicas-th response from this replica's number on, with up to `num_tokens` tokens more.
+
+        Those that may go on are "aborted". None on ranks that hand none out.
+        """
+        most = self.engine.sampling.max_tokens
+
+        async def grown(piece: Piece) -> Generated:
+            kept = 0 if piece.begun is None else len(piece.begun.token_ids)
+            limit = min(most, kept + num_tokens)
+            sampling = replace(self.engine.sampling, max_tokens=limit)
+            found = await self.host.generate(piece.prompt_ids, sampling, piece.seed, piece.begun)
+            goes_on = found.finish == "length" and len(found.token_ids) == limit < most
+            return replace(found, finish="aborted") if goes_on else found
+
+        async def grown_all() -> list[Generated]:
+            return list(await asyncio.gather(*(grown(piece) for piece in pieces[self.replica :: self.num_replicas])))
+
+        return self.host.run(grown_all)
 
     def answer(self, prompts: Sequence[list[int]], seed: int, *, greedy: bool) -> list[list[int]] | None:
         """Responses to every num_replicas-th prompt, starting with this replica's number; None on ranks that hand none out.
@@ -171,12 +187,15 @@ class RolloutReplica:
         sampling = self.engine.sampling
         if greedy:
             sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
-        requests = [
-            GenerationRequest(list(prompts[number]), sample_seed(seed, number, 0, 0))
-            for number in range(self.replica, len(prompts), self.num_replicas)
-        ]
-        completions = self.engine.generate(requests, sampling) if requests else []
-        return [completion.token_ids for completion in completions] if self.is_output else None
+        mine = range(self.replica, len(prompts), self.num_replicas)
+
+        async def responses() -> list[list[int]]:
+            found = await asyncio.gather(
+                *(self.host.generate(tuple(prompts[number]), sampling, sample_seed(seed, number, 0, 0)) for number in mine)
+            )
+            return [list(response.token_ids) for response in found]
+
+        return self.host.run(responses)
 
 
 def _generation_stops(source: ModelSource) -> list[int]:
