@@ -198,8 +198,8 @@ class StreamingSource:
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(number, None)
-        if not task.cancelled():
-            self._failure = self._failure or task.exception()
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = self._failure or failure
         if self._changed is not None:
             self._changed.set()
 

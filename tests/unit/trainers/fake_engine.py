@@ -33,6 +33,15 @@ class JumpingClock(asyncio.SelectorEventLoop):
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.run_until_complete(work)
 
+    def end(self) -> None:
+        """What still runs is cancelled."""
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.close()
+
 
 def token(seed: int, place: int, version: int) -> int:
     """The token that is drawn there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,18 @@ def long_tail(seed: int) -> int:
     return 40 if drawn.random() < 0.1 else drawn.randint(1, 9)
 
 
+_clocks: list[JumpingClock] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """What a test leaves running ends with it."""
+    yield
+    for clock in _clocks:
+        clock.end()
+    _clocks.clear()
+
+
 @dataclass
 class Driver:
     """A trainer that does nothing for some seconds.
@@ -55,6 +67,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.clock = JumpingClock()
+        _clocks.append(self.clock)
         self.engine = FakeEngine(self.length)
         self.source = StreamingSource(
             self.engine,
