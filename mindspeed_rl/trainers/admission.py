@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mindspeed_rl.config import Run
+
 Strategy = Literal["pace", "wait", "drop"]
 
 
@@ -102,3 +104,15 @@ class Admission:
     def _deadline(self, prompt: InFlight) -> int:
         """The last iteration that may train on it."""
         return (prompt.version + self.bound + 1) * self.sync_step - 1
+
+
+def admission_of(run: Run) -> Admission:
+    """How far the rollout of this run may be ahead of training."""
+    rl, batch = run.rl, run.plan.num_train_prompts
+    if rl.trainer_mode == "async":
+        return Admission(rl.max_off_policy_strategy, rl.max_off_policy_threshold, batch, rl.parameter_sync_step)
+    if rl.trainer_mode == "one_step_off":
+        return Admission("wait", 1.0, batch)
+    # a response has ended after so many rollouts, and twice as many prompts as train are under way
+    split = rl.partial_rollout_max_split
+    return Admission("pace", float(split) if split > 1 else 0.0, batch)

@@ -20,7 +20,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.samples import reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART
-from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_record import save_rollout
@@ -48,16 +48,11 @@ class Advantages:
         logger: RolloutLogger,
         baselines: GreedyBaselines | NoBaselines,
         schedule: Schedule,
-        admission: Admission,
     ) -> None:
-        """
-        Args:
-            admission: says how old tokens may be.
-        """
         self._run, self._plan = run, run.plan
         self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
         self.entropy_threshold: float | None = None
-        self._admission, self._token_limit = admission, run.rl.off_policy_token_limit
+        self._admission, self._token_limit = admission_of(run), run.rl.off_policy_token_limit
         self._unscored_limit = run.rl.unscored_iterations_limit
         self._unscored = 0  # iterations in a row
 

@@ -26,7 +26,7 @@ from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
-from mindspeed_rl.trainers.rollout_modes import admission_of, make_rollout
+from mindspeed_rl.trainers.rollout_modes import make_rollout
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.cluster import worker_environment
@@ -241,7 +241,7 @@ def assemble(run: Run, services: Services, inputs: Inputs, logger: RolloutLogger
     cfg, actor, plane = run.config, run.config.actor_config, services.plane
     model_rewards = NoModelRewards() if reward_model_config(cfg) is None else ModelRewards(run, services.scorers, plane)
     evaluator = Evaluator(run, inputs.held_out, services, model_rewards)
-    schedule = Schedule(run, on_policy=run.plan.on_policy and admission_of(run).bound == 0)
+    schedule = Schedule(run)
     baselines: GreedyBaselines | NoBaselines = NoBaselines()
     if "greedy_baseline" in schedule.objective.needs:
         baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
@@ -250,6 +250,6 @@ def assemble(run: Run, services: Services, inputs: Inputs, logger: RolloutLogger
     if resumed:
         schedule.load_state_dict(resumed["run_state"])
         rollout.load_state_dict(resumed["run_state"]["rollout"])
-    advantages = Advantages(run, plane, logger, baselines, schedule, admission_of(run))
+    advantages = Advantages(run, plane, logger, baselines, schedule)
     start = resumed.get("iteration", 0)
     return RLTrainer(services.actors, rollout, baselines, to_add, advantages, evaluator, schedule, logger, start)

@@ -11,7 +11,7 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
-from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.partial import PartialSource
@@ -21,18 +21,6 @@ from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.trainers.streaming import Requests, StreamingSource
 from mindspeed_rl.workers.groups import ActorGroup
 from mindspeed_rl.workers.reports import WorkerReport
-
-
-def admission_of(run: Run) -> Admission:
-    """How far the rollout of this run may be ahead of training."""
-    rl, batch = run.rl, run.plan.num_train_prompts
-    if rl.trainer_mode == "async":
-        return Admission(rl.max_off_policy_strategy, rl.max_off_policy_threshold, batch, rl.parameter_sync_step)
-    if rl.trainer_mode == "one_step_off":
-        return Admission("wait", 1.0, batch)
-    # a response has ended after so many rollouts, and twice as many prompts as train are under way
-    split = rl.partial_rollout_max_split
-    return Admission("pace", float(split) if split > 1 else 0.0, batch)
 
 
 def make_rollout(

@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed_rl.algorithms.kl import kl_controller
 from mindspeed_rl.config import Run
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.workers.order import UpdateOrder, mini_batches
 
 
@@ -23,11 +24,7 @@ class Schedule:
         needs_reference, needs_old_log_probs, has_critic: which forward passes an iteration takes.
     """
 
-    def __init__(self, run: Run, *, on_policy: bool) -> None:
-        """
-        Args:
-            on_policy: responses come from the very weights that train on them, so that both sides' log-probs are the same.
-        """
+    def __init__(self, run: Run) -> None:
         plan, objective = run.plan, run.objective
         assert objective is not None
         self._actor, self._rl, self._plan = run.config.actor_config, run.rl, plan
@@ -35,7 +32,8 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self.kl = kl_controller(objective)
-        self._on_policy = on_policy
+        # the very weights that train drew the tokens
+        self._on_policy = plan.on_policy and admission_of(run).bound == 0
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
