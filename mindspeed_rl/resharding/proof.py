@@ -10,8 +10,9 @@ of one tensor; that shows in `rollout/log_probs_diff_max`, the trainer's log-pro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,6 +134,15 @@ class EngineSums:
 
     parameters: dict[str, int]
     packed_names: dict[str, list[str]]
+
+    def to_json(self) -> str:
+        """As they travel."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineSums:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
 
     @classmethod
     def of(cls, engine_model: nn.Module) -> EngineSums:

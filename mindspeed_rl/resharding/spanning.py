@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ class Meeting:
     name: str
     size: int
     timeout_s: float
+
+    def to_json(self) -> str:
+        """As it travels to the members."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Meeting:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
 
 
 class SpanningGroup:

@@ -5,11 +5,9 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.logprobs import FlatLogprobs

@@ -297,9 +297,7 @@ class ServerPool:
             self.lose(member.server.name, event["error"])
             return True
         tokens = tuple(event["token_ids"])
-        piece = Generated(
-            tokens, tuple(event["log_probs"]), (event["version"],) * len(tokens), event["finish"] or "aborted"
-        )
+        piece = Generated(tokens, tuple(event["log_probs"]), (event["version"],) * len(tokens), event["finish"] or "aborted")
         request.whole = request.whole.followed_by(piece)
         if event["finish"] is not None:
             del member.requests[request.key]

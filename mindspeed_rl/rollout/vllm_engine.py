@@ -22,6 +22,7 @@ from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
 from mindspeed_rl.rollout.loading import load_named
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
+
 class VllmEngine:
     """One replica's share of a vLLM engine: the ranks of an inference tensor-parallel group each hold one.
 

@@ -6,11 +6,11 @@ worker. Arguments and results are JSON: nothing is unpickled.
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
+import signal
 import threading
 import time
-from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -25,6 +25,8 @@ OWNER_VARIABLE = "MINDSPEED_RL_ENGINE_OWNER"
 #: name of the device kind
 PLATFORM_VARIABLE = "MINDSPEED_RL_ENGINE_PLATFORM"
 _LOOK_EVERY_S = 1.0
+#: of Linux' prctl
+_PARENT_DEATH_SIGNAL = 1
 
 
 def owner_of_engines() -> str:
@@ -46,7 +48,7 @@ def _end_with(owner: str) -> None:
     while _is_alive(owner) and os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
     if os.getppid() == parent and str(parent) != owner.split()[0]:
-        os.kill(parent, 9)
+        os.kill(parent, signal.SIGKILL)
     os._exit(1)
 
 
@@ -55,6 +57,9 @@ def _prepare() -> None:
         platform.select(name)
     adaptors.apply("rollout")
     if owner := os.environ.get(OWNER_VARIABLE):
+        if str(os.getppid()) == owner.split()[0]:
+            # a process that was stopped cannot watch; the kernel ends it with its parent
+            ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         threading.Thread(target=_end_with, args=(owner,), name="owner-watch", daemon=True).start()
 
 
@@ -75,7 +80,7 @@ class EngineExtension:
             first_rank: of this engine's workers in the group.
         """
         self.weights_leave()
-        self._weights_group: SpanningGroup | None = SpanningGroup(Meeting(**json.loads(meeting)), first_rank + self.rank)
+        self._weights_group: SpanningGroup | None = SpanningGroup(Meeting.from_json(meeting), first_rank + self.rank)
 
     def weights_leave(self) -> None:
         """This worker is in no group."""
@@ -92,4 +97,4 @@ class EngineExtension:
             self._weights_hooks = adaptors.engine_hooks()
         model = self.model_runner.model
         load_named(model, receive(self._weights_group), self._weights_hooks)
-        return json.dumps(asdict(EngineSums.of(model)))
+        return EngineSums.of(model).to_json()

@@ -1,0 +1,71 @@
+"""The rows and figures that responses become, whoever generated them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config import Run, SamplingConfig
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rollout.requests import Completion, Sampling
+from mindspeed_rl.workers.model_source import ModelSource
+
+
+def response_columns(
+    prompts: Sequence[torch.Tensor], completions: Sequence[Completion], versions: Sequence[int]
+) -> Mapping[str, Any]:
+    """What the data plane holds of responses.
+
+    Args:
+        prompts: [length] int64 each.
+        versions: of the weights of each response.
+    """
+    responses = [torch.tensor(completion.token_ids, dtype=torch.int64) for completion in completions]
+    return {
+        "responses": responses,
+        "rollout_log_probs": [torch.tensor(completion.log_probs) for completion in completions],
+        "response_length": [len(response) for response in responses],
+        "input_ids": [torch.cat([prompt, response]) for prompt, response in zip(prompts, responses)],
+        "prompt_length": [len(prompt) for prompt in prompts],
+        "truncated": [completion.truncated for completion in completions],
+        "weight_version": list(versions),
+    }
+
+
+def response_metrics(prompts: Sequence[torch.Tensor], completions: Sequence[Completion]) -> Metrics:
+    """Lengths, and how many were cut off."""
+    metrics = Metrics()
+    lengths = [len(completion.token_ids) for completion in completions]
+    metrics.add_spread("response_length", lengths)
+    metrics.add_spread("prompt_length", [len(prompt) for prompt in prompts])
+    metrics.add_mean("rollout/truncated_fraction", sum(completion.truncated for completion in completions), len(completions))
+    metrics.add_sum("rollout/tokens", sum(lengths))
+    return metrics
+
+
+def training_sampling(keys: SamplingConfig, source: ModelSource, eos_id: int) -> Sampling:
+    """How training responses are drawn."""
+    return Sampling(
+        temperature=keys.temperature,
+        max_tokens=keys.max_tokens,
+        stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *_generation_stops(source)})),
+        top_p=keys.top_p,
+        top_k=keys.top_k,
+        min_p=keys.min_p,
+    )
+
+
+def sampling_seed(run: Run) -> int:
+    """What the seeds of all samples begin with."""
+    base = run.generate.sampling_config.seed
+    return run.config.actor_config.seed if base is None else base
+
+
+def _generation_stops(source: ModelSource) -> list[int]:
+    """End tokens that generation_config.json names."""
+    path = source.hf_folder / "generation_config.json"
+    stops = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    return [] if stops is None else stops if isinstance(stops, list) else [stops]
