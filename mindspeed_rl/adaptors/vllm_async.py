@@ -22,7 +22,7 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     known = inspect.signature(AsyncEngineArgs).parameters
-    extra = {"enable_log_requests": False} if "enable_log_requests" in known else {}
+    extra: dict[str, Any] = {"enable_log_requests": False} if "enable_log_requests" in known else {}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, **extra))
 
 
