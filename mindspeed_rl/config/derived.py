@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from mindspeed_rl.config.run import Derivation, RunConfig
-from mindspeed_rl.config.sizes import read_sizes, world_size
+from mindspeed_rl.config.sizes import own_rollout_devices, read_sizes, rollout_servers, world_size
 
 #: responses that a replica generates at once by itself: beyond this a device gains little, and memory for them runs out
 _MOST_SEQS = {"cpu": 32}
@@ -32,14 +32,22 @@ def derive(cfg: RunConfig) -> dict[str, Derivation]:
 
 
 def _tensor(cfg: RunConfig) -> Iterator[Derivation]:
-    world, actor = world_size(cfg), cfg.actor_config
+    if rollout_servers(cfg):
+        yield Derivation(1, "it is the business of the servers that vllm_server_host names")
+        return
+    world, actor = own_rollout_devices(cfg) or world_size(cfg), cfg.actor_config
     split = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
     if world is None or world < 1 or split < 1:
         return
     heads = actor.num_attention_heads or (cfg.model_facts.num_heads if cfg.model_facts else None) or split
     most = min(split, _MOST_TENSOR)
     value = next(size for size in range(most, 0, -1) if world % size == 0 and heads % size == 0)
-    yield Derivation(value, f"the actor's weights lie on {split} of the {world} device(s)")
+    yield Derivation(
+        value,
+        f"the actor's weights lie on {split} device(s), and {world} generate"
+        if own_rollout_devices(cfg)
+        else f"the actor's weights lie on {split} of the {world} device(s)",
+    )
 
 
 def _length(cfg: RunConfig) -> Iterator[Derivation]:

@@ -7,16 +7,27 @@ from typing import Any
 
 from mindspeed_rl.config.megatron import MegatronConfig, joined
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import world_size
+from mindspeed_rl.config.sizes import (
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    world_size,
+)
 from mindspeed_rl.config.violation import Violation
 
 
 def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
     """Yield every broken layout rule of every role that has its own settings."""
     yield from _role(cfg, "actor_config", cfg.actor_config, world_size(cfg))
-    for name in ("ref_config", "reward_config", "critic_config"):
+    own = {
+        "ref_config": own_reference_devices(cfg),
+        "reward_config": own_reward_devices(cfg),
+        "critic_config": own_critic_devices(cfg),
+    }
+    for name, devices in own.items():
         if name in cfg.set_keys:
-            yield from _role(cfg, name, getattr(cfg, name), None)
+            yield from _role(cfg, name, getattr(cfg, name), devices)
     if not cfg.is_supervised:
         yield from _rollout(cfg)
 
@@ -229,7 +240,7 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
             f"num_query_groups ({kv_heads}) and {tp_key} ({tp}) must divide one another: key/value heads are "
             "split or repeated whole",
         )
-    world = world_size(cfg)
+    world = own_rollout_devices(cfg) or world_size(cfg)
     if generate.enable_expert_parallel and world is not None:
         ep = generate.infer_expert_parallel_size
         if ep < 1 or world % (ep * tp):

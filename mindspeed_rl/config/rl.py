@@ -335,9 +335,18 @@ class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys,
     actor_resource: Resource = key(Resource, "devices of the actor, and of all roles that share them")
     reference_resource: Resource | None = key(None, "own devices of the reference model")
     reward_resource: Resource | None = key(None, "own devices of the reward model")
-    critic_resource: Resource | None = key(None, "devices of the critic; the actor's when unset", needs=_CRITIC)
+    critic_resource: Resource | None = key(None, "own devices of the critic; the actor's when unset", needs=_CRITIC)
+    rollout_resource: Resource | None = key(
+        None, "own devices of the rollout: servers of infer_tensor_parallel_size devices; the actor's when unset"
+    )
+    rollout_server_restarts: int = key(
+        3, "rollout servers that may be started anew in a run, in place of those that were lost; needs rollout_resource"
+    )
     vit_resource: Resource | None = key(None, "devices of an image encoder", no_effect=_TEXT_ONLY)
-    use_integrated_worker: bool = key(True, "actor, reference and rollout share their devices in time; false is not available")
+    use_integrated_worker: bool = key(
+        True,
+        "actor, reference and rollout share their devices in time; false: each role with a resource has devices of its own",
+    )
     integrated_mode_config: IntegratedModeConfig | None = key(None, "extras of that mode")
     blocking: bool = key(True, "finish every phase before the next starts; false: phases overlap as rows become ready")
     async_engine: bool = key(

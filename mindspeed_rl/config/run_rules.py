@@ -11,6 +11,7 @@ from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.megatron import LORA_TARGETS
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import own_reference_devices, own_rollout_devices, rollout_is_apart
 from mindspeed_rl.config.violation import Violation, broken, out_of_range
 
 
@@ -155,6 +156,15 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 "settings (its weights: rl_config.integrated_mode_config.ref_model_load_path)",
                 {"ref_config": None},
             )
+        if rl.rollout_resource is not None:
+            yield broken(
+                "integrated_rollout",
+                {"rl_config.use_integrated_worker": True, "rl_config.rollout_resource": rl.rollout_resource.num_npus},
+                "rl_config.rollout_resource must be left out while use_integrated_worker is true: the rollout shares the "
+                "actor's devices",
+                {"rl_config.rollout_resource": None},
+                {"rl_config.use_integrated_worker": False},
+            )
         if rl.reward_resource is not None and cfg.reward_config is None:
             yield broken(
                 "reward_group",
@@ -170,7 +180,10 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 "rl_config.integrated_mode_config must be left out while use_integrated_worker is false",
                 {"rl_config.integrated_mode_config": None},
             )
-        for group, needed in (("ref_config", True), ("reward_config", not rl.rule_reward)):
+        for group, needed in (
+            ("ref_config", rl.reference_resource is not None),
+            ("reward_config", not rl.rule_reward),
+        ):
             if needed and group not in cfg.set_keys:
                 yield broken(
                     "own_role_group",
@@ -199,6 +212,82 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.adv_estimator": rl.adv_estimator, "critic_config": None},
             f"rl_config.adv_estimator {rl.adv_estimator} needs the group critic_config: it learns the values",
         )
+
+
+def _apart(cfg: RunConfig) -> Iterator[Violation]:
+    """Roles with devices of their own."""
+    rl, generate = cfg.rl_config, cfg.generate_config
+    if rl is None or generate is None or cfg.is_supervised:
+        return
+    for name in ("rollout", "reference", "critic", "reward"):
+        own = getattr(rl, f"{name}_resource")
+        if own is not None and own.num_npus is not None and own.num_npus < 1:
+            key = f"rl_config.{name}_resource.num_npus"
+            yield broken("apart_positive", {key: own.num_npus}, f"{key} ({own.num_npus}) must be at least 1", {key: 1})
+    devices, tensor = own_rollout_devices(cfg), generate.infer_tensor_parallel_size
+    if devices is not None and tensor >= 1 and devices % tensor:
+        keys = {"rl_config.rollout_resource.num_npus": devices, "generate_config.infer_tensor_parallel_size": tensor}
+        yield broken(
+            "rollout_devices",
+            keys,
+            f"rl_config.rollout_resource.num_npus ({devices}) must be divisible by "
+            f"generate_config.infer_tensor_parallel_size ({tensor}): a server has that many devices",
+            {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},
+        )
+    if own_reference_devices(cfg) is not None and (rl.share_backbone or rl.sync_ref_model):
+        name = "share_backbone" if rl.share_backbone else "sync_ref_model"
+        yield broken(
+            "reference_beside_actor",
+            {"rl_config.reference_resource": own_reference_devices(cfg), f"rl_config.{name}": True},
+            f"rl_config.{name} needs the reference on the actor's devices; leave rl_config.reference_resource out",
+            {"rl_config.reference_resource": None},
+            {f"rl_config.{name}": False},
+        )
+    if rollout_is_apart(cfg) and generate.infer_expert_parallel_size > 1:
+        value = generate.infer_expert_parallel_size
+        yield broken(
+            "server_experts",
+            {"generate_config.infer_expert_parallel_size": value},
+            f"generate_config.infer_expert_parallel_size ({value}) must be 1 for rollout servers, each of which holds all "
+            "experts on its own devices",
+            {"generate_config.infer_expert_parallel_size": 1},
+        )
+    if rl.rollout_server_restarts < 0:
+        key = "rl_config.rollout_server_restarts"
+        yield broken("server_restarts", {key: rl.rollout_server_restarts}, f"{key} must be at least 0", {key: 0})
+    yield from _servers(cfg)
+
+
+def _servers(cfg: RunConfig) -> Iterator[Violation]:
+    """Servers that were started by hand."""
+    generate = cfg.generate_config
+    assert generate is not None
+    if generate.vllm_server_timeout <= 0:
+        key = "generate_config.vllm_server_timeout"
+        yield broken("server_timeout", {key: generate.vllm_server_timeout}, f"{key} must be above 0", {key: 120.0})
+    hosts, ports = generate.vllm_server_host, generate.vllm_server_port
+    if hosts is None:
+        return
+    if own_rollout_devices(cfg) is not None:
+        yield broken(
+            "one_kind_of_server",
+            {"generate_config.vllm_server_host": hosts, "rl_config.rollout_resource": own_rollout_devices(cfg)},
+            "generate_config.vllm_server_host and rl_config.rollout_resource exclude each other: the rollout is on servers "
+            "that were started by hand, or on devices of this run",
+            {"rl_config.rollout_resource": None},
+            {"generate_config.vllm_server_host": None},
+        )
+    num_hosts, num_ports = (len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
+    if not num_hosts or not num_ports or (num_hosts != num_ports and 1 not in (num_hosts, num_ports)):
+        yield broken(
+            "server_ports",
+            {"generate_config.vllm_server_host": hosts, "generate_config.vllm_server_port": ports},
+            f"generate_config.vllm_server_port has {num_ports} entries for {num_hosts} hosts; give one for all or one for each",
+        )
+    wrong = [port for port in (ports if isinstance(ports, list) else [ports]) if not 0 < port < 65536]
+    if wrong:
+        key = "generate_config.vllm_server_port"
+        yield broken("server_port", {key: ports}, f"{key} ({wrong[0]}) must lie in 1..65535", {key: 8000})
 
 
 def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
@@ -260,6 +349,14 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
             f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits the rollouts of trainer_mode sync; "
             f"with trainer_mode {mode} responses are generated while others train, and rl_config.partial_rollout lets new "
             "weights interrupt them",
+            {"rl_config.partial_rollout_max_split": 1},
+        )
+    if rollout_is_apart(cfg) and rl.partial_rollout_max_split > 1:
+        yield broken(
+            "partial_rollout_apart",
+            {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "the rollout": "on devices of its own"},
+            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits rollouts on the training devices; with "
+            "rollout servers set rl_config.trainer_mode: async",
             {"rl_config.partial_rollout_max_split": 1},
         )
     if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
@@ -426,4 +523,16 @@ def _ranges(cfg: RunConfig) -> Iterator[Violation]:
             yield out_of_range(key, value, bounds)
 
 
-RUN_RULES = (_stage, _length, _number_format, _lengths, _packing, _roles, _rollout_modes, _adapters, _profiler, _ranges)
+RUN_RULES = (
+    _stage,
+    _length,
+    _number_format,
+    _lengths,
+    _packing,
+    _roles,
+    _apart,
+    _rollout_modes,
+    _adapters,
+    _profiler,
+    _ranges,
+)

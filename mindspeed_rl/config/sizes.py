@@ -234,6 +234,52 @@ def world_size(cfg: RunConfig) -> int | None:
     return cfg.rl_config.actor_resource.num_npus
 
 
+def rollout_servers(cfg: RunConfig) -> list[tuple[str, int]]:
+    """Return (host, port) of the servers that were started by hand and generate for this run."""
+    generate = cfg.generate_config
+    if generate is None or cfg.is_supervised or generate.vllm_server_host is None:
+        return []
+    hosts = generate.vllm_server_host if isinstance(generate.vllm_server_host, list) else [generate.vllm_server_host]
+    ports = generate.vllm_server_port if isinstance(generate.vllm_server_port, list) else [generate.vllm_server_port]
+    if len(hosts) == 1:
+        hosts = hosts * len(ports)
+    return list(zip(hosts, ports * len(hosts) if len(ports) == 1 else ports))
+
+
+def own_rollout_devices(cfg: RunConfig) -> int | None:
+    """Return the devices of this run's own rollout servers; None where the rollout shares the actor's or is elsewhere."""
+    return _own_devices(cfg, "rollout_resource")
+
+
+def rollout_is_apart(cfg: RunConfig) -> bool:
+    """Return whether responses come from servers, this run's own or others."""
+    return own_rollout_devices(cfg) is not None or bool(rollout_servers(cfg))
+
+
+def own_reference_devices(cfg: RunConfig) -> int | None:
+    """Return the devices that the reference has for itself; None where it shares the actor's."""
+    return _own_devices(cfg, "reference_resource")
+
+
+def own_critic_devices(cfg: RunConfig) -> int | None:
+    """Return the devices that the critic has for itself; None where it shares the actor's or there is none."""
+    return None if cfg.critic_config is None else _own_devices(cfg, "critic_resource")
+
+
+def _own_devices(cfg: RunConfig, resource: str) -> int | None:
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised or rl.use_integrated_worker:
+        return None
+    own: Resource | None = getattr(rl, resource)
+    return None if own is None else own.num_npus
+
+
+def num_devices(cfg: RunConfig) -> int:
+    """Return the devices of all roles together."""
+    apart = (own_reward_devices(cfg), own_reference_devices(cfg), own_critic_devices(cfg), own_rollout_devices(cfg))
+    return (world_size(cfg) or 0) + sum(count or 0 for count in apart)
+
+
 def own_reward_devices(cfg: RunConfig) -> int | None:
     """Return the devices that the reward model has for itself; None where it shares the actor's or there is none."""
     rl = cfg.rl_config
@@ -272,7 +318,11 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
         epochs=rl.epochs,
         train_prompts=rl.filter_groups_train_batch_size if rl.filter_groups_enable else None,
         actor=layout(actor, world),
-        rollout=Layout(world, generate.infer_tensor_parallel_size, generate.infer_pipeline_parallel_size)
+        rollout=Layout(
+            own_rollout_devices(cfg) or len(rollout_servers(cfg)) * generate.infer_tensor_parallel_size or world,
+            generate.infer_tensor_parallel_size,
+            generate.infer_pipeline_parallel_size,
+        )
         if generate is not None
         else layout(actor, world),
         ref=None if rl.use_integrated_worker else own(cfg.ref_config, rl.reference_resource),

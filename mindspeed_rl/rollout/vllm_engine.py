@@ -6,65 +6,22 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt, envs
+from vllm import LLM, RequestOutput, TokensPrompt
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
-from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.rollout.arguments import engine_arguments as engine_arguments_of
+from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
+from mindspeed_rl.rollout.loading import load_named
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
-
-#: tokens of one KV block on the CPU; a sequence takes whole blocks
-_CPU_BLOCK_TOKENS = 128
-_MOST_DERIVED_KV_BYTES = 8 << 30
-_SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
-
-
-def _kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
-    """Room for `max_num_seqs` full sequences and some spare blocks, at most 8 GiB, unless the run file says a size."""
-    if config.kv_cache_memory_gib is not None:
-        return int(config.kv_cache_memory_gib * (1 << 30))
-    blocks = (config.max_num_seqs + 2) * -(-config.max_model_len // _CPU_BLOCK_TOKENS) + 8
-    wanted = blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token // config.infer_tensor_parallel_size
-    return min(wanted, _MOST_DERIVED_KV_BYTES)
-
-
-@contextmanager
-def _own_socket_folder() -> Iterator[None]:
-    """Has vLLM make the sockets by which the ranks of an engine meet in a folder that is removed when the block ends.
-
-    Once they have met the files are of no use, and those of a killed process would stay. vLLM may have kept the folder of an
-    earlier engine of this process in its copy of the environment, which is dropped.
-    """
-    before = os.environ.get(_SOCKET_FOLDER)
-    with TemporaryDirectory(prefix="mindspeed-rl-vllm-") as folder:
-        os.environ[_SOCKET_FOLDER] = folder
-        if hasattr(envs, "disable_envs_cache"):
-            envs.disable_envs_cache()
-        try:
-            yield
-        finally:
-            del os.environ[_SOCKET_FOLDER]
-            if before is not None:
-                os.environ[_SOCKET_FOLDER] = before
-
-
-class _LoadsWeights(Protocol):
-    """What all of vLLM's models can do."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
-        """Takes tensors under HF names; the names of the parameters that were filled."""
-        ...
 
 
 class VllmEngine:
@@ -98,42 +55,19 @@ class VllmEngine:
         self._hooks.before_build(run_id)
         self.sampling = sampling
         tp_size = config.infer_tensor_parallel_size
-        arguments: dict[str, Any] = {
-            "model": str(hf_folder),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": config.dtype,
-            "enforce_eager": config.enforce_eager,
-            "trust_remote_code": config.trust_remote_code,
-            "tensor_parallel_size": tp_size,
+        arguments = engine_arguments_of(
+            hf_folder,
+            config,
+            self._hooks,
+            whole_distribution=sampling.whole_distribution,
+            kv_bytes_per_token=kv_bytes_per_token,
             # every rank of the training world runs this very code: no executor may start processes of its own
-            "distributed_executor_backend": "external_launcher" if tp_size > 1 else "uni",
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            # vLLM refuses less: a step holds a token a sequence and, without chunked prefill, a whole prompt
-            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len),
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "enable_chunked_prefill": True,
-            # tempered log-probs, as the trainer computes them; with cut-offs those would be renormalised over what is kept
-            "logprobs_mode": "processed_logprobs" if sampling.whole_distribution else "raw_logprobs",
-            # the model folder's own sampling defaults would change the distribution
-            "generation_config": "vllm",
-            "disable_log_stats": True,
-            # never drawn from: every request brings its own
-            "seed": 0,
-            **self._hooks.engine_arguments(config),
-        }
-        if config.enable_expert_parallel:
-            arguments["enable_expert_parallel"] = True
-        if platform.current().name == "cpu":
-            arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, kv_bytes_per_token)
-        else:
-            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        if self._hooks.sleeps:
-            arguments["enable_sleep_mode"] = True
-        arguments.update(engine_arguments or {})
+            changes={"distributed_executor_backend": "external_launcher" if tp_size > 1 else "uni"}
+            | self._hooks.engine_arguments(config)
+            | dict(engine_arguments or {}),
+        )
         set_num_threads = torch.set_num_threads
-        with platform.current().kept_rng_state(), _own_socket_folder():  # vLLM seeds the global generators
+        with platform.current().kept_rng_state(), own_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
@@ -173,21 +107,7 @@ class VllmEngine:
         """
         if self.weight_version < 0:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # what ends a response is in stop_token_ids alone
-            seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            skip_clone=True,  # nobody else holds it
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
         prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
         # vLLM from about 0.16 on makes the name unique by a suffix, which only the outputs are without
         self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params) or name
@@ -252,19 +172,7 @@ class VllmEngine:
             RuntimeError: a parameter of the engine was given no tensor.
         """
 
-        def load(model: torch.nn.Module) -> None:
-            self._hooks.before_load(model)
-            loaded = cast(_LoadsWeights, model).load_weights(iter(named))  # no base class of vLLM's models says it
-            # a tied head is the embedding, and is not reported as loaded
-            tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
-            missing = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)} - tied - set(loaded)
-            if missing:
-                raise RuntimeError(
-                    f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}."
-                )
-            self._hooks.after_load(model)
-
-        self._llm.apply_model(load)
+        self._llm.apply_model(lambda model: load_named(model, named, self._hooks))
         # cached prefixes hold keys and values of the old weights; beside frozen responses there are none: `check_freezable`
         if not self._ids and not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")

@@ -14,6 +14,7 @@ from mindspeed_rl.trainers.group_filter import GroupFilter
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.prompt_groups import (
     PromptGroup,
+    group_metrics,
     load_groups,
     prompt_rows,
     response_rows,
@@ -150,7 +151,7 @@ class GroupRollout:
         self._plane.clear(len(groups))
         self._plane.put(columns, range(len(groups) * repeat))
         scored = [] if "rewards" in columns else self._rewards.start(len(groups) * repeat).wait()
-        return [*scored, WorkerReport(_response_metrics(columns))]
+        return [*scored, WorkerReport(group_metrics(groups))]
 
     def _write_record(self, iteration: int, groups: list[PromptGroup]) -> None:
         write_record(self._record, iteration + 1, self._source.admission.version(iteration), groups)
@@ -173,12 +174,3 @@ class GroupRollout:
         groups = load_groups(self._load / _IN_FLIGHT / state["file"], self._feed.item)
         self._source.restore(groups, state["next_prompt"], state["num_taken"])
         self._resumed = True
-
-
-def _response_metrics(columns: Mapping[str, list[Any]]) -> Metrics:
-    metrics = Metrics()
-    metrics.add_spread("response_length", columns["response_length"])
-    metrics.add_spread("prompt_length", columns["prompt_length"])
-    metrics.add_mean("rollout/truncated_fraction", sum(columns["truncated"]), len(columns["truncated"]))
-    metrics.add_sum("rollout/tokens", sum(columns["response_length"]))
-    return metrics

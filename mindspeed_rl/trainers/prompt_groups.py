@@ -16,8 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.engine import Finish, Generated
+from mindspeed_rl.workers.responses import response_columns, response_metrics
 
 _FORMAT = "mindspeed_rl.in_flight"
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "aborted")
@@ -72,23 +74,22 @@ def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]
 def response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
     """Columns of the data plane of complete groups: what the rollout puts, and the scores where they are there."""
     responses = [response for group in groups for response in group.responses]
-    prompts = [group.item["prompt_ids"] for group in groups for _ in group.samples]
-    columns: dict[str, list[Any]] = {
-        "responses": [torch.tensor(response.token_ids, dtype=torch.int64) for response in responses],
-        "rollout_log_probs": [torch.tensor(response.log_probs, dtype=torch.float32) for response in responses],
-        "response_length": [len(response.token_ids) for response in responses],
-        "input_ids": [
-            torch.tensor([*prompt, *response.token_ids], dtype=torch.int64) for prompt, response in zip(prompts, responses)
-        ],
-        "prompt_length": [len(prompt) for prompt in prompts],
-        "truncated": [response.finish == "length" for response in responses],
-        "weight_versions": [torch.tensor(response.versions, dtype=torch.int64) for response in responses],
-    }
+    columns = response_columns(_prompts(groups), responses)
     if all(group.results is not None for group in groups):
         results = [result for group in groups for result in group.results or ()]
         columns["rewards"] = [math.nan if result.total is None else result.total for result in results]
         columns["reward_results"] = results
     return columns
+
+
+def group_metrics(groups: Sequence[PromptGroup]) -> Metrics:
+    """Lengths, and how many responses were cut off."""
+    return response_metrics(_prompts(groups), [response for group in groups for response in group.responses])
+
+
+def _prompts(groups: Sequence[PromptGroup]) -> list[torch.Tensor]:
+    """Of each sample."""
+    return [torch.tensor(group.item["prompt_ids"], dtype=torch.int64) for group in groups for _ in group.samples]
 
 
 def spans(versions: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import ConfigError, MegatronConfig, Run, own_reward_devices
+from mindspeed_rl.config import (
+    ConfigError,
+    MegatronConfig,
+    Run,
+    num_devices,
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    rollout_servers,
+)
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
@@ -28,10 +38,11 @@ from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import make_rollout
 from mindspeed_rl.trainers.schedule import Schedule
-from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.trainers.services import OwnEngine, Services
+from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
-from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
+from mindspeed_rl.workers.groups import RewardModelGroup, ScoringGroup
 from mindspeed_rl.workers.model_source import (
     check_critic_start,
     find_model,
@@ -93,7 +104,7 @@ class RLParts:
         self._beginning = find_beginning(run, source)
         _check_models(run, self._inputs, self._beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
-        self.num_devices = run.plan.world_size + self._apart
+        self.num_devices = num_devices(cfg)
 
     @property
     def run(self) -> Run:
@@ -102,7 +113,7 @@ class RLParts:
 
     def describe(self) -> str:
         """What is read, and what is being started."""
-        beside = f" and {self._apart} for the reward model" if self._apart else ""
+        beside = "".join(f" and {text}" for text in _apart(self._run))
         epochs = self._run.config.actor_config.train_epochs
         length = f"\n{self._run.plan.train_iters} iterations are {epochs:g} passes over them" if epochs else ""
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
@@ -113,7 +124,7 @@ class RLParts:
         run, inputs = self._run, self._inputs
         plane = open_data_plane(run)
         stack.callback(plane.close)
-        actors = ActorGroup(run, plane)
+        actors = make_actor_group(run, plane)
         stack.callback(actors.close)
         rewards = RewardGroup(run, plane, inputs.tokenizer_path)
         stack.callback(rewards.close)
@@ -124,7 +135,10 @@ class RLParts:
             scorers = RewardModelGroup(run, plane)
             stack.callback(scorers.close)
             scorers.set_up()
-        self._services = Services(plane, actors, scorers, rewards)
+        engine = None
+        if isinstance(actors, ServedActorGroup):
+            engine = OwnEngine(actors.servers.pool, actors.sampling, actors.servers.loop, actors.keep_alive)
+        self._services = Services(plane, actors, scorers, rewards, engine)
         self._resumed = actors.set_up()
         return self._resumed
 
@@ -136,6 +150,21 @@ class RLParts:
     def trainer(self) -> RLTrainer:
         """The loop, on workers that were started, with the logger that was made."""
         return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
+
+
+def _apart(run: Run) -> list[str]:
+    """Who has devices of its own besides the actor."""
+    cfg = run.config
+    tensor = run.generate.infer_tensor_parallel_size
+    counts = {
+        "for the reward model": own_reward_devices(cfg),
+        "for the reference": own_reference_devices(cfg),
+        "for the critic": own_critic_devices(cfg),
+        f"for rollout servers of {tensor}": own_rollout_devices(cfg),
+    }
+    found = [f"{count} {what}" for what, count in counts.items() if count]
+    servers = rollout_servers(cfg)
+    return found + ([f"{len(servers)} rollout server(s) elsewhere"] if servers else [])
 
 
 def with_length(run: Run, num_prompts: int) -> Run:

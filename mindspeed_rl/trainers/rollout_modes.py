@@ -21,6 +21,7 @@ from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.trainers.streaming import Requests, StreamingSource
 from mindspeed_rl.workers.groups import ActorGroup
 from mindspeed_rl.workers.reports import WorkerReport
+from mindspeed_rl.workers.responses import sampling_seed
 
 
 def make_rollout(
@@ -84,6 +85,7 @@ def _streaming(run: Run, services: Services, feed: PromptFeed) -> StreamingSourc
         interrupts=rl.trainer_mode == "async" and rl.partial_rollout,
         num_warmup_batches=rl.num_warmup_batches if rl.trainer_mode == "async" else 1,
         timeout_s=rl.wait_timeout_s,
+        keep_alive=services.engine.keep_alive,
     )
 
 
@@ -93,8 +95,7 @@ def _requests(run: Run, feed: PromptFeed, sampling: Sampling | None = None) -> R
     Args:
         sampling: None where the engine has its own.
     """
-    plan, base = run.plan, run.generate.sampling_config.seed
-    seed = run.config.actor_config.seed if base is None else base
+    plan, seed = run.plan, sampling_seed(run)
 
     def seed_of(prompt: int, sample: int) -> int:
         draw, place = divmod(prompt, plan.num_prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindspeed_rl.dataplane.client import DataPlane
@@ -19,11 +20,13 @@ class OwnEngine:
     Attributes:
         sampling: how training responses are drawn.
         runner: where its coroutines run.
+        keep_alive: called while its responses are waited for: what was lost is started again.
     """
 
     engine: RolloutEngine
     sampling: Sampling
     runner: Runner
+    keep_alive: Callable[[], None]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,8 @@ from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.workers.reports import WorkerReport
 
 Answer = TypeVar("Answer")
+#: how often a wait for responses looks whether the engine lives
+_LOOK_EVERY_S = 2.0
 #: (group) -> what the reward functions say of its responses
 Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
 
@@ -29,34 +31,6 @@ class Runner(Protocol):
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """What `work` returns."""
         ...
-
-
-class LoopThread:
-    """A `Runner` on a thread of its own, so that generation goes on while the driver waits for training."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def close(self) -> None:
-        """What still runs is cancelled; the thread ends."""
-
-        async def cancel() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        if self._thread.is_alive():
-            self.run(cancel())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
-        if not self._loop.is_running():
-            self._loop.close()
 
 
 @dataclass(frozen=True)
@@ -92,15 +66,17 @@ class StreamingSource:
         interrupts: bool,
         num_warmup_batches: int = 1,
         timeout_s: float,
+        keep_alive: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             interrupts: new weights interrupt what is being generated, which goes on with them; else they wait for it.
             num_warmup_batches: iterations' worth of prompts that are ready before the first iteration trains.
             timeout_s: longest wait for responses.
+            keep_alive: called by the driver's thread while it waits: an engine that was lost is started again.
         """
         self._engine, self._runner, self._requests, self.admission = engine, runner, requests, admission
-        self._score, self._timeout_s = score, timeout_s
+        self._score, self._timeout_s, self._keep_alive = score, timeout_s, keep_alive
         self._interrupts, self._num_warmup = interrupts, num_warmup_batches
         self._groups: dict[int, PromptGroup] = {}
         self._ready: set[int] = set()
@@ -111,6 +87,7 @@ class StreamingSource:
         self._dropped_tokens = self._dropped = 0
         self._timers = Timers()
         self._changed: asyncio.Event | None = None
+        self._generating = 0
 
     # ------------------------------------------------------------------ what the stage asks for
 
@@ -121,7 +98,7 @@ class StreamingSource:
             TimeoutError: they did not get ready in time; says what is being generated.
         """
         with self._timers("rollout"):
-            groups = self._runner.run(self._take(iteration, count))
+            groups = self._wait(lambda: self._take(iteration, count), lambda: self._describe(iteration, count))
         metrics = Metrics()
         metrics.add_last("rollout/in_flight_prompts", len(self._groups))
         metrics.add_last("rollout/ready_prompts", len(self._ready))
@@ -140,7 +117,24 @@ class StreamingSource:
         if self._version is None:
             return
         with self._timers("rollout_pause"):
+            if not self._interrupts:
+                # not by the engine's own pause: what runs on a server that is lost meanwhile must be able to go on
+                self._wait(self._all_ended, lambda: self._describe_running("the push of new weights"))
             self._runner.run(self._engine.pause("abort" if self._interrupts else "wait"))
+
+    def _wait(self, look: Callable[[], Coroutine[Any, Any, Answer | None]], describe: Callable[[], str]) -> Answer:
+        """What `look` returns once it is not None.
+
+        Raises:
+            TimeoutError: it stays None; with `describe`'s words.
+        """
+        waited_s = 0.0
+        while (found := self._runner.run(self._look(look, min(_LOOK_EVERY_S, self._timeout_s - waited_s)))) is None:
+            waited_s += _LOOK_EVERY_S
+            if waited_s >= self._timeout_s:
+                raise TimeoutError(describe())
+            self._keep_alive()
+        return found
 
     def after_push(self, version: int) -> None:
         """New weights are there: what was interrupted goes on, and prompts are started that there is room for now."""
@@ -156,6 +150,24 @@ class StreamingSource:
         self._next, self._taken = next_prompt, num_taken
 
     # ------------------------------------------------------------------ where the coroutines run
+
+    async def _look(self, look: Callable[[], Coroutine[Any, Any, Answer | None]], seconds: float) -> Answer | None:
+        """What `look` returns, asked whenever something has changed in so many seconds."""
+        assert self._changed is not None
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            found = await look()
+            if found is not None or loop.time() >= end:
+                return found
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), end - loop.time())
+
+    async def _all_ended(self) -> bool | None:
+        return None if self._generating else True
 
     async def _snapshot(self) -> tuple[list[PromptGroup], int, int]:
         copies = [
@@ -212,26 +224,21 @@ class StreamingSource:
     async def _sample(self, group: PromptGroup, number: int) -> None:
         prompt = tuple(group.item["prompt_ids"])
         seed = self._requests.seed(group.number, number)
-        while (begun := group.samples[number]) is None or begun.finish == "aborted":
-            group.samples[number] = await self._engine.generate(prompt, self._requests.sampling, seed, begun)
+        self._generating += 1
+        try:
+            while (begun := group.samples[number]) is None or begun.finish == "aborted":
+                group.samples[number] = await self._engine.generate(prompt, self._requests.sampling, seed, begun)
+        finally:
+            self._generating -= 1
+            if self._changed is not None:
+                self._changed.set()
 
-    async def _take(self, iteration: int, count: int) -> list[PromptGroup]:
-        assert self._changed is not None and self._version is not None
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._timeout_s
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            if self.admission.strategy == "drop":
-                self._drop(iteration)
-            numbers = self._chosen(iteration, count)
-            if numbers is not None:
-                break
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), end - loop.time())
-            except TimeoutError:
-                raise TimeoutError(self._describe(iteration, count)) from None
+    async def _take(self, iteration: int, count: int) -> list[PromptGroup] | None:
+        if self.admission.strategy == "drop":
+            self._drop(iteration)
+        numbers = self._chosen(iteration, count)
+        if numbers is None:
+            return None
         self._taken += count
         self._ready -= set(numbers)
         return [self._groups.pop(number) for number in numbers]
@@ -259,10 +266,13 @@ class StreamingSource:
         self._admit()
 
     def _describe(self, iteration: int, count: int) -> str:
+        return self._describe_running(f"iteration {iteration + 1}", f" for the responses to {count} prompts")
+
+    def _describe_running(self, who: str, what: str = "") -> str:
         running = [group for number, group in sorted(self._groups.items()) if number not in self._ready]
         missing = sum(sample is None or sample.finish == "aborted" for group in running[:1] for sample in group.samples)
         oldest = f"; prompt {running[0].number} lacks {missing} of {len(running[0].samples)} responses" if running else ""
         return (
-            f"iteration {iteration + 1} waited {self._timeout_s:g} s (rl_config.wait_timeout_s) for the responses to {count} "
-            f"prompts: {len(self._ready)} are ready, {len(running)} are being generated or scored{oldest}."
+            f"{who} waited {self._timeout_s:g} s (rl_config.wait_timeout_s){what}: {len(self._ready)} are ready, "
+            f"{len(running)} are being generated or scored{oldest}."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
+from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
 
 
 class RolloutReplica:
@@ -39,15 +39,7 @@ class RolloutReplica:
     def __init__(self, run: Run, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
         config = run.generate
         self.run, self.plane = run, plane
-        keys = config.sampling_config
-        sampling = Sampling(
-            temperature=keys.temperature,
-            max_tokens=keys.max_tokens,
-            stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *_generation_stops(source)})),
-            top_p=keys.top_p,
-            top_k=keys.top_k,
-            min_p=keys.min_p,
-        )
+        sampling = training_sampling(config.sampling_config, source, eos_id)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._kv_heads = network.num_query_groups
         self.engine = VllmEngine(
@@ -55,7 +47,7 @@ class RolloutReplica:
             config,
             sampling,
             run_id=run_id,
-            kv_bytes_per_token=2 * network.num_layers * network.num_query_groups * network.kv_channels * self.dtype.itemsize,
+            kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
         )
         self._tp_size = config.infer_tensor_parallel_size
         self.replica, replica_rank = divmod(dist.get_rank(), self._tp_size)
@@ -73,15 +65,7 @@ class RolloutReplica:
         """The engine holds the weights of the stream; returns how many parameters were proven to have arrived."""
         self.engine.restore_weights()
         self.host.load(stream.named_tensors(self.dtype), version)
-        trained = trained_sums(
-            list(stream.local_weights.values()),
-            stream.ops,
-            self.dtype,
-            owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-            owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
-        )
-        for copy, owner in stream.copies.items():
-            trained[copy] = trained[owner]
+        trained = sums_of(stream, self.dtype)
         proof = check_delivery(
             self.engine.read_model(), trained, infer_tp_size=self._tp_size, group=self._group, kv_heads=self._kv_heads
         )
@@ -127,36 +111,17 @@ class RolloutReplica:
 
     async def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
         group = self.run.plan.n_samples_per_prompt
-        base = self.run.generate.sampling_config.seed
-        seed = self.run.config.actor_config.seed if base is None else base
+        seed = sampling_seed(self.run)
         prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
         sampling = self.engine.sampling
-        completions = await asyncio.gather(
+        responses = await asyncio.gather(
             *(
                 self.host.generate(tuple(ids.tolist()), sampling, sample_seed(seed, draw, row // group, row % group))
                 for row, ids in zip(indexes, prompts)
             )
         )
-        metrics = Metrics()
-        responses = [torch.tensor(completion.token_ids, dtype=torch.int64) for completion in completions]
-        truncated = [completion.finish == "length" for completion in completions]
-        self.plane.put(
-            {
-                "responses": responses,
-                "rollout_log_probs": [torch.tensor(completion.log_probs) for completion in completions],
-                "response_length": [len(response) for response in responses],
-                "input_ids": [torch.cat([prompt, response]) for prompt, response in zip(prompts, responses)],
-                "prompt_length": [len(prompt) for prompt in prompts],
-                "truncated": truncated,
-                "weight_versions": [torch.tensor(completion.versions, dtype=torch.int64) for completion in completions],
-            },
-            indexes,
-        )
-        metrics.add_spread("response_length", [len(response) for response in responses])
-        metrics.add_spread("prompt_length", [len(prompt) for prompt in prompts])
-        metrics.add_mean("rollout/truncated_fraction", sum(truncated), len(truncated))
-        metrics.add_sum("rollout/tokens", sum(len(response) for response in responses))
-        return metrics
+        self.plane.put(response_columns(prompts, responses), indexes)
+        return response_metrics(prompts, responses)
 
     def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
         """Every num_replicas-th response from this replica's number on, with up to `num_tokens` tokens more.
@@ -198,8 +163,20 @@ class RolloutReplica:
         return self.host.run(responses)
 
 
-def _generation_stops(source: ModelSource) -> list[int]:
-    """End tokens that generation_config.json names."""
-    path = source.hf_folder / "generation_config.json"
-    stops = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    return [] if stops is None else stops if isinstance(stops, list) else [stops]
+def kv_bytes_per_token(network: Network, dtype: torch.dtype) -> int:
+    """Of the whole model's KV cache."""
+    return 2 * network.num_layers * network.num_query_groups * network.kv_channels * dtype.itemsize
+
+
+def sums_of(stream: WeightStream, dtype: torch.dtype) -> dict[str, int]:
+    """The bit sum of every HF tensor as an engine that stores `dtype` must hold it; collective over the training world."""
+    trained = trained_sums(
+        list(stream.local_weights.values()),
+        stream.ops,
+        dtype,
+        owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+        owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
+    )
+    for copy, owner in stream.copies.items():
+        trained[copy] = trained[owner]
+    return trained

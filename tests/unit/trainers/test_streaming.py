@@ -18,7 +18,7 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups, write_record
-from mindspeed_rl.trainers.streaming import LoopThread, Requests, StreamingSource
+from mindspeed_rl.trainers.streaming import Requests, StreamingSource
 
 BATCH, GROUP, TRAIN_S = 3, 2, 7.0
 
@@ -266,21 +266,15 @@ def test_an_engine_that_fails_ends_the_run_with_its_own_error() -> None:
         driver.train(range(1))
 
 
-def test_coroutines_run_beside_the_thread_that_asks() -> None:
-    thread = LoopThread("test")
-    seen: list[str] = []
+def test_a_push_that_waits_for_responses_has_the_same_deadline() -> None:
+    driver = Driver(Admission("wait", 1, BATCH), interrupts=False, length=lambda seed: 60 if seed >= 300 else 2, timeout_s=20)
+    with pytest.raises(TimeoutError, match="the push of new weights waited 20 s .*: 0 are ready, 3 are being generated"):
+        driver.train(range(2))
 
-    async def forever() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            seen.append("cancelled")
 
-    async def begin() -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(forever())
-        await asyncio.sleep(0)
-        return task
-
-    assert not thread.run(begin()).done()
-    thread.close()
-    assert seen == ["cancelled"]
+def test_while_the_driver_waits_it_keeps_the_engine_alive() -> None:
+    seen: list[float] = []
+    driver = Driver(Admission("pace", 0, BATCH), length=lambda seed: 9)
+    driver.source._keep_alive = lambda: seen.append(driver.clock.now)
+    driver.train(range(1))
+    assert seen == pytest.approx([2.0, 4.0, 6.0, 8.0])

@@ -1,0 +1,65 @@
+"""A rollout on devices of its own gives the run that one on the actor's devices gives, and outlives its servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from grpo_command import ONE_PROCESS, Command, finished, running
+from test_grpo_run import figures
+
+SHARED = [*ONE_PROCESS, "actor_config.save=null", "rl_config.log_completions=true", "rl_config.log_completions_keep=1000"]
+APART = [
+    "rl_config.use_integrated_worker=false",
+    "rl_config.rollout_resource.num_npus=2",
+    "generate_config.vllm_server_timeout=60",
+]
+
+
+def completions(command: Command) -> list[dict[str, Any]]:
+    """Every response of the run, in order."""
+    return [json.loads(line) for line in (command.folder / "run" / "completions.jsonl").read_text().splitlines()]
+
+
+def engine_of(command: Command, number: int) -> psutil.Process:
+    """vLLM's process of a rollout server."""
+    log = str(command.folder / "run" / "logs" / f"server_{number}.log")
+    for process in command.processes():
+        words = " ".join(process.cmdline())
+        if "EngineCore" in words and os.readlink(f"/proc/{process.pid}/fd/1") == log:
+            return process
+    raise AssertionError(f"no engine writes {log}")
+
+
+def test_where_responses_are_generated_changes_no_token_and_no_figure(task: Path, tmp_path: Path) -> None:
+    keys = [*SHARED, "megatron_training.train_iters=2", f"megatron_training.eval_data_path={task / 'heldout.jsonl'}"]
+    shared = finished(task, tmp_path / "shared", *keys)
+    apart = finished(task, tmp_path / "apart", *keys, *APART)
+    assert "2 for rollout servers of 1" in apart.output
+    ours, theirs = completions(apart), completions(shared)
+    assert len(ours) == len(theirs) == 64
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+    for found, expected in zip(apart.metrics, shared.metrics, strict=True):
+        known = figures(expected)
+        assert known["rollout/tokens"] > 0
+        for name, value in known.items():
+            # kernels round differently for other batch sizes
+            assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Path) -> None:
+    with running(task, tmp_path, *SHARED, *APART, "megatron_training.train_iters=6") as command:
+        command.wait_until(lambda: len(command.metrics) >= 1)
+        os.kill(engine_of(command, 1).pid, signal.SIGKILL)
+        assert command.wait(400) == 0, command.output[-4000:]
+        assert len(command.metrics) == 6
+        log = (command.folder / "run" / "run.log").read_text()
+        assert "rollout server 1 was taken out" in log and "rollout server 1 is started anew (2 restarts left)" in log
+        assert len(completions(command)) == 6 * 32
+        assert not command.leftovers()
