@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("mindspeed_rl.cli.generate", "generate answers to prompts"),
     "chat": ("mindspeed_rl.cli.chat", "talk with a model on the console"),
     "evaluate": ("mindspeed_rl.cli.evaluate", "score a model on benchmark data"),
+    "rollout": ("mindspeed_rl.cli.rollout", "serve a model to runs on other machines"),
     "parity": ("mindspeed_rl.cli.parity", "replay a saved rollout batch through the losses"),
     "doctor": ("mindspeed_rl.cli.doctor", "check this machine and read logs for known failures"),
     "launch": ("mindspeed_rl.cli.launch", "run a command on several nodes with Ray"),

@@ -37,6 +37,26 @@ DISPATCH_KEYS = (
 )
 
 
+#: into how many dispatches a replica's share is cut at most when phases overlap; generation loses by small batches
+_PIECES = {
+    "actor_rollout_dispatch_size": 2,
+    "actor_logprob_dispatch_size": 8,
+    "ref_dispatch_size": 8,
+    "reward_dispatch_size": 8,
+    "critic_value_dispatch_size": 8,
+}
+
+
+def _cut(share: Number, pieces: int, unit: int) -> Number:
+    """Return a share cut into at most so many equal pieces, of whole multiples of `unit` rows where that leaves several."""
+    whole = exact(share)
+    if isinstance(whole, Fraction):
+        return whole
+    counts = [count for count in range(pieces, 1, -1) if whole % count == 0]
+    aligned = [count for count in counts if whole // count % unit == 0]
+    return whole // (aligned or counts or [1])[0]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Devices of one role and how one replica is split over them."""
@@ -68,6 +88,7 @@ class Sizes:
         group_size: responses of a prompt.
         train_prompts: prompts kept by filter_groups; None without that filter.
         dispatch: the dispatch sizes that the run file sets.
+        overlapping: phases take rows as they become ready, so that a replica's share is cut into several dispatches.
     """
 
     counting: Literal["prompts", "completions", "samples"]
@@ -87,6 +108,7 @@ class Sizes:
     rule_reward: bool = True
     num_nodes: int = 1
     dispatch: dict[str, int] = field(default_factory=dict)
+    overlapping: bool = False
 
     @property
     def can_divide(self) -> bool:
@@ -162,6 +184,10 @@ class Sizes:
         }
         if critic is not None:
             derived["critic_value_dispatch_size"] = derived["critic_update_dispatch_size"] = rows / critic.dp_size
+        if self.overlapping:
+            for name, pieces in _PIECES.items():
+                if name in derived:
+                    derived[name] = _cut(derived[name], pieces, self.micro_batch_size)
         return {name: exact(value) for name, value in {**derived, **self.dispatch}.items()}
 
     def with_value(self, name: str, value: int) -> Sizes:
@@ -331,4 +357,5 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
         rule_reward=rl.rule_reward,
         num_nodes=num_nodes,
         dispatch={name: value for name in DISPATCH_KEYS if (value := getattr(rl, name)) is not None},
+        overlapping=not rl.blocking,
     )

@@ -151,13 +151,15 @@ class ActorWorker(ModelWorker):
         if role == "actor":
             batching = self._batching("actor", rl.actor_forward_micro_batch_size)
             names = ("old_log_probs", "entropies")
-            with self.profiler("actor_compute_log_prob"), self.timers("old_log_p"):
-                self._forward(self.roles.actor, "actor_log_prob", names, batching, count, "actor_logprob_dispatch_size")
+            with self.profiler("actor_compute_log_prob"):
+                self._forward(
+                    "old_log_p", self.roles.actor, "actor_log_prob", names, batching, count, "actor_logprob_dispatch_size"
+                )
             return self._report()
         target = self.roles.reference or self.roles.actor
         batching = self._batching("ref", rl.ref_forward_micro_batch_size)
-        with self.profiler("reference_compute_log_prob"), self.timers("reference_model"), self._reference_weights():
-            self._forward(target, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
+        with self.profiler("reference_compute_log_prob"), self._reference_weights():
+            self._forward("reference_model", target, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
         return self._report()
 
     def compute_values(self, count: int) -> WorkerReport:
@@ -165,8 +167,10 @@ class ActorWorker(ModelWorker):
         critic = self.roles.critic
         assert critic is not None
         batching = self._batching("actor", critic.config.micro_batch_size)
-        with self.profiler("critic_compute_values"), self.timers("critic_model"):
-            self._forward(critic, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size")
+        with self.profiler("critic_compute_values"):
+            self._forward(
+                "critic_model", critic, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size"
+            )
         return self._report()
 
     def _reference_weights(self) -> AbstractContextManager[None]:

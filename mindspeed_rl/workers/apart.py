@@ -112,6 +112,8 @@ class ApartActorGroup(ActorGroup):
             assert cfg.critic_config is not None
             self._critic = self._group(CriticGroup, cfg.critic_config, critic)
 
+        self._early: dict[str, Pending] = {}
+
     def _group(self, kind: type[Any], keys: MegatronConfig, num_devices: int) -> Any:
         return kind(_sized(self._run, num_devices), keys, self._plane)
 
@@ -123,14 +125,49 @@ class ApartActorGroup(ActorGroup):
                 group.start_workers(group._run, self._plane, resumed.get("iteration"))
         return resumed
 
+    # ------------------------------------------------------------------ passes that begin while rows come
+
+    def generate(self, draw: int) -> Pending:
+        """All rows will have a response. Without `blocking`, who has devices to spare works on rows as they come."""
+        pending = super().generate(draw)
+        self._begin_early()
+        return pending
+
+    def _begin_early(self) -> None:
+        """Passes over rows that are still to come, by workers that have nothing else to do meanwhile."""
+        rl, objective = self._run.rl, self._run.objective
+        assert objective is not None
+        if rl.blocking or rl.filter_groups_enable or rl.dynamic_sample:  # filters move rows once they are there
+            return
+        count, idle = self._run.plan.num_train_samples, self._is_idle_while_generating
+        if objective.needs_reference and (self._reference is not None or idle):
+            self._early["ref"] = self._start(self._reference or self, "compute_log_probs", "ref", count)
+        if objective.needs_old_log_probs(on_policy=self._run.plan.on_policy) and idle:
+            self._early["actor"] = self._start(self, "compute_log_probs", "actor", count)
+        if objective.has_critic and (self._critic is not None or idle):
+            self._early["values"] = self._start(self._critic or self, "compute_values", count)
+
+    @property
+    def _is_idle_while_generating(self) -> bool:
+        """True when the actor's workers do not generate."""
+        return False
+
+    def _start(self, group: RunGroup, method: str, *arguments: Any) -> Pending:
+        futures = [process.call.remote(method, *arguments) for process in group.processes]
+        return Pending(futures, group._names, method, self._plane)
+
     def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
         """The first `count` rows have the log-probs of this role, "actor" or "ref"."""
+        if role in self._early:
+            return self._early.pop(role).wait()
         if role == "ref" and self._reference is not None:
             return self._reference.compute_log_probs(role, count)
         return super().compute_log_probs(role, count)
 
     def compute_values(self, count: int) -> list[WorkerReport]:
         """The first `count` rows have the critic's values."""
+        if "values" in self._early:
+            return self._early.pop("values").wait()
         return super().compute_values(count) if self._critic is None else self._critic.compute_values(count)
 
     def update_critic(self, steps: list[list[int]]) -> list[WorkerReport]:
@@ -254,7 +291,13 @@ class ServedActorGroup(ApartActorGroup):
 
     def generate(self, draw: int) -> Pending:
         """All rows will have a response; each is put as soon as it is there."""
-        return ServedPending(self, self.servers.loop.start(self._generate(draw)), "generate")
+        pending = ServedPending(self, self.servers.loop.start(self._generate(draw)), "generate")
+        self._begin_early()
+        return pending
+
+    @property
+    def _is_idle_while_generating(self) -> bool:
+        return True
 
     async def _generate(self, draw: int) -> list[WorkerReport]:
         loop, run, start_s = asyncio.get_running_loop(), self._run, time.time()
@@ -348,15 +391,16 @@ class ServedPending(Pending):
         """
         return self._until_done(lambda: None)
 
-    def wait_with(self, other: Pending) -> tuple[list[WorkerReport], list[WorkerReport]]:
-        """The reports of both; a failure of either is raised at once."""
-
-        def look() -> None:
+    def _look_at(self, others: Sequence[Pending]) -> None:
+        """Raises what any of them failed with."""
+        for other in others:
             done, _ = ray.wait(other._futures, num_returns=len(other._futures), timeout=0)
             if any(_error_of(future) is not None for future in done):
                 other.wait()
 
-        mine = self._until_done(look)
+    def wait_with(self, other: Pending) -> tuple[list[WorkerReport], list[WorkerReport]]:
+        """The reports of both; a failure of either is raised at once."""
+        mine = self._until_done(lambda: self._look_at([other]))
         return mine, other.wait()
 
     def _until_done(self, look: Any) -> Any:
@@ -366,6 +410,7 @@ class ServedPending(Pending):
                 with contextlib.suppress(TimeoutError):
                     return self._work.result(timeout=_LOOK_EVERY_S)
                 look()
+                self._look_at(list(self._group._early.values()))
                 if not self._work.done() and not pool.names:
                     self._group.recover()
         except BaseException as error:

@@ -33,13 +33,26 @@ class ModelWorker(DeviceWorker):
         return micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
 
     def _forward(
-        self, role: Role, consumer: str, names: Sequence[str], batching: MicroBatching, count: int, dispatch_key: str
+        self,
+        phase: str,
+        role: Role,
+        consumer: str,
+        names: Sequence[str],
+        batching: MicroBatching,
+        count: int,
+        dispatch_key: str,
     ) -> None:
+        """This replica's rows have these columns; waits for rows that are not ready.
+
+        Args:
+            phase: name of the intervals in which the model computes; waiting is none of them.
+        """
         role.offloader.onload(params=True)
         for part in self.replica.dispatches(count, self.run.plan.dispatch_sizes[dispatch_key]):
             batch = self.replica.fetch(consumer, ["input_ids", "prompt_length"], part)
-            output = role.engine.forward(to_rows(batch), batching)
-            self.replica.put(dict(zip(names, output or ())), part)
+            with self.timers(phase):
+                output = role.engine.forward(to_rows(batch), batching)
+                self.replica.put(dict(zip(names, output or ())), part)
         if self._rests(role):
             self._rest(role)
 

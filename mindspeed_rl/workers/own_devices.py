@@ -38,9 +38,11 @@ class ReferenceWorker(ModelWorker):
         """Log-probs of the reference for this replica's rows."""
         assert role == "ref", role
         size = self.run.rl.ref_forward_micro_batch_size or self._role.config.micro_batch_size
-        with self.profiler("reference_compute_log_prob"), self.timers("reference_model"):
+        with self.profiler("reference_compute_log_prob"):
             batching = self._batching("ref", size)
-            self._forward(self._role, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
+            self._forward(
+                "reference_model", self._role, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size"
+            )
         return self._report()
 
 
@@ -64,9 +66,11 @@ class CriticWorker(ModelWorker):
 
     def compute_values(self, count: int) -> WorkerReport:
         """The critic's value before each response token."""
-        with self.profiler("critic_compute_values"), self.timers("critic_model"):
+        with self.profiler("critic_compute_values"):
             batching = self._batching("actor", self._role.config.micro_batch_size)
-            self._forward(self._role, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size")
+            self._forward(
+                "critic_model", self._role, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size"
+            )
         return self._report()
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:

@@ -63,3 +63,15 @@ def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Pa
         assert "rollout server 1 was taken out" in log and "rollout server 1 is started anew (2 restarts left)" in log
         assert len(completions(command)) == 6 * 32
         assert not command.leftovers()
+
+
+def intervals(command: Command, name: str) -> list[tuple[float, float]]:
+    """(from, to) of every interval of this name in the run's timeline, in microseconds."""
+    lines = (command.folder / "run" / "timeline.json").read_text().splitlines()
+    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X" and event["name"] == name]
+
+
+def common(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+    """Microseconds in which an interval of both runs."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)

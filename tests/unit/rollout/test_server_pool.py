@@ -74,7 +74,11 @@ def test_what_a_dead_server_was_working_on_goes_on_elsewhere_behind_its_tokens()
         asked = asyncio.create_task(pool.generate((5, 6), FOUR, 3))
         await until(lambda: bool(first.engine.seen))
         first.engine.release(2)
-        await until(lambda: bool(pool._members) and any(len(r.whole.token_ids) == 2 for r in pool._members["server 0"].requests.values()))
+        await until(
+            lambda: (
+                bool(pool._members) and any(len(r.whole.token_ids) == 2 for r in pool._members["server 0"].requests.values())
+            )
+        )
         first.gone = True
         second.engine.release(4)
         first.engine.release()  # wakes the answer that never arrives
@@ -142,7 +146,9 @@ def test_a_request_that_loses_every_server_is_given_up() -> None:
         for server in servers:
             server.engine.error = RuntimeError("out of memory")
             server.engine.release()
-        with pytest.raises(ServerLost, match="2 servers were lost while they worked on one request: RuntimeError: out of memory"):
+        with pytest.raises(
+            ServerLost, match="2 servers were lost while they worked on one request: RuntimeError: out of memory"
+        ):
             await pool.generate((1,), FOUR, 0)
 
     in_pool(body, most_moves=1)
