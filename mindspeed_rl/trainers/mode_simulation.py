@@ -207,7 +207,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
     return Outcome(
         iteration_s=total / count,
         trainer_idle=sum(waited[_WARM:]) / total,
-        engine_idle=1.0 - (busy[-1] - busy[_WARM - 1]) / total,
+        engine_idle=max(0.0, 1.0 - (busy[-1] - busy[_WARM - 1]) / total),
         staleness=sum(ages[_WARM * times.prompts :]) / (count * times.prompts),
     )
 
