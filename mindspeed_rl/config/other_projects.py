@@ -207,7 +207,7 @@ OTHERWISE: dict[str, str] = {
     "eps_clip_low_high": "say rl_config.clip_higher_enable: true with clip_ratio_low and clip_ratio_high",
     "use_vllm": "the rollout engine is always vLLM",
     "rollout.name": "the rollout engine is always vLLM",
-    "vllm_mode": "say rl_config.use_integrated_worker: false with rollout_resource, or generate_config.vllm_server_host; unset: colocated",
+    "vllm_mode": "server is rl_config.rollout_resource or generate_config.vllm_server_host; without them it is colocate",
     "colocate": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
     "colocate_all_models": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
     "sleep_level": "say generate_config.offload_train_optimizer, offload_train_grad and offload_train_param",
