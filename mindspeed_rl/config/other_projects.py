@@ -207,9 +207,9 @@ OTHERWISE: dict[str, str] = {
     "eps_clip_low_high": "say rl_config.clip_higher_enable: true with clip_ratio_low and clip_ratio_high",
     "use_vllm": "the rollout engine is always vLLM",
     "rollout.name": "the rollout engine is always vLLM",
-    "vllm_mode": "the rollout engine always shares the devices of the actor",
-    "colocate": "actor, reference and rollout always share their devices",
-    "colocate_all_models": "actor, reference and rollout always share their devices",
+    "vllm_mode": "server is rl_config.rollout_resource or generate_config.vllm_server_host; without them it is colocate",
+    "colocate": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
+    "colocate_all_models": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
     "sleep_level": "say generate_config.offload_train_optimizer, offload_train_grad and offload_train_param",
     "vllm_num_engines": "it follows from the devices / generate_config.infer_tensor_parallel_size",
     "repetition_penalty": "rollouts are drawn from the model's own distribution, which the losses assume; the reward function "

@@ -252,9 +252,6 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
             "experts on its own devices",
             {"generate_config.infer_expert_parallel_size": 1},
         )
-    if rl.rollout_server_restarts < 0:
-        key = "rl_config.rollout_server_restarts"
-        yield broken("server_restarts", {key: rl.rollout_server_restarts}, f"{key} must be at least 0", {key: 0})
     yield from _servers(cfg)
 
 
@@ -262,9 +259,6 @@ def _servers(cfg: RunConfig) -> Iterator[Violation]:
     """Servers that were started by hand."""
     generate = cfg.generate_config
     assert generate is not None
-    if generate.vllm_server_timeout <= 0:
-        key = "generate_config.vllm_server_timeout"
-        yield broken("server_timeout", {key: generate.vllm_server_timeout}, f"{key} must be above 0", {key: 120.0})
     hosts, ports = generate.vllm_server_host, generate.vllm_server_port
     if hosts is None:
         return
@@ -475,6 +469,8 @@ RANGES: dict[str, Bounds] = {
     "rl_config.reward_memory_gib": Bounds(0, excludes_low=True),
     "rl_config.ref_model_sync_steps": Bounds(1),
     "rl_config.ref_model_mixup_alpha": Bounds(0, 1),
+    "rl_config.rollout_server_restarts": Bounds(0),
+    "generate_config.vllm_server_timeout": Bounds(0, excludes_low=True),
     "rl_config.wait_timeout_s": Bounds(0, excludes_low=True),
     "rl_config.max_prompt_length": Bounds(1),
     "rl_config.critic_warmup": Bounds(0),

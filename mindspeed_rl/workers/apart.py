@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import ray
@@ -407,11 +407,12 @@ class ServedPending(Pending):
         pool = self._group.servers.pool
         try:
             while True:
-                with contextlib.suppress(TimeoutError):
-                    return self._work.result(timeout=_LOOK_EVERY_S)
+                wait([self._work], timeout=_LOOK_EVERY_S)
+                if self._work.done():
+                    return self._work.result()
                 look()
                 self._look_at(list(self._group._early.values()))
-                if not self._work.done() and not pool.names:
+                if not pool.names:
                     self._group.recover()
         except BaseException as error:
             self._work.cancel()

@@ -244,7 +244,7 @@ class RolloutServers:
                 self._joined = []
                 if not self._meet(names, meet):
                     leave()
-                    failures = self._count(failures)
+                    failures = self._count(failures, None)
                     continue
                 self._joined = names
             receiving = self.loop.start(self.pool.receive(version, names))
@@ -257,11 +257,12 @@ class RolloutServers:
                 self.pool.version = version
                 return sent, proof
             self._joined = []
-            failures = self._count(failures)
+            failures = self._count(failures, broken)
 
-    def _count(self, failures: int) -> int:
+    def _count(self, failures: int, broken: Exception | None) -> int:
         if failures >= 2 + len(self._workers_of):
-            raise WorkerFailed(f"weight push: it failed {failures + 1} times and no server can be blamed for it.")
+            cause = "" if broken is None else f" The trainers said: {_last_line(broken)}"
+            raise WorkerFailed(f"weight push: it failed {failures + 1} times and no server can be blamed for it.{cause}")
         return failures + 1
 
     def _meet(self, names: Sequence[str], meet: Callable[[Sequence[str], Callable[[Meeting], None]], None]) -> bool:
