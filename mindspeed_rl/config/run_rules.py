@@ -349,8 +349,8 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
         yield broken(
             "partial_rollout_apart",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "the rollout": "on devices of its own"},
-            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits rollouts on the training devices; with "
-            "rollout servers set rl_config.trainer_mode: async",
+            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits rollouts on the training devices; "
+            "with rollout servers set rl_config.trainer_mode: async",
             {"rl_config.partial_rollout_max_split": 1},
         )
     if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):

@@ -1,7 +1,4 @@
-"""The rollout engine on the device that trains: this worker steps vLLM's engine, and the ranks of its replica step along.
-
-Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
-"""
+"""The rollout engine on the device that trains: this worker steps vLLM's engine, and the ranks of its replica step along."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,13 +16,16 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.rollout.engine import Continuation, Finish, Generated, PauseMode, continuation
 from mindspeed_rl.rollout.requests import Completion, Sampling
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 Answer = TypeVar("Answer")
 
 #: turns of the event loop before a step: what was asked for at once, by coroutines that start coroutines, enters the same step
 _TURNS = 4
-_END = -1
+#: what the ranks of a replica do behind the commands
+_NOTHING, _STEP, _END = 0, 1, 2
 
 
 @dataclass
@@ -128,11 +128,11 @@ class InProcessEngine:
                     await self._changed.wait()
         finally:
             task.cancel()
-            self._tell(end=True)
+            self._tell(_END)
         return task.result()
 
     def _step(self) -> None:
-        self._tell()
+        self._tell(_STEP)
         for number, completion in self.engine.step():
             running = self._running.pop(number)
             if not running.answer.done():
@@ -140,12 +140,12 @@ class InProcessEngine:
                 running.answer.set_result(_with_versions(completion, running.spans, finish))
         self._changed.set()
 
-    def _tell(self, *, end: bool = False) -> None:
-        """The commands that came in are done, here and on the other ranks of the replica."""
+    def _tell(self, then: int = _NOTHING) -> None:
+        """The commands that came in are done, here and on the other ranks of the replica, who go on with `then`."""
         commands, self._commands = self._commands, []
         if self._peers:
             content = pickle.dumps(commands) if commands else b""
-            header = torch.tensor([len(content), _END if end else 0])
+            header = torch.tensor([len(content), then])
             dist.broadcast(header, src=self.first, group=self.group)
             if content:
                 dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), src=self.first, group=self.group)
@@ -156,14 +156,15 @@ class InProcessEngine:
         while True:
             header = torch.zeros(2, dtype=torch.int64)
             dist.broadcast(header, src=self.first, group=self.group)
-            size, end = header.tolist()
+            size, then = header.tolist()
             if size:
                 content = torch.empty(size, dtype=torch.uint8)
                 dist.broadcast(content, src=self.first, group=self.group)
                 self._do(pickle.loads(content.numpy().tobytes()))  # by a process of this very run
-            if end == _END:
+            if then == _END:
                 return
-            self.engine.step()
+            if then == _STEP:
+                self.engine.step()
 
     def _do(self, commands: Iterable[Command]) -> None:
         for command in commands:
