@@ -163,7 +163,8 @@ def test_a_filter_draws_only_as_many_further_groups_as_are_missing(tmp_path: Pat
 
 
 def test_a_filter_that_may_draw_no_more_fills_up_or_gives_up(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "fill", "rl_config.trainer_mode=async", "rl_config.dynamic_sample=true", "rl_config.max_resample_times=0")
+    filling = ["rl_config.dynamic_sample=true", "rl_config.max_resample_times=0"]
+    run = run_of(tmp_path / "fill", "rl_config.trainer_mode=async", *filling)
     rollout, source, plane = rollout_of(run)
     rollout.run(0)
     assert source.calls == [4, ("rejected", 2), ("rejected", -2)]
