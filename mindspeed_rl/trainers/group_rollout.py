@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_rl.config import Run
-from mindspeed_rl.dataplane.columns import Batch, concatenate, take
+from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_filter import GroupFilter
@@ -19,6 +19,7 @@ from mindspeed_rl.trainers.prompt_groups import (
     prompt_rows,
     response_rows,
     save_groups,
+    totals_of,
     write_record,
 )
 from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, PromptFeed
@@ -119,8 +120,9 @@ class GroupRollout:
                 chosen.give_up(iteration, f"{looked_at} prompts", len(trained), wanted)
                 break
             groups, taken = self._source.take(iteration, count)
-            reports += taken + self._put(groups) + self._model_rewards.run(count * self._plan.n_samples_per_prompt)
+            reports += taken + self._put(groups)
             rows = range(count * self._plan.n_samples_per_prompt)
+            self._add_model_rewards(groups, rows)
             batch, _ = self._plane.get("dynamic_sampling", list(SCORED_COLUMNS), indexes=rows, timeout_s=self._timeout_s)
             places: Batch = {"place": list(range(len(rows)))}
             good, rest = chosen.split({**batch, **places})
@@ -152,6 +154,16 @@ class GroupRollout:
         self._plane.put(columns, range(len(groups) * repeat))
         scored = [] if "rewards" in columns else self._rewards.start(len(groups) * repeat).wait()
         return [*scored, WorkerReport(group_metrics(groups))]
+
+    def _add_model_rewards(self, groups: list[PromptGroup], rows: range) -> None:
+        """Rows have the reward model's score as well; they are too few, as a rule, to be dealt out as those of an iteration."""
+        if isinstance(self._model_rewards, NoModelRewards):
+            return
+        batch, _ = self._plane.get("dynamic_sampling", ["reward_results"], indexes=rows, timeout_s=self._timeout_s)
+        items = [group.item for group in groups for _ in group.samples]
+        responses = [list(response.token_ids) for group in groups for response in group.responses]
+        results = self._model_rewards.add(objects(batch["reward_results"]), items, responses)
+        self._plane.put({"rewards": totals_of(results), "reward_results": results}, rows, overwrite=True)
 
     def _write_record(self, iteration: int, groups: list[PromptGroup]) -> None:
         write_record(self._record, iteration + 1, self._source.admission.version(iteration), groups)

@@ -77,9 +77,14 @@ def response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
     columns = response_columns(_prompts(groups), responses)
     if all(group.results is not None for group in groups):
         results = [result for group in groups for result in group.results or ()]
-        columns["rewards"] = [math.nan if result.total is None else result.total for result in results]
+        columns["rewards"] = totals_of(results)
         columns["reward_results"] = results
     return columns
+
+
+def totals_of(results: Sequence[RewardResult]) -> list[float]:
+    """The column `rewards`: NaN where there is no score."""
+    return [math.nan if result.total is None else result.total for result in results]
 
 
 def group_metrics(groups: Sequence[PromptGroup]) -> Metrics:

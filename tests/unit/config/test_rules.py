@@ -8,6 +8,7 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import RunConfig, Violation, build_run_config, unavailable, validate
+from mindspeed_rl.config.notices import run_warnings
 
 
 def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:
@@ -373,3 +374,14 @@ def test_generating_beside_training_needs_servers() -> None:
     assert unavailable(prompt_level(rl_config={"trainer_mode": "async"}, **served)) == []
     split = prompt_level(rl_config={"partial_rollout_max_split": 2}, **served)
     assert "partial_rollout_apart" in rules_of(split)
+
+
+def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
+    def said(**rl: object) -> list[str]:
+        return [text for text in run_warnings(prompt_level(rl_config=rl)) if "older weights" in text]
+
+    assert said() == said(trainer_mode="async", max_off_policy_threshold=0.0) == []
+    assert said(trainer_mode="one_step_off", rollout_importance_sampling_mode="token_truncate") == []
+    assert said(partial_rollout_max_split=2, off_policy_token_limit=0.0) == []
+    for keys in ({"trainer_mode": "async"}, {"trainer_mode": "one_step_off"}, {"partial_rollout_max_split": 2}):
+        assert len(said(**keys)) == 1
