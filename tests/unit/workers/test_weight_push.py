@@ -13,8 +13,6 @@ from mindspeed_rl.rollout.pool import ServerPool
 from mindspeed_rl.workers.waiting import WorkerFailed
 from mindspeed_rl.workers.weight_push import LoopThread, WeightPush
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
-
 RIGHT = [json.dumps({"parameters": {"w": 11}, "packed_names": {}})]
 WRONG = [json.dumps({"parameters": {"w": 12}, "packed_names": {}})]
 
