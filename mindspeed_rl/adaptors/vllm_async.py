@@ -65,6 +65,20 @@ async def pause(llm: Any, mode: Literal["wait", "keep", "abort"]) -> None:
         raise RuntimeError("this vLLM cannot freeze requests while weights are pushed; partial_rollout needs 0.18 or later.")
 
 
+async def drop_cached_prefixes(llm: Any) -> None:
+    """No later request begins with keys and values of the weights before; requests that were kept compute theirs again.
+
+    vLLM leaves the cache as it is while requests hold some of it, and says False. Without prefix caching nobody shares any.
+
+    Raises:
+        RuntimeError: the cache could not be dropped.
+    """
+    if not llm.vllm_config.cache_config.enable_prefix_caching or await llm.reset_prefix_cache() is not False:
+        return
+    if await llm.reset_prefix_cache(reset_running_requests=True) is False:
+        raise RuntimeError("weight push: the prefix cache could not be dropped, so later responses would mix weights.")
+
+
 async def resume(llm: Any) -> None:
     """The engine schedules again."""
     await llm.resume_generation()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import socket
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.cli.options import Parser, say
 from mindspeed_rl.config import ConfigError, GenerateConfig, SamplingConfig, load_run_config
 from mindspeed_rl.config.run import PLATFORMS
-from mindspeed_rl.observability.logging import quiet_environment, set_up_logging
+from mindspeed_rl.observability.logging import quiet_environment
 
 if TYPE_CHECKING:
     import argparse
-
-    from mindspeed_rl.workers.server_process import ServerSettings
 
 _DESCRIPTION = (
     "Serve a model for rollouts: OpenAI-compatible paths (/v1/...), /health, and /rollout/... by which a run generates and "
@@ -144,48 +141,10 @@ def _serve(
 ) -> int:
     os.environ.update(quiet_environment(os.environ))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # these import torch, which reads the environment
-    from mindspeed_rl import platform
-    from mindspeed_rl.workers.process import prepare_process
-    from mindspeed_rl.workers.server_process import ServerSettings
+    # it imports torch, which reads the environment
+    from mindspeed_rl.workers.hand_server import serve
 
-    device = platform.select(args.platform)
-    for name, value in device.worker_env().items():
-        os.environ.setdefault(name, value)
-    set_up_logging(None)
-    prepare_process(("rollout",), None)
     keys = generate.sampling_config
     whole = keys.top_p >= 1.0 and keys.top_k <= 0 and keys.min_p <= 0.0 and not args.cut_distribution
-    settings = ServerSettings(
-        hf_folder=str(folder),
-        generate=generate,
-        whole_distribution=whole,
-        platform=device.name,
-        folder=None,
-        with_tokenizer=True,
-        load_weights=any(folder.glob("*.safetensors")),
-    )
-    asyncio.run(_until_interrupted(settings, token, listening, names))
+    serve(folder, generate, names, listening, token, whole_distribution=whole, platform_name=args.platform)
     return 0
-
-
-async def _until_interrupted(settings: ServerSettings, token: str, listening: socket.socket, names: list[str]) -> None:
-    # they import vLLM, for which the process was prepared just now
-    import uvicorn
-
-    from mindspeed_rl.adaptors.vllm_async import openai_app
-    from mindspeed_rl.workers.http_server import GuardedApp
-    from mindspeed_rl.workers.server_links import CALLS_PATH
-    from mindspeed_rl.workers.serving import open_engine, open_service
-
-    host, port = listening.getsockname()[:2]
-    say(f"starting {names[0]} ...")
-    engine = open_engine(settings)
-    try:
-        inner = await openai_app(engine.llm, settings.hf_folder, names)
-        app = GuardedApp(open_service(settings, engine), inner, token, CALLS_PATH)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=5))
-        say(f"serving {names[0]} at http://{host}:{port}; every call needs the token. Ctrl-C ends it.")
-        await server.serve(sockets=[listening])
-    finally:
-        engine.close()

@@ -107,7 +107,7 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         return phases
     rl, generate, objective = cfg.rl_config, cfg.generate_config, resolve_objective(cfg)
     critic = sizes.critic if objective.has_critic else None
-    kept = []
+    critics, kept = _own(own_critic_devices(cfg), everyone), []
     if generate is not None:
         kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
     beside = f", beside training {', '.join(kept)}" if kept else ", training state off the device"
@@ -139,7 +139,6 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     if objective.needs_old_log_probs(on_policy=sizes.steps_per_rollout * sizes.epochs == 1):
         phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
     if critic is not None:
-        critics = _own(own_critic_devices(cfg), everyone)
         phases.append({"phase": "values", "devices": critics, "holds": f"critic on Megatron {_engine(critic)}"})
     phases.append({"phase": "advantages", "devices": "host", "holds": rl.adv_estimator})
     if critic is not None:

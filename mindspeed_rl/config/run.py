@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
@@ -68,3 +68,16 @@ class RunConfig:
     def is_supervised(self) -> bool:
         """True for the stages that learn from a dataset alone."""
         return self.stage in SUPERVISED_STAGES
+
+    def as_written(self) -> dict[str, dict[str, Any]]:
+        """The keys that the run file or an override set, with their values, by group."""
+        sampling = None if self.generate_config is None else self.generate_config.sampling_config
+        holders = {"sampling_config": sampling, "run": self}
+        written = {}
+        for group, names in self.set_keys.items():
+            holder = holders[group] if group in holders else getattr(self, group)
+            known = {field.name for field in fields(holder)} if holder is not None else set()
+            values = {name: getattr(holder, name) for name in sorted(names & known)}
+            if values:
+                written[group] = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}
+        return written

@@ -1,18 +1,21 @@
-"""The run on one page: report.md for people, report.json for programs, made from metrics.jsonl."""
+"""The run on one page: report.html and report.md for people, report.json for programs, made from what is in the run folder."""
 
 from __future__ import annotations
 
 import json
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import __version__
+from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.progress import clock
+from mindspeed_rl.observability.run_files import read_metrics, read_run
+from mindspeed_rl.observability.signs import Sign, find_signs
 
 # Packages whose versions decide what a run computes.
 PACKAGES = (
@@ -50,20 +53,25 @@ def write_report(
     title: str,
     outcome: str = "finished",
     results: Mapping[str, float] | None = None,
+    config_set: Mapping[str, Any] | None = None,
+    planned_iterations: int | None = None,
 ) -> Path:
-    """report.md and report.json stand in the run folder.
+    """report.html, report.md and report.json stand in the run folder.
 
     Args:
         run_dir: the folder that holds metrics.jsonl (it may be missing: a run that failed early).
-        config: the resolved configuration as plain values.
+        config: the resolved configuration as plain values; report.json has it whole.
         title: e.g. the run file's name.
-        outcome: "finished", or why the run ended.
+        outcome: "finished", "running", or why the run ended.
         results: figures of the whole run to put on top, e.g. accuracy before and after.
+        config_set: the part of the configuration that the run file sets; all that people are shown of it.
+        planned_iterations: how many there are to be.
 
     Returns:
         The path of report.md.
     """
     run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
     records = read_metrics(run_dir / "metrics.jsonl")
     summaries = summarize(records)
     report = {
@@ -74,26 +82,18 @@ def write_report(
         "machine": platform.machine(),
         "versions": installed_versions(),
         "iterations": len(records),
+        "planned_iterations": planned_iterations,
         "results": dict(results or {}),
         "metrics": {name: asdict(summary) for name, summary in summaries.items()},
+        "config_set": dict(config_set or {}),
         "config": dict(config),
     }
-    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "report.json").write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+    run = read_run(run_dir)
     path = run_dir / "report.md"
-    path.write_text(_markdown(report, summaries), encoding="utf-8")
+    path.write_text(_markdown(report, summaries, find_signs(run.records, run.completions)), encoding="utf-8")
+    write_page(run_dir / "report.html", [run])
     return path
-
-
-def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """The records of a metrics.jsonl, the last one of each iteration (a resumed run repeats some), in order."""
-    if not path.exists():
-        return []
-    by_iteration: dict[int, dict[str, float | None]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        by_iteration[record["iteration"]] = by_iteration.pop(record["iteration"], {}) | record
-    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
 
 
 def summarize(records: Sequence[Mapping[str, float | None]]) -> dict[str, Summary]:
@@ -120,31 +120,71 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _markdown(report: Mapping[str, Any], summaries: Mapping[str, Summary]) -> str:
+#: metrics of report.md, where the run has them; report.html has all
+_HEADLINES = (
+    "eval/accuracy",
+    "eval/reward",
+    "eval/loss",
+    "grpo/score/mean",
+    "dapo/score/mean",
+    "critic/score/mean",
+    "train/loss",
+    "train/rewards/accuracies",
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/pg_clipfrac",
+    "actor/grad_norm",
+    "train/grad_norm",
+    "response_length/mean",
+    "rollout/log_probs_diff_max",
+    "memory/peak_gib",
+    "e2e_tps",
+    "train/tokens_per_s",
+)
+_MOST_PHASES = 8
+_MOST_KEYS = 40
+
+
+def _markdown(report: Mapping[str, Any], summaries: Mapping[str, Summary], signs: Sequence[Sign]) -> str:
     lines = [f"# {report['title']}", "", f"Outcome: {report['outcome']}. Iterations: {report['iterations']}.", ""]
+    lines += ["Curves, samples and all metrics: `report.html` beside this file; every figure and key: `report.json`.", ""]
+    lines += [f"- **{'!' if sign.severity == 'bad' else '?'}** {sign.text} {sign.advice}" for sign in signs]
+    lines += [""] if signs else []
     if report["results"]:
         lines += ["| Result | |", "|---|---|"]
         lines += [f"| {name} | {_figure(value)} |" for name, value in report["results"].items()] + [""]
-    timings = {name: summary for name, summary in summaries.items() if name.startswith("timing/")}
-    others = {name: summary for name, summary in summaries.items() if name not in timings}
-    if others:
-        lines += ["## Metrics", "", "| Metric | first | last | mean | min | max |", "|---|---|---|---|---|---|"]
-        for name, s in others.items():
+    shown = [name for name in _HEADLINES if name in summaries]
+    if shown:
+        lines += ["| Metric | first | last | mean | min | max |", "|---|---|---|---|---|---|"]
+        for name in shown:
+            s = summaries[name]
             lines.append(f"| {name} | " + " | ".join(_figure(v) for v in (s.first, s.last, s.mean, s.min, s.max)) + " |")
         lines.append("")
+    timings = {name: summary for name, summary in summaries.items() if name.startswith("timing/")}
     if timings:
         whole = timings.get("timing/all")
-        lines += ["## Where the time went", "", "| Phase | s an iteration | total | share |", "|---|---|---|---|"]
-        for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count):
+        lines += ["| Phase | s an iteration | total | share |", "|---|---|---|---|"]
+        for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MOST_PHASES]:
             total = s.mean * s.count
             share = f"{total / (whole.mean * whole.count):.0%}" if whole is not None and whole.mean > 0 else ""
             lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {clock(total)} | {share} |")
         lines.append("")
-    lines += ["## Versions", "", f"mindspeed_rl {report['mindspeed_rl']}, Python {report['python']} on {report['machine']}, "]
-    lines[-1] += ", ".join(f"{name} {found}" for name, found in report["versions"].items()) + "."
-    config = json.dumps(report["config"], indent=2, default=str)
-    lines += ["", "## Configuration", "", "```json", config, "```", ""]
+    keys = [f"{path}={json.dumps(value, default=str)}" for path, value in _flat(report["config_set"])]
+    if keys:
+        more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+        lines += ["Set by the run file: " + ", ".join(f"`{key}`" for key in keys[:_MOST_KEYS]) + f"{more}.", ""]
+    versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
+    lines += [f"mindspeed_rl {report['mindspeed_rl']}, Python {report['python']} on {report['machine']}, {versions}.", ""]
     return "\n".join(lines)
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def _figure(value: Any) -> str:

@@ -110,7 +110,7 @@ class AsyncEngine:
     async def receive(self, version: int) -> list[str]:
         """The workers hold what the group's rank 0 sends; the sums of what each holds, as JSON. The engine is paused."""
         sums = await self.llm.collective_rpc("weights_receive")
-        await self.llm.reset_prefix_cache()
+        await vllm_async.drop_cached_prefixes(self.llm)
         self.version = version
         return list(sums)
 

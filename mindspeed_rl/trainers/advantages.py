@@ -107,7 +107,8 @@ class Advantages:
             },
             rows,
         )
-        self._logger.completions(iteration + 1, self._plane, advantages, response_mask)
+        with_trainer = self._schedule.computes_old_log_probs(iteration)
+        self._logger.completions(iteration + 1, self._plane, advantages, response_mask, loss_mask, with_trainer=with_trainer)
         if self._schedule.saves_rollout(iteration):
             path = self._run.folder / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
             with_reference = self._schedule.needs_reference

@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.observability.completions import Completion, CompletionWriter
+from mindspeed_rl.dataplane.columns import Batch, objects
+from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, token_texts
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.timers import throughput_metrics
 from mindspeed_rl.observability.trackers import Trackers
@@ -40,33 +42,70 @@ class RolloutLogger(RunLogger):
         length = results.get(f"response_length/{kind}", 0.0) + results.get(f"prompt_length/{kind}", 0.0)
         return length * self._plan.num_samples
 
-    def completions(self, iteration: int, plane: DataPlane, advantages: Tensor, response_mask: Tensor) -> None:
-        """Writes the first rows of the batch to completions.jsonl, in the iterations that are due."""
+    def completions(
+        self,
+        iteration: int,
+        plane: DataPlane,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_mask: Tensor,
+        *,
+        with_trainer: bool,
+    ) -> None:
+        """Writes the first rows of the batch to completions.jsonl, in the iterations that are due.
+
+        Args:
+            iteration: the first is 1.
+            plane: has the rows.
+            advantages, response_mask, loss_mask: [B, R].
+            with_trainer: rows have the trainer's log-probs from before the update.
+        """
         if not self._completions.wants(iteration):
             return
         count = min(self._run.rl.log_completions_keep, len(advantages))
-        batch, _ = plane.get(
-            "metrics",
-            ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated"],
-            indexes=range(count),
-            timeout_s=60.0,
-        )
+        columns = ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated"]
+        columns += ["rollout_log_probs", "weight_version", *(["old_log_probs"] if with_trainer else [])]
+        batch, _ = plane.get("metrics", columns, indexes=range(count), timeout_s=60.0)
         prompts = self._tokenizer.batch_decode([ids.tolist() for ids in batch["prompt_ids"]])
-        responses = self._tokenizer.batch_decode([ids.tolist() for ids in batch["responses"]])
         means = (advantages * response_mask).sum(1) / response_mask.sum(1).clamp(min=1)
-        self._completions.write(
-            iteration,
-            [
+        group_size = self._plan.n_samples_per_prompt
+        written = []
+        for row in range(count):
+            result, reward = objects(batch["reward_results"])[row], float(batch["rewards"][row])
+            tokens = self._tokens(batch, row, advantages[row], loss_mask[row])
+            extra = {"label": batch["labels"][row], "truncated": bool(batch["truncated"][row]), "state": result.state}
+            written.append(
                 Completion(
-                    prompt,
-                    response,
-                    None if math.isnan(reward) else float(reward),
+                    prompts[row],
+                    "".join(tokens.texts),
+                    None if math.isnan(reward) else reward,
                     result.parts,
-                    float(mean),
-                    {"label": label, "truncated": bool(cut), "state": result.state},
+                    float(means[row]),
+                    extra,
+                    group=row // group_size,
+                    sample=row % group_size,
+                    tokens=tokens,
                 )
-                for prompt, response, reward, result, mean, label, cut in zip(
-                    prompts, responses, batch["rewards"], batch["reward_results"], means, batch["labels"], batch["truncated"]
-                )
-            ],
+            )
+        self._completions.write(iteration, written)
+
+    def _tokens(self, batch: Batch, row: int, advantages: Tensor, loss_mask: Tensor) -> Tokens:
+        ids = batch["responses"][row].tolist()
+        log_probs = batch["rollout_log_probs"][row].float()
+        versions = torch.as_tensor(batch["weight_version"][row]).reshape(-1).expand(len(ids))
+        trainer = batch["old_log_probs"][row].float() if "old_log_probs" in batch else None
+        return Tokens(
+            ids,
+            token_texts(self._tokenizer.decode, ids),
+            _short(log_probs),
+            _short(advantages[: len(ids)]),
+            loss_mask[: len(ids)].tolist(),
+            None if trainer is None else _short(trainer),
+            None if trainer is None else _short((trainer - log_probs).exp()),
+            versions.tolist(),
         )
+
+
+def _short(values: Tensor) -> list[float]:
+    """Five digits: the file is for reading."""
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.observability.logging import set_up_logging
+from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.trainers.run_logger import RunLogger
 
@@ -20,19 +21,42 @@ class RunReport:
     """What the report of a run is made of.
 
     Attributes:
+        run: what runs.
         logger: set as soon as there is one; its last evaluation stands on top of the report.
     """
 
+    run: Run
     logger: RunLogger | None = None
+
+    def write(self, outcome: str) -> None:
+        """The run folder has a report of what there is so far."""
+        last, first = (self.logger.last, self.logger.first) if self.logger else ({}, {})
+        results = {name: value for name, value in last.items() if name.startswith("eval/")}
+        results |= {f"{name}/first": value for name, value in first.items()}
+        cfg = self.run.config
+        write_report(
+            self.run.folder,
+            dataclasses.asdict(cfg),
+            title=cfg.config_name,
+            outcome=outcome,
+            results=results,
+            config_set=cfg.as_written(),
+            planned_iterations=self.run.plan.train_iters,
+        )
+
+    def show(self, logger: RunLogger) -> None:
+        """The report is refreshed while this logger's run goes."""
+        self.logger = logger
+        logger.page = LivePage(lambda: self.write("running"))
 
 
 @contextlib.contextmanager
 def reported(run: Run) -> Iterator[RunReport]:
     """The run folder exists and takes the logs; a report with the outcome is in it when the block ends."""
-    cfg, folder = run.config, run.folder
+    folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     set_up_logging(folder / "run.log")
-    report = RunReport()
+    report = RunReport(run)
     outcome = "failed"
     try:
         yield report
@@ -46,10 +70,7 @@ def reported(run: Run) -> Iterator[RunReport]:
             traceback.print_exc(file=log)  # the console shows one line
         raise
     finally:
-        last, first = (report.logger.last, report.logger.first) if report.logger else ({}, {})
-        results = {name: value for name, value in last.items() if name.startswith("eval/")}
-        results |= {f"{name}/first": value for name, value in first.items()}
-        write_report(folder, dataclasses.asdict(cfg), title=cfg.config_name, outcome=outcome, results=results)
+        report.write(outcome)
 
 
 def absolute_paths(cfg: RunConfig) -> RunConfig:

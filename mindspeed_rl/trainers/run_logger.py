@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.timeline import Timeline
 from mindspeed_rl.observability.timers import Interval, timing_metrics
@@ -19,6 +20,7 @@ class RunLogger:
         folder: of the run.
         last: figures of the last iteration, with those of the last evaluation.
         first: figures of the evaluation before the first iteration.
+        page: the report that is refreshed while the run goes.
     """
 
     def __init__(self, folder: Path, trackers: Trackers, progress: IterationProgress) -> None:
@@ -27,6 +29,7 @@ class RunLogger:
         self._timeline = Timeline(folder / "timeline.json")
         self.last: Mapping[str, float] = {}
         self.first: Mapping[str, float] = {}
+        self.page: LivePage | None = None
 
     def note(self, text: str) -> None:
         """A line for the user."""
@@ -39,6 +42,8 @@ class RunLogger:
         self._timeline.add(iteration, intervals)
         self._trackers.log(iteration, results)
         self._progress.update(iteration, results)
+        if self.page is not None:
+            self.page.touch()
         self.last = {name: value for name, value in self.last.items() if name.startswith("eval/")} | results
 
     def derived(self, results: Mapping[str, float]) -> dict[str, float]:
@@ -47,5 +52,7 @@ class RunLogger:
 
     def close(self) -> None:
         """Completes and closes the files."""
+        if self.page is not None:
+            self.page.close()
         self._timeline.close()
         self._trackers.close()

@@ -46,6 +46,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         assert run.plan.train_iters is not None  # resolve refuses a run without a length
         title = Path(cfg.config_name).stem
         progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=parts.log_every))
-        logger = report.logger = parts.logger(trackers, progress)
+        logger = parts.logger(trackers, progress)
+        report.show(logger)
         stack.callback(logger.close)
         yield parts.trainer()

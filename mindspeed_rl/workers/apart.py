@@ -251,7 +251,9 @@ class ServedActorGroup(ApartActorGroup):
         return [*reports, WorkerReport(metrics)]
 
     def _push(self, version: int) -> Any:
-        found = self.servers.push(version, self._meet, lambda: self._send(version), self._leave, kv_heads=self._kv_heads)
+        found = self.servers.weights.push(
+            version, self._meet, lambda: self._send(version), self._leave, kv_heads=self._kv_heads
+        )
         self._version = version
         return found
 
@@ -259,7 +261,7 @@ class ServedActorGroup(ApartActorGroup):
         host, port = ray.get(self.processes[0].address.remote(), timeout=60)
         if rollout_servers(self._run.config) and self._run.num_nodes == 1 and not self._all_local():
             host = ray.util.get_node_ip_address()
-        meeting: Meeting = self.servers.new_meeting(host, port, names)
+        meeting: Meeting = self.servers.weights.new_meeting(host, port, names)
         futures = [process.call.remote("join_servers", meeting) for process in self.processes]
         invite(meeting)
         errors = [error for error in map(_error_of, futures) if error is not None]

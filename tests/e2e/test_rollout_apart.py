@@ -1,4 +1,4 @@
-"""A rollout on devices of its own gives the run that one on the actor's devices gives, and outlives its servers."""
+"""Rollout and reference on devices of their own give the run that shared devices give, overlap, and outlive a server."""
 
 from __future__ import annotations
 
@@ -19,11 +19,25 @@ APART = [
     "rl_config.rollout_resource.num_npus=2",
     "generate_config.vllm_server_timeout=60",
 ]
+#: one response at a time on each server, so that rows become ready one after the other
+IN_TURN = ["rl_config.blocking=false", "generate_config.max_num_seqs=1"]
 
 
 def completions(command: Command) -> list[dict[str, Any]]:
     """Every response of the run, in order."""
     return [json.loads(line) for line in (command.folder / "run" / "completions.jsonl").read_text().splitlines()]
+
+
+def intervals(command: Command, name: str) -> list[tuple[float, float]]:
+    """(from, to) of every interval of this name in the run's timeline, in microseconds."""
+    lines = (command.folder / "run" / "timeline.json").read_text().splitlines()
+    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X" and event["name"] == name]
+
+
+def common(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+    """Microseconds in which an interval of both runs."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
 
 
 def engine_of(command: Command, number: int) -> psutil.Process:
@@ -36,11 +50,12 @@ def engine_of(command: Command, number: int) -> psutil.Process:
     raise AssertionError(f"no engine writes {log}")
 
 
-def test_where_responses_are_generated_changes_no_token_and_no_figure(task: Path, tmp_path: Path) -> None:
+def test_where_a_role_is_changes_no_token_and_no_figure_and_phases_overlap(task: Path, tmp_path: Path) -> None:
     keys = [*SHARED, "megatron_training.train_iters=2", f"megatron_training.eval_data_path={task / 'heldout.jsonl'}"]
+    reference = ["rl_config.reference_resource.num_npus=1", f"ref_config.load={task / 'model'}"]
     shared = finished(task, tmp_path / "shared", *keys)
-    apart = finished(task, tmp_path / "apart", *keys, *APART)
-    assert "2 for rollout servers of 1" in apart.output
+    apart = finished(task, tmp_path / "apart", *keys, *APART, *reference, *IN_TURN)
+    assert "1 for the reference and 2 for rollout servers of 1" in apart.output
     ours, theirs = completions(apart), completions(shared)
     assert len(ours) == len(theirs) == 64
     assert [row["response"] for row in ours] == [row["response"] for row in theirs]
@@ -50,6 +65,9 @@ def test_where_responses_are_generated_changes_no_token_and_no_figure(task: Path
         for name, value in known.items():
             # kernels round differently for other batch sizes
             assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+    for phase in ("reference_model", "rule_reward"):
+        assert common(intervals(shared, "rollout"), intervals(shared, phase)) == 0.0
+        assert common(intervals(apart, "rollout"), intervals(apart, phase)) > 0.0
 
 
 @pytest.mark.slow
@@ -63,15 +81,3 @@ def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Pa
         assert "rollout server 1 was taken out" in log and "rollout server 1 is started anew (2 restarts left)" in log
         assert len(completions(command)) == 6 * 32
         assert not command.leftovers()
-
-
-def intervals(command: Command, name: str) -> list[tuple[float, float]]:
-    """(from, to) of every interval of this name in the run's timeline, in microseconds."""
-    lines = (command.folder / "run" / "timeline.json").read_text().splitlines()
-    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
-    return [(event["ts"], event["ts"] + event["dur"]) for event in events if event["ph"] == "X" and event["name"] == name]
-
-
-def common(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
-    """Microseconds in which an interval of both runs."""
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)

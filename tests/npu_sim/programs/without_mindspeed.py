@@ -1,10 +1,12 @@
 """The least that Megatron needs on an NPU when there is no MindSpeed: for tests of the engine on machines that lack it.
 
-torch.cuda means torch.npu (as MindSpeed does it), Megatron's optimizer accepts the device's tensor types, and the engine
-uses its own norm. Attention is the fused one.
+torch.cuda means torch.npu and the device's tensor types have a GPU's names (as MindSpeed does both), and the engine uses its
+own norm. Attention is the fused one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def install() -> None:
@@ -20,12 +22,17 @@ def install() -> None:
     NpuPlatform.megatron_kernels = False
     adaptors.FUSED_MODULES.clear()
     torch.compile = lambda function=None, **settings: function if function is not None else lambda inner: inner
-    megatron_cpu._TYPE_NAMES = {name: name.replace("cuda", "npu") for name in megatron_cpu._TYPE_NAMES}
+    real_type = torch.Tensor.type
+
+    def type_named_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = real_type(self, *args, **kwargs)
+        return result.replace("torch.npu.", "torch.cuda.") if isinstance(result, str) else result
+
+    torch.Tensor.type = type_named_as_on_cuda
     from megatron.core import optimizer
-    from megatron.core.optimizer import clip_grads, distrib_optimizer
-    from megatron.core.optimizer import optimizer as mixed_precision
+    from megatron.core.optimizer import distrib_optimizer
 
     megatron_cpu._optimizer_package(optimizer)
-    megatron_cpu._optimizer(mixed_precision)
-    megatron_cpu._distributed_optimizer(distrib_optimizer)
-    megatron_cpu._clip_grads(clip_grads)
+    distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE, distrib_optimizer.USING_APEX_OPTIMIZER = (
+        megatron_cpu.AdamW, True, True,
+    )  # fmt: skip

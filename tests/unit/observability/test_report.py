@@ -3,7 +3,8 @@
 import json
 
 from mindspeed_rl.observability.completions import Completion, CompletionWriter
-from mindspeed_rl.observability.report import read_metrics, write_report
+from mindspeed_rl.observability.report import write_report
+from mindspeed_rl.observability.run_files import read_metrics
 
 
 def test_the_report_sums_up_the_metrics_file(tmp_path):
@@ -13,14 +14,20 @@ def test_the_report_sums_up_the_metrics_file(tmp_path):
         {"iteration": 3, "grpo/score/mean": 0.75, "timing/all": 2.0, "timing/rollout": 1.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path = write_report(tmp_path, {"train_iters": 3}, title="grpo_tiny", results={"accuracy after": 0.91})
+    path = write_report(
+        tmp_path,
+        {"train_iters": 3, "seed": 1},
+        title="grpo_tiny",
+        results={"accuracy after": 0.91},
+        config_set={"train_iters": 3},
+    )
     text = path.read_text()
     assert "| grpo/score/mean | 0.25 | 0.75 | 0.5 | 0.25 | 0.75 |" in text
     assert "| rollout | 1.000 | 0:03 | 50% |" in text
-    assert "| accuracy after | 0.91 |" in text and '"train_iters": 3' in text
+    assert "| accuracy after | 0.91 |" in text and "`train_iters=3`" in text and "seed" not in text
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["metrics"]["timing/all"] == {"first": 1.0, "last": 2.0, "mean": 2.0, "min": 1.0, "max": 3.0, "count": 3}
-    assert report["iterations"] == 3 and report["versions"]["torch"] and report["config"] == {"train_iters": 3}
+    assert report["iterations"] == 3 and report["versions"]["torch"] and report["config"] == {"train_iters": 3, "seed": 1}
 
 
 def test_a_run_that_failed_before_its_first_iteration_still_gets_a_report(tmp_path):

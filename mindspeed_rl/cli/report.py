@@ -1,0 +1,41 @@
+"""`mindspeed-rl report`: a run, or several beside each other, as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mindspeed_rl.observability.page import write_page
+from mindspeed_rl.observability.run_files import read_run
+from mindspeed_rl.observability.signs import find_signs
+
+
+def main(argv: list[str]) -> int:
+    """Write the page and print what the figures warn of; return 0, or 2 for a folder that holds no run."""
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-rl report",
+        description="Write one HTML file that needs no network: curves, warnings, samples, timeline, configuration. "
+        "Several runs are drawn into the same pictures; samples and timeline are the first one's.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, comparison.html for several")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = [read_run(folder) for folder in arguments.runs]
+        output = arguments.output or (runs[0].folder / "report.html" if len(runs) == 1 else Path("comparison.html"))
+        if not output.parent.is_dir():
+            raise ValueError(f"--output {output}: {output.parent} is not a folder.")
+        write_page(output, runs)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for run in runs:
+        for sign in find_signs(run.records, run.completions):
+            print(f"{run.name}, iteration {sign.iteration}: {sign.text} {sign.advice}")
+    print(f"report: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

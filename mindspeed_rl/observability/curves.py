@@ -1,0 +1,155 @@
+"""Metrics as curves: which belong into one chart, and how ten thousand points become a few hundred."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+#: an iteration's record: metric -> value, None where it was not finite
+Record = Mapping[str, float | None]
+
+MOST_POINTS = 600
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over the iterations.
+
+    Attributes:
+        name: of the metric.
+        x: iterations.
+        y: values; the mean of those that share a point where there are more than fit.
+        low, high: least and largest of the values that share a point; empty where every point is one value.
+    """
+
+    name: str
+    x: list[float]
+    y: list[float]
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What stands in one picture.
+
+    Attributes:
+        title: above the picture.
+        metrics: names or patterns (`*`), in the order of drawing.
+        section: heading that it stands under.
+        kind: "lines", or "stacked" areas.
+        unit: of the vertical axis.
+        log: logarithmic axis.
+        note: a sentence on how to read it.
+    """
+
+    title: str
+    metrics: tuple[str, ...]
+    section: str
+    kind: Literal["lines", "stacked"] = "lines"
+    unit: str = ""
+    log: bool = False
+    note: str = ""
+
+
+#: phases that add up to an iteration; the others are parts of these, or overlap them
+PHASES = (
+    "timing/rollout",
+    "timing/non_overlap_rule_reward",
+    "timing/non_overlap_reward_model",
+    "timing/old_log_p",
+    "timing/non_overlap_reference_model",
+    "timing/critic_model",
+    "timing/non_overlap_adv",
+    "timing/update_critic",
+    "timing/update",
+    "timing/update_weights",
+    "timing/save",
+)
+
+#: the charts of a report, where the run has their metrics
+CHARTS = (
+    Chart(
+        "Reward", ("grpo/score/mean", "dapo/score/mean", "critic/score/mean", "rewards/total_mean", "eval/reward"), "Learning"
+    ),
+    Chart("Accuracy on held-out prompts", ("eval/accuracy", "eval/*accuracy*"), "Learning"),
+    Chart("Reward by part", ("*_rewards/mean",), "Learning", note="raw, unweighted score of each reward function"),
+    Chart("Loss", ("train/loss", "eval/loss", "actor/pg_loss", "critic/vf_loss"), "Learning"),
+    Chart("Preferences", ("train/rewards/accuracies", "train/rewards/margins"), "Learning"),
+    Chart("Groups without spread", ("rewards/groups_without_spread", "train/kept_groups_fraction"), "Learning"),
+    Chart("Response length", ("response_length/mean", "response_length/max", "eval/response_length"), "Text", unit="tokens"),
+    Chart("Truncated, failed", ("rollout/truncated_fraction", "rewards/failure_rate"), "Text", unit="fraction"),
+    Chart("Turns and tool calls", ("turns/mean", "tool_call_num/mean", "tool_call_num/max", "tool*_failed*"), "Text"),
+    Chart("KL", ("actor/kl_loss", "actor/ppo_kl", "reward/kl", "rollout/kl"), "Policy"),
+    Chart("Entropy", ("actor/entropy",), "Policy", unit="nats"),
+    Chart("Clipped", ("actor/pg_clipfrac*", "critic/vf_clipfrac"), "Policy", unit="fraction of tokens"),
+    Chart("Gradient norm", ("actor/grad_norm", "train/grad_norm", "critic/grad_norm"), "Policy"),
+    Chart("Learning rate", ("actor/lr", "train/lr", "critic/lr"), "Policy"),
+    Chart(
+        "Trainer against rollout",
+        ("rollout/log_probs_diff_mean", "rollout/log_probs_diff_max"),
+        "Policy",
+        unit="difference of log-probs",
+        log=True,
+        note="before the update: proof that the weights were delivered",
+    ),
+    Chart("Importance weights", ("rollout/ess", "rollout/weight_mean"), "Policy"),
+    Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
+    Chart("Router", ("router/*", "moe/*"), "Policy"),
+    Chart("Throughput", ("e2e_tps", "update_tps", "vllm_tps", "train/tokens_per_s"), "Speed", unit="tokens/s a device"),
+    Chart("Phases of an iteration", PHASES, "Speed", kind="stacked", unit="s"),
+    Chart("Iteration", ("timing/all",), "Speed", unit="s"),
+    Chart("Memory", ("memory/*",), "Speed", unit="GiB"),
+)
+
+
+def curves(records: Sequence[Record], most: int = MOST_POINTS) -> dict[str, Curve]:
+    """Every metric of the records as a curve of at most `most` points, in order of appearance.
+
+    Points of a longer curve stand for equally many neighbouring values each: their mean, least and largest. Values that were
+    not finite are left out.
+
+    Args:
+        records: one an iteration, with "iteration".
+        most: points of a curve.
+    """
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    for record in records:
+        iteration = record["iteration"]
+        assert iteration is not None  # `read_metrics` orders by it
+        for name, value in record.items():
+            if name != "iteration" and value is not None and math.isfinite(value):
+                xs, ys = series.setdefault(name, ([], []))
+                xs.append(iteration)
+                ys.append(value)
+    return {name: _thinned(name, xs, ys, most) for name, (xs, ys) in series.items()}
+
+
+def charted(names: Iterable[str], chart: Chart) -> list[str]:
+    """The metrics among `names` that the chart shows, in its order, each once."""
+    known = list(names)
+    found = (name for pattern in chart.metrics for name in known if fnmatchcase(name, pattern))
+    return list(dict.fromkeys(found))
+
+
+def _thinned(name: str, xs: list[float], ys: list[float], most: int) -> Curve:
+    if len(xs) <= most:
+        return Curve(name, xs, [_short(y) for y in ys])
+    size = -(-len(xs) // most)
+    buckets = [slice(start, start + size) for start in range(0, len(xs), size)]
+    return Curve(
+        name,
+        [xs[bucket][-1] for bucket in buckets],
+        [_short(statistics.fmean(ys[bucket])) for bucket in buckets],
+        [_short(min(ys[bucket])) for bucket in buckets],
+        [_short(max(ys[bucket])) for bucket in buckets],
+    )
+
+
+def _short(value: float) -> float:
+    """Five digits are more than a screen shows."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,167 @@
+"""One HTML file that shows a run, or several beside each other, without a network: curves, warnings, samples, timeline.
+
+Plotly's script comes from its package and is embedded; data stand in the page as JSON, and the page's own script (page.js) puts
+text into the document as text alone, whatever a model has written.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from mindspeed_rl.observability.curves import CHARTS, Chart, Curve, charted, curves
+from mindspeed_rl.observability.run_files import RunFiles
+from mindspeed_rl.observability.signs import find_signs
+
+#: iterations whose phases the timeline shows
+_TIMELINE_ITERATIONS = 12
+
+#: figures on top: metric, label, format, direction of good
+_TILES: tuple[tuple[str, str, str], ...] = (
+    ("eval/accuracy", "accuracy, held out", ".1%"),
+    ("eval/reward", "reward, held out", ".3f"),
+    ("grpo/score/mean", "reward", ".3f"),
+    ("dapo/score/mean", "reward", ".3f"),
+    ("critic/score/mean", "reward", ".3f"),
+    ("eval/loss", "loss, held out", ".4f"),
+    ("train/loss", "loss", ".4f"),
+    ("response_length/mean", "tokens a response", ".0f"),
+    ("rollout/log_probs_diff_max", "trainer against rollout", ".1e"),
+    ("timing/all", "seconds an iteration", ".2f"),
+    ("e2e_tps", "tokens/s a device", ",.0f"),
+    ("train/tokens_per_s", "tokens/s a device", ",.0f"),
+    ("memory/peak_gib", "GiB at the peak", ".2f"),
+)
+
+
+def write_page(path: Path, runs: Sequence[RunFiles]) -> Path:
+    """The page of these runs stands at `path`; nothing half-written is ever there.
+
+    Args:
+        path: of the HTML file.
+        runs: the first one's samples and timeline are shown; curves of all.
+    """
+    text = render(runs)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def render(runs: Sequence[RunFiles]) -> str:
+    """The page as text; see `write_page`."""
+    assets = files(__name__)
+    title = " · ".join(run.name for run in runs)
+    # "</script>" in a model's answer must not end the script element, and U+2028 is no line end in JSON
+    data = json.dumps(page_data(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": assets.joinpath("page.css").read_text(encoding="utf-8"),
+        "DATA": data,
+        "PLOTLY": get_plotlyjs(),
+        "SCRIPT": assets.joinpath("page.js").read_text(encoding="utf-8"),
+    }
+    page = assets.joinpath("page.html").read_text(encoding="utf-8")
+    pieces = page.split("%%")  # text, name, text, name, ...: one pass, so that nothing inserted is looked at again
+    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+
+
+def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """What the page's script draws: plain values."""
+    by_run = [curves(run.records) for run in runs]
+    names = list(dict.fromkeys(name for found in by_run for name in found))
+    shown: set[str] = set()
+    charts = []
+    for chart in CHARTS:
+        metrics = charted(names, chart)
+        if metrics:
+            shown.update(metrics)
+            charts.append(_chart(chart, metrics, by_run))
+    others = [_chart(Chart(name, (name,), "All"), [name], by_run) for name in sorted(names) if name not in shown]
+    return {
+        "runs": [_run(run) for run in runs],
+        "charts": charts,
+        "others": others,
+        "samples": [_sample(completion) for completion in runs[0].completions],
+        "timeline": _timeline(runs[0]),
+    }
+
+
+def _chart(chart: Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, Curve]]) -> dict[str, Any]:
+    lines = [
+        {"run": index, "name": name, "x": curve.x, "y": curve.y, "low": curve.low, "high": curve.high}
+        for index, found in enumerate(by_run)
+        for name in metrics
+        if (curve := found.get(name)) is not None
+    ]
+    return {
+        "title": chart.title,
+        "section": chart.section,
+        "kind": chart.kind,
+        "unit": chart.unit,
+        "log": chart.log,
+        "note": chart.note,
+        "lines": lines,
+    }
+
+
+def _run(run: RunFiles) -> dict[str, Any]:
+    last: dict[str, float] = {}
+    for record in run.records:
+        last.update({name: value for name, value in record.items() if value is not None})
+    tiles, labels = [], set[str]()
+    for name, label, spec in _TILES:
+        if name in last and label not in labels:
+            labels.add(label)
+            tiles.append({"label": label, "value": format(last[name], spec), "metric": name})
+    report = run.report
+    return {
+        "name": run.name,
+        "title": report.get("title", run.name),
+        "outcome": report.get("outcome", "running"),
+        "iterations": len(run.records),
+        "planned": report.get("planned_iterations"),
+        "seconds": sum(record.get("timing/all") or 0.0 for record in run.records),
+        "tiles": tiles,
+        "signs": [vars(sign) for sign in find_signs(run.records, run.completions)],
+        "config": report.get("config_set", {}),
+        "versions": report.get("versions", {}),
+        "package": report.get("mindspeed_rl"),
+    }
+
+
+def _sample(completion: Mapping[str, Any]) -> dict[str, Any]:
+    """A completion without what JSON cannot say to a browser (NaN is null in it)."""
+    return json.loads(json.dumps(completion, default=str), parse_constant=lambda _: None)
+
+
+def _timeline(run: RunFiles) -> dict[str, Any]:
+    """The phases of the last iterations: rows by worker, seconds since the first of them began."""
+    rows = {event["tid"]: event["args"]["name"] for event in run.events if event["ph"] == "M"}
+    events = [event for event in run.events if event["ph"] == "X"]
+    if not events:
+        return {"rows": [], "bars": []}
+    last = max(event["args"]["iteration"] for event in events)
+    events = [event for event in events if event["args"]["iteration"] > last - _TIMELINE_ITERATIONS]
+    origin = min(event["ts"] for event in events)
+    bars = [
+        [
+            event["tid"],
+            event["name"],
+            event["args"]["iteration"],
+            round((event["ts"] - origin) / 1e6, 4),
+            round(event["dur"] / 1e6, 4),
+        ]
+        for event in events
+    ]
+    return {"rows": [rows[tid] for tid in sorted(rows)], "tids": sorted(rows), "bars": bars}

@@ -1,0 +1,265 @@
+"use strict";
+// Everything that comes from the run is put into the document as text (textContent), never as markup.
+const data = JSON.parse(document.getElementById("data").textContent);
+const COLORS = ["#c7000b", "#1f6feb", "#1a7f37", "#a65f00", "#8250df", "#0a7ea4", "#b3398c", "#57606a", "#6b8e23", "#d2691e", "#008080"];
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const many = data.runs.length > 1;
+const drawn = [];
+
+function el(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") node.style.cssText = value;
+    else node.setAttribute(name, value);
+  }
+  for (const child of children) if (child !== null && child !== undefined) node.append(child);
+  return node;
+}
+
+function clock(seconds) {
+  const s = Math.round(seconds), h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60, two = (n) => String(n).padStart(2, "0");
+  return h ? `${h}:${two(m)}:${two(s % 60)}` : `${m}:${two(s % 60)}`;
+}
+
+const dark = () => document.documentElement.dataset.theme === "dark";
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function layout(extra) {
+  const axis = { exponentformat: "e", gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true };
+  return Object.assign({
+    margin: { l: 48, r: 12, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: css("--ink"), size: 12 }, hovermode: "x unified", hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } },
+    legend: { orientation: "h", y: -0.18, font: { size: 11 } },
+  }, extra, { xaxis: Object.assign({}, axis, { exponentformat: "none" }, extra.xaxis), yaxis: Object.assign({}, axis, extra.yaxis) });
+}
+
+function faded(color, opacity) {
+  const n = parseInt(color.slice(1), 16);
+  return `rgba(${n >> 16},${(n >> 8) & 255},${n & 255},${opacity})`;
+}
+
+function traces(chart) {
+  const names = [...new Set(chart.lines.map((line) => line.name))], found = [];
+  for (const line of chart.lines) {
+    const which = names.indexOf(line.name);
+    const color = COLORS[(many ? line.run : which) % COLORS.length];
+    const label = many ? (names.length > 1 ? `${data.runs[line.run].name} · ${line.name}` : data.runs[line.run].name) : line.name;
+    if (chart.kind === "stacked" && !many) {
+      found.push({ x: line.x, y: line.y, name: label.replace("timing/", ""), stackgroup: "all", mode: "lines", line: { width: 0.5, color: COLORS[which % COLORS.length] } });
+      continue;
+    }
+    if (line.low.length) {
+      found.push({ x: line.x, y: line.low, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false });
+      found.push({ x: line.x, y: line.high, mode: "lines", line: { width: 0 }, fill: "tonexty", fillcolor: faded(color, 0.18), hoverinfo: "skip", showlegend: false });
+    }
+    found.push({ x: line.x, y: line.y, name: label, mode: line.x.length < 40 ? "lines+markers" : "lines", marker: { size: 5 }, line: { width: 1.8, color, dash: many ? DASHES[which % DASHES.length] : "solid" } });
+  }
+  return found;
+}
+
+function draw(node, chart) {
+  const shown = traces(chart);
+  const extra = { showlegend: shown.filter((t) => t.showlegend !== false).length > 1, xaxis: { title: { text: "iteration", font: { size: 11 }, standoff: 4 } }, yaxis: { title: { text: chart.unit, font: { size: 11 } }, type: chart.log ? "log" : "linear" } };
+  Plotly.react(node, shown, layout(extra), { responsive: true, displayModeBar: false });
+}
+
+function chartCard(chart, wide) {
+  const node = el("div", { class: "chart" });
+  drawn.push(() => draw(node, chart));
+  return el("div", { class: wide ? "card wide" : "card" }, el("h3", {}, chart.title), chart.note ? el("div", { class: "dim small" }, chart.note) : null, node);
+}
+
+// ---------------------------------------------------------------- the top
+
+function header() {
+  const top = document.getElementById("top");
+  for (const [index, run] of data.runs.entries()) {
+    const kind = run.outcome.startsWith("failed") || run.outcome === "interrupted" ? "failed" : run.outcome === "finished" ? "finished" : "running";
+    const planned = run.planned ? ` of ${run.planned}` : "";
+    top.append(
+      el("h1", {}, many ? el("span", { class: "swatch", style: `background:${COLORS[index % COLORS.length]}` }) : null, run.name),
+      el("div", {}, el("span", { class: `outcome ${kind}` }, run.outcome), ` ${run.iterations}${planned} iterations in ${clock(run.seconds)}`,
+        el("span", { class: "dim" }, run.package ? `  ·  ${run.title}, mindspeed_rl ${run.package}` : "")),
+      el("div", { class: "tiles" }, ...run.tiles.map((tile) => el("div", { class: "tile", title: tile.metric }, el("b", {}, tile.value), el("span", { class: "dim small" }, tile.label)))),
+    );
+    for (const sign of run.signs) {
+      top.append(el("div", { class: `sign ${sign.severity}` }, el("b", {}, sign.text), el("div", { class: "dim small" }, sign.advice)));
+    }
+  }
+}
+
+function section(title, id) {
+  document.getElementById("nav").append(el("a", { href: `#${id}` }, title));
+  const node = el("section", {}, el("h2", { id }, title));
+  document.getElementById("main").append(node);
+  return node;
+}
+
+function charts() {
+  for (const title of [...new Set(data.charts.map((chart) => chart.section))]) {
+    const grid = el("div", { class: "charts" });
+    section(title, title.toLowerCase()).append(grid);
+    for (const chart of data.charts.filter((c) => c.section === title)) grid.append(chartCard(chart, chart.kind === "stacked"));
+  }
+}
+
+// ---------------------------------------------------------------- the timeline
+
+function timeline() {
+  const { rows, tids, bars } = data.timeline;
+  if (!bars.length) return;
+  const node = el("div", { class: "chart", style: `height:${120 + 34 * rows.length}px` });
+  section("Timeline", "timeline").append(el("div", { class: "card" }, el("div", { class: "dim small" }, "the last iterations, a row for each process; the whole is timeline.json for ui.perfetto.dev"), node));
+  const names = [...new Set(bars.map((bar) => bar[1]))].filter((name) => name !== "all");
+  drawn.push(() => Plotly.react(node, names.map((name, index) => {
+    const own = bars.filter((bar) => bar[1] === name);
+    return { type: "bar", orientation: "h", name, y: own.map((bar) => rows[tids.indexOf(bar[0])]), base: own.map((bar) => bar[3]), x: own.map((bar) => bar[4]),
+      marker: { color: COLORS[index % COLORS.length] }, customdata: own.map((bar) => bar[2]), hovertemplate: `${name}, iteration %{customdata}: %{x:.3f} s<extra></extra>` };
+  }), layout({ barmode: "overlay", hovermode: "closest", bargap: 0.35, xaxis: { title: { text: "s", font: { size: 11 } } }, yaxis: {} }), { responsive: true, displayModeBar: false }));
+}
+
+// ---------------------------------------------------------------- samples
+
+const MODES = {
+  "plain text": null,
+  "log-prob": { key: "log_probs", low: -4, high: 0, colors: ["#d1242f", "#eac54f", "#2da44e"], text: "chosen against the odds (-4 and less) to certain (0)" },
+  "advantage": { key: "advantages", around: true, colors: ["#d1242f", "#888888", "#2da44e"], text: "pushed down to pushed up" },
+  "importance weight": { key: "weights", low: 0.5, high: 1.5, colors: ["#1f6feb", "#888888", "#d1242f"], text: "trainer against rollout: half as likely to half as likely again" },
+  "weight version": { key: "versions", spread: true, colors: ["#d1242f", "#eac54f", "#1f6feb"], text: "older to newer weights" },
+};
+
+function mix(colors, at) {
+  const spot = Math.min(Math.max(at, 0), 1) * (colors.length - 1), index = Math.min(Math.floor(spot), colors.length - 2), part = spot - index;
+  const [a, b] = [colors[index], colors[index + 1]].map((color) => parseInt(color.slice(1), 16));
+  const channel = (shift) => Math.round(((a >> shift) & 255) * (1 - part) + ((b >> shift) & 255) * part);
+  return `rgba(${channel(16)},${channel(8)},${channel(0)},0.38)`;
+}
+
+function place(mode, values) {
+  const known = values.filter((v) => v !== null && v !== undefined);
+  let low = mode.low, high = mode.high;
+  if (mode.around) { high = Math.max(1e-9, ...known.map(Math.abs)); low = -high; }
+  if (mode.spread) { low = Math.min(...known); high = Math.max(...known, low + 1e-9); }
+  return (value) => (value - low) / (high - low);
+}
+
+function tokenText(sample, mode) {
+  const box = el("div", { class: "text" }), tokens = sample.tokens;
+  if (!tokens) { box.append(sample.response); return box; }
+  const values = mode ? tokens[mode.key] : null, where = values ? place(mode, values) : null;
+  let tool = null, label = null, count = 0;
+  tokens.texts.forEach((text, index) => {
+    const sampled = !tokens.sampled || tokens.sampled[index];
+    if (!sampled && !tool) {
+      label = el("summary", {}, ""); count = 0;
+      tool = el("details", { class: "tool" }, label); box.append(tool);
+    } else if (sampled) tool = null;
+    const span = el("span", {}, text);
+    if (tokens.loss_mask && sampled && !tokens.loss_mask[index]) span.className = "masked";
+    if (values && values[index] !== null && values[index] !== undefined) span.style.background = mix(mode.colors, where(values[index]));
+    const facts = [`token ${index}, id ${tokens.ids[index]}`];
+    for (const [key, name] of [["log_probs", "rollout log-prob"], ["trainer_log_probs", "trainer log-prob"], ["weights", "importance weight"], ["advantages", "advantage"], ["versions", "weights of version"]]) {
+      if (tokens[key]) facts.push(`${name} ${Number(tokens[key][index]).toPrecision(4).replace(/\.?0+$/, "")}`);
+    }
+    span.title = facts.join("\n");
+    if (tool) { tool.append(span); label.textContent = `not sampled: ${++count} tokens (tool, environment)`; } else box.append(span);
+  });
+  return box;
+}
+
+function samples() {
+  if (!data.samples.length) return;
+  const host = section("Samples", "samples");
+  const iterations = [...new Set(data.samples.map((s) => s.iteration))];
+  const pick = (options, onchange, labels) => {
+    const node = el("select", { onchange });
+    node.fill = (values, texts) => { node.replaceChildren(...values.map((v, i) => el("option", { value: String(v) }, texts ? texts[i] : String(v)))); };
+    node.fill(options, labels);
+    return node;
+  };
+  const which = pick(iterations, () => fillGroups());
+  const group = pick([], () => show());
+  const color = pick(Object.keys(MODES), () => show());
+  const legend = el("span", { class: "legend" }), body = el("div", {});
+  which.value = String(iterations[iterations.length - 1]);
+  if (data.samples.some((s) => s.tokens)) color.value = "log-prob";
+  const current = () => data.samples.filter((s) => String(s.iteration) === which.value);
+  const keyOf = (s) => String(s.group ?? s.prompt);
+  const step = (by) => { const at = group.selectedIndex + by; if (at >= 0 && at < group.options.length) { group.selectedIndex = at; show(); } };
+  host.append(el("div", { class: "bar" }, "iteration ", which, el("button", { onclick: () => step(-1) }, "‹"), group, el("button", { onclick: () => step(1) }, "›"), "colour ", color, legend), body);
+
+  function fillGroups() {
+    const keys = [...new Set(current().map(keyOf))];
+    group.fill(keys, keys.map((key, i) => {
+      const own = current().filter((s) => keyOf(s) === key).map((s) => s.reward ?? 0);
+      return `prompt ${i + 1} of ${keys.length}, mean reward ${(own.reduce((a, b) => a + b, 0) / own.length).toFixed(2)}`;
+    }));
+    show();
+  }
+
+  function show() {
+    const own = current().filter((s) => keyOf(s) === group.value), mode = MODES[color.value];
+    if (!own.length) return;
+    const best = Math.max(...own.map((s) => s.reward ?? -Infinity));
+    legend.replaceChildren();
+    if (mode) legend.append(el("span", { class: "ramp", style: `background:linear-gradient(90deg,${[0, 0.5, 1].map((at) => mix(mode.colors, at)).join(",")})` }), mode.text);
+    const label = own[0].extra && own[0].extra.label !== undefined && own[0].extra.label !== "" ? el("div", { class: "small" }, el("b", {}, "label "), String(own[0].extra.label)) : null;
+    body.replaceChildren(
+      el("div", { class: "card" }, el("div", { class: "prompt" }, own[0].prompt), label),
+      el("div", { class: "responses" }, ...own.map((s) => {
+        const parts = Object.entries(s.parts || {}).map(([name, value]) => `${name} ${Number(value).toPrecision(3)}`).join(" · ");
+        const extra = Object.entries(s.extra || {}).filter(([name, value]) => name !== "label" && value !== false && value !== "scored" && value !== "ok").map(([name, value]) => value === true ? name : `${name} ${value}`).join(" · ");
+        return el("div", { class: s.reward === best && own.some((o) => o.reward !== best) ? "response best" : "response" },
+          el("b", {}, s.reward === null ? "no score" : `reward ${Number(s.reward).toPrecision(3)}`), s.advantage === null ? "" : `  advantage ${Number(s.advantage).toPrecision(3)}`,
+          el("div", { class: "dim small" }, [parts, extra, s.sample === undefined || s.sample === null ? "" : `sample ${s.sample}`].filter(Boolean).join(" · ")), tokenText(s, mode));
+      })),
+    );
+  }
+  fillGroups();
+}
+
+// ---------------------------------------------------------------- the rest
+
+function others() {
+  if (!data.others.length) return;
+  const node = el("div", { class: "chart" });
+  const select = el("select", { onchange: () => draw(node, data.others[select.selectedIndex]) }, ...data.others.map((chart) => el("option", {}, chart.title)));
+  section("Other metrics", "others").append(el("div", { class: "card" }, select, node));
+  drawn.push(() => draw(node, data.others[select.selectedIndex]));
+}
+
+function flat(tree, path) {
+  return Object.entries(tree).flatMap(([name, value]) => value && typeof value === "object" && !Array.isArray(value) ? flat(value, [...path, name]) : [[[...path, name].join("."), JSON.stringify(value)]]);
+}
+
+function configuration() {
+  const rows = new Map();
+  data.runs.forEach((run, index) => { for (const [key, value] of flat(run.config, [])) { if (!rows.has(key)) rows.set(key, []); rows.get(key)[index] = value; } });
+  if (!rows.size) return;
+  const body = [...rows].sort().map(([key, values]) => {
+    const same = data.runs.every((_, index) => values[index] === values[0]);
+    return el("tr", {}, el("td", {}, key), ...data.runs.map((_, index) => el("td", same ? {} : { style: "font-weight:600" }, values[index] ?? "")));
+  });
+  section("Configuration", "configuration").append(el("div", { class: "card" }, el("div", { class: "dim small" }, many ? "what the run files set; bold where they differ" : "what the run file sets; every other key has its default"),
+    el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...data.runs.map((run) => el("th", {}, many ? run.name : "value")))), el("tbody", {}, ...body))));
+}
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  drawn.forEach((again) => again());
+}
+
+document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+header();
+charts();
+timeline();
+samples();
+others();
+configuration();
+document.getElementById("nav").append(el("button", { onclick: () => theme(dark() ? "light" : "dark") }, "light / dark"));
+const versions = data.runs[0].versions;
+document.body.append(el("footer", {}, Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(" · ")));
+drawn.forEach((again) => again());
+// a phone settles its width after the page was laid out
+new ResizeObserver(() => document.querySelectorAll(".chart").forEach((node) => Plotly.Plots.resize(node))).observe(document.getElementById("main"));
