@@ -59,6 +59,13 @@ def test_an_asynchronous_run_keeps_its_bound_and_says_what_trained(task: Path, t
     assert found == expected
 
 
+def same_figures(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A server's batches form as requests arrive, and kernels round differently for other batches."""
+    known = figures(expected)
+    for name, value in known.items():
+        assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+
+
 @pytest.mark.slow
 def test_without_a_threshold_an_asynchronous_run_is_the_synchronous_one(task: Path, tmp_path: Path) -> None:
     sync = finished(task, tmp_path / "sync", *SERVER, iterations(3))
@@ -66,8 +73,7 @@ def test_without_a_threshold_an_asynchronous_run_is_the_synchronous_one(task: Pa
     run = finished(task, tmp_path / "async", *SERVER, *bounded, iterations(3))
     assert responses(run) == responses(sync)
     for found, expected in zip(run.metrics, sync.metrics, strict=True):
-        known = figures(expected)
-        assert {name: figures(found)[name] for name in known} == known
+        same_figures(found, expected)
 
 
 @pytest.mark.slow
@@ -79,7 +85,7 @@ def test_one_step_off_goes_on_as_if_it_had_not_stopped(task: Path, tmp_path: Pat
     second = finished(task, tmp_path / "parts", *keys, iterations(4), f"run_dir={tmp_path / 'parts' / 'run'}")
     assert begun == responses(whole)[: len(begun)]
     assert responses(second)[-2 * 32 :] == responses(whole)[-2 * 32 :]
-    assert figures(second.metrics[-1]) == figures(whole.metrics[-1])
+    same_figures(second.metrics[-1], whole.metrics[-1])
 
 
 def test_long_responses_go_on_in_later_rollouts(task: Path, tmp_path: Path) -> None:
