@@ -82,7 +82,8 @@ def _old_tokens(cfg: RunConfig) -> Iterator[str]:
         rl.trainer_mode == "sync" and rl.partial_rollout_max_split == 1
     ):
         return
+    other = "" if rl.trainer_mode == "one_step_off" else ", or off_policy_token_limit: 0 to leave them out"
     yield (
         f"{what} trains on tokens of older weights as if they were new: set rl_config.rollout_importance_sampling_mode "
-        "(token_truncate, for example) to correct for it, or off_policy_token_limit: 0 to leave them out"
+        f"(token_truncate, for example) to correct for it{other}"
     )

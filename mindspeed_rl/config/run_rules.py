@@ -361,6 +361,15 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
             "and the two differ",
             {"rl_config.async_generate": None},
         )
+    limit = rl.off_policy_token_limit
+    if mode == "one_step_off" and limit is not None and limit < 1:
+        yield broken(
+            "token_limit_one_step",
+            {"rl_config.trainer_mode": mode, "rl_config.off_policy_token_limit": limit},
+            f"rl_config.off_policy_token_limit ({limit:g}) must be at least 1 with trainer_mode one_step_off, whose tokens are "
+            "all one version old: none would train",
+            {"rl_config.off_policy_token_limit": None},
+        )
     if mode != "async":
         return
     ahead = int(rl.max_off_policy_threshold) + 1

@@ -85,6 +85,11 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["partial_rollout_max_split (2)", "trainer_mode one_step_off"],
     ),
     (
+        {R: {"off_policy_token_limit": 0.5, "trainer_mode": "one_step_off"}},
+        "token_limit_one_step",
+        ["off_policy_token_limit (0.5)", "at least 1"],
+    ),
+    (
         {R: {"async_generate": True, "trainer_mode": "async"}},
         "async_generate_mode",
         ["async_generate (true)", "trainer_mode (async)"],
