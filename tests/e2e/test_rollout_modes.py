@@ -60,9 +60,10 @@ def test_an_asynchronous_run_keeps_its_bound_and_says_what_trained(task: Path, t
 
 
 def same_figures(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """A server's batches form as requests arrive, and kernels round differently for other batches."""
-    known = figures(expected)
-    for name, value in known.items():
+    """But for rounding: a server's batches form as requests arrive, and kernels round differently for other batches."""
+    for name, value in figures(expected).items():
+        if name in ("rollout/ready_prompts", "rollout/in_flight_prompts"):
+            continue  # how far the servers happened to be
         assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
 
 
@@ -82,7 +83,8 @@ def test_one_step_off_goes_on_as_if_it_had_not_stopped(task: Path, tmp_path: Pat
     whole = finished(task, tmp_path / "whole", *keys, iterations(4))
     first = finished(task, tmp_path / "parts", *keys, iterations(2))
     begun = responses(first)
-    second = finished(task, tmp_path / "parts", *keys, iterations(4), f"run_dir={tmp_path / 'parts' / 'run'}")
+    second = finished(task, tmp_path / "parts", *keys, iterations(4))
+    assert consumed(second) == consumed(whole)
     assert begun == responses(whole)[: len(begun)]
     assert responses(second)[-2 * 32 :] == responses(whole)[-2 * 32 :]
     same_figures(second.metrics[-1], whole.metrics[-1])
