@@ -31,7 +31,6 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         WorkerFailed: a worker died or raised.
     """
     cfg = run.config
-    assert run.plan.train_iters is not None  # `resolve` lets no other run through
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     with reported(run) as report, contextlib.ExitStack() as stack:

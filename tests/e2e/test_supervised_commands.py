@@ -180,7 +180,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
         while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < moment):
             time.sleep(0.02)
         below = psutil.Process(process.pid).children(recursive=True)
-        workers = [child for child in below if "SupervisedWorker" in " ".join(child.cmdline())]
+        workers = [child for child in below if "WorkerProcess" in " ".join(child.cmdline())]
         assert len(workers) == 2, (tmp_path / "output.txt").read_text()
         # the agents of a Ray whose driver was killed leave when they next look for it, maybe minutes later
         rest = below if victim == "a worker" else [child for child in below if "Agent" not in " ".join(child.cmdline())]
