@@ -10,20 +10,16 @@ of one tensor; that shows in `rollout/log_probs_diff_max`, the trainer's log-pro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
-
-if TYPE_CHECKING:  # they bring Megatron, which a process that only holds an engine has no use for
-    from mindspeed_rl.engine.weights import LocalWeight
-    from mindspeed_rl.models.weights import WeightOp
+from mindspeed_rl.engine.weights import LocalWeight
+from mindspeed_rl.models.weights import WeightOp
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _MASK = (1 << 64) - 1
@@ -114,64 +110,21 @@ def check_delivery(
     Raises:
         WeightDeliveryError: naming the first parameter that differs, or tensors no parameter accounts for.
     """
-    mine = EngineSums.of(engine_model)
-    everyone = [mine]
-    if infer_tp_size > 1:
-        gathered: list[EngineSums | None] = [None] * infer_tp_size
-        dist.all_gather_object(gathered, mine, group=group)
-        everyone = [sums for sums in gathered if sums is not None]
-    return compare_sums(everyone, trained, kv_heads=kv_heads)
-
-
-@dataclass(frozen=True)
-class EngineSums:
-    """What one rank of an engine holds, as it travels to whoever compares.
-
-    Attributes:
-        parameters: bit sum of each parameter.
-        packed_names: fused modules and the tensors that go into them, as the engine's model says.
-    """
-
-    parameters: dict[str, int]
-    packed_names: dict[str, list[str]]
-
-    def to_json(self) -> str:
-        """As they travel."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> EngineSums:
-        """What `to_json` wrote."""
-        return cls(**json.loads(text))
-
-    @classmethod
-    def of(cls, engine_model: nn.Module) -> EngineSums:
-        """Those of vLLM's model on this rank."""
-        packed: Mapping[str, Sequence[str]] = getattr(engine_model, "packed_modules_mapping", {})
-        parameters = {name: bit_sum(value) for name, value in engine_model.named_parameters() if not name.endswith(DERIVED)}
-        return cls(parameters, {name: list(parts) for name, parts in packed.items()})
-
-
-def compare_sums(everyone: Sequence[EngineSums], trained: Mapping[str, int], *, kv_heads: int) -> DeliveryProof:
-    """Compares what the ranks of an engine hold with the trained tensors.
-
-    Args:
-        everyone: of each rank of one inference tensor-parallel group, in order.
-        trained: from `trained_sums`.
-        kv_heads: key/value heads of the model; fewer heads than ranks are repeated.
-
-    Raises:
-        WeightDeliveryError: naming the first parameter that differs, or tensors no parameter accounts for.
-    """
-    infer_tp_size = len(everyone)
+    packed_names: Mapping[str, Sequence[str]] = getattr(engine_model, "packed_modules_mapping", {})
     remaining = dict(trained)
+    parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(DERIVED)}
+    local = [bit_sum(parameter) for parameter in parameters.values()]
+    everyone = [local]
+    if infer_tp_size > 1:
+        everyone = [[] for _ in range(infer_tp_size)]
+        dist.all_gather_object(everyone, local, group=group)
     wrong: list[str] = []
-    for name in everyone[0].parameters:
-        sources = _sources(name, everyone[0].packed_names, remaining)
+    for position, name in enumerate(parameters):
+        sources = _sources(name, packed_names, remaining)
         if not sources:
             wrong.append(f"{name} (no trained tensor has this name)")
             continue
-        values = [part.parameters[name] for part in everyone]
+        values = [part[position] for part in everyone]
         repeat = max(1, infer_tp_size // kv_heads) if kv_heads < infer_tp_size else 1
         split = sum((repeat if _is_key_or_value(source) else 1) * trained[source] for source in sources) & _MASK
         replicated = sum(trained[source] for source in sources) & _MASK
@@ -188,7 +141,7 @@ def compare_sums(everyone: Sequence[EngineSums], trained: Mapping[str, int], *, 
         raise WeightDeliveryError(
             f"weight push: the rollout engine has no parameter for {len(remaining)} tensors, for example {min(remaining)}."
         )
-    return DeliveryProof(num_parameters=len(everyone[0].parameters), num_tensors=len(trained))
+    return DeliveryProof(num_parameters=len(parameters), num_tensors=len(trained))
 
 
 def _is_key_or_value(name: str) -> bool:

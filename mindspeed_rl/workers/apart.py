@@ -245,7 +245,7 @@ class ServedActorGroup(ApartActorGroup):
         (_, reports), proof = self._push(version)
         loop.run(pool.resume())
         metrics = Metrics()
-        metrics.add_min("rollout/proven_parameters", proof.num_parameters)
+        metrics.add_min("rollout/proven_parameters", proof)
         metrics.add_max("rollout/weight_version", version)
         metrics.add_min("rollout/servers", len(pool.names))
         return [*reports, WorkerReport(metrics)]

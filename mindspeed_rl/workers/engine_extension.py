@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from mindspeed_rl import adaptors, platform
-from mindspeed_rl.resharding.proof import EngineSums
+from mindspeed_rl.resharding.server_proof import EngineSums
 from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, receive
 from mindspeed_rl.rollout.loading import load_named
 

@@ -65,7 +65,15 @@ class RolloutReplica:
         """The engine holds the weights of the stream; returns how many parameters were proven to have arrived."""
         self.engine.restore_weights()
         self.host.load(stream.named_tensors(self.dtype), version)
-        trained = sums_of(stream, self.dtype)
+        trained = trained_sums(
+            list(stream.local_weights.values()),
+            stream.ops,
+            self.dtype,
+            owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+            owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
+        )
+        for copy, owner in stream.copies.items():
+            trained[copy] = trained[owner]
         proof = check_delivery(
             self.engine.read_model(), trained, infer_tp_size=self._tp_size, group=self._group, kv_heads=self._kv_heads
         )
@@ -166,17 +174,3 @@ class RolloutReplica:
 def kv_bytes_per_token(network: Network, dtype: torch.dtype) -> int:
     """Of the whole model's KV cache."""
     return 2 * network.num_layers * network.num_query_groups * network.kv_channels * dtype.itemsize
-
-
-def sums_of(stream: WeightStream, dtype: torch.dtype) -> dict[str, int]:
-    """The bit sum of every HF tensor as an engine that stores `dtype` must hold it; collective over the training world."""
-    trained = trained_sums(
-        list(stream.local_weights.values()),
-        stream.ops,
-        dtype,
-        owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-        owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
-    )
-    for copy, owner in stream.copies.items():
-        trained[copy] = trained[owner]
-    return trained

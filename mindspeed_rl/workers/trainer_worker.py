@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
+from mindspeed_rl.resharding.server_sums import trained_sums
 from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, send
 from mindspeed_rl.workers.actor_worker import ActorWorker
 from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.reports import WorkerReport
-from mindspeed_rl.workers.rollout import sums_of
 
 
 class TrainerWorker(ActorWorker):
@@ -52,7 +52,7 @@ class TrainerWorker(ActorWorker):
                     send(self._group, named)
             finally:
                 _drain(named)  # the gathers are collective over the trainers, whatever became of the servers
-            trained = sums_of(actor.stream, self._dtype)
+            trained = trained_sums(actor.model, self._dtype)
             self._offload_all()
         return trained, self._report()
 

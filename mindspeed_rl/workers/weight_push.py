@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
-from mindspeed_rl.resharding.proof import DeliveryProof, EngineSums, WeightDeliveryError, compare_sums
+from mindspeed_rl.resharding.server_proof import EngineSums, ServerDeliveryError, compare_sums
 from mindspeed_rl.resharding.spanning import Meeting
 from mindspeed_rl.rollout.pool import ServerLost, ServerPool
 from mindspeed_rl.workers.waiting import LOST_PEER, WorkerFailed
@@ -92,7 +92,7 @@ class WeightPush:
         leave: Callable[[], None],
         *,
         kv_heads: int,
-    ) -> tuple[Any, DeliveryProof]:
+    ) -> tuple[Any, int]:
         """All servers hold the trainers' weights, proven; a server that does not manage is taken out, and the others go on.
 
         Args:
@@ -102,6 +102,9 @@ class WeightPush:
                 broke the group.
             leave: the trainers leave a group that broke.
             kv_heads: of the model.
+
+        Returns:
+            What `send` returned, and how many parameters of a server were proven to have arrived.
 
         Raises:
             WorkerFailed: no server is left.
@@ -171,8 +174,8 @@ class WeightPush:
             receiving.cancel()
             return {name: TimeoutError() for name in names}
 
-    def _judge(self, results: Mapping[str, Any], trained: dict[str, int] | None, kv_heads: int) -> DeliveryProof | None:
-        """Takes out who failed by itself or holds other weights; the proof of one that holds the right ones."""
+    def _judge(self, results: Mapping[str, Any], trained: dict[str, int] | None, kv_heads: int) -> int | None:
+        """Takes out who failed by itself or holds other weights; the parameters of one that holds the right ones."""
         proof = None
         for name, result in results.items():
             if isinstance(result, TimeoutError) or self._is_innocent(result):
@@ -185,7 +188,7 @@ class WeightPush:
             elif trained is not None:
                 try:
                     proof = compare_sums([EngineSums.from_json(text) for text in result], trained, kv_heads=kv_heads)
-                except WeightDeliveryError as error:
+                except ServerDeliveryError as error:
                     self._lose(name, str(error))
         return proof
 

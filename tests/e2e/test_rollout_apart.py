@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
+from ports import free_port
 from test_grpo_run import figures
 
 SHARED = [*ONE_PROCESS, "actor_config.save=null", "rl_config.log_completions=true", "rl_config.log_completions_keep=1000"]
@@ -81,3 +88,46 @@ def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Pa
         assert "rollout server 1 was taken out" in log and "rollout server 1 is started anew (2 restarts left)" in log
         assert len(completions(command)) == 6 * 32
         assert not command.leftovers()
+
+
+@pytest.mark.slow
+def test_a_run_generates_on_a_server_that_was_started_by_hand(task: Path, tmp_path: Path) -> None:
+    port = free_port()
+    words = ["--model", str(task / "model"), "--dtype", "float32", "--max-model-len", "64", "--kv-cache-memory-gib", "0.05"]
+    environment = {**os.environ, "MINDSPEED_RL_SERVER_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
+    log = (tmp_path / "server.log").open("w+")
+    command = [sys.executable, "-m", "mindspeed_rl.cli.main", "rollout", "--port", str(port), "--platform", "cpu", *words]
+    server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def ask(path: str, body: dict[str, Any] | None = None, token: str = "secret") -> Any:
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    try:
+        deadline = time.monotonic() + 300
+        while "serving model" not in (tmp_path / "server.log").read_text():
+            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "server.log").read_text()
+            time.sleep(0.5)
+        assert ask("/health") == {"running": 0, "version": 0}
+        assert ask("/v1/models")["data"][0]["id"] == "model"
+        drawn = ask("/v1/completions", {"model": "model", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0})
+        assert drawn["usage"]["completion_tokens"] <= 3
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask("/v1/models", token="other")
+        keys = [*SHARED, "megatron_training.train_iters=2", "generate_config.vllm_server_host=127.0.0.1"]
+        token_file = tmp_path / "token"
+        token_file.write_text("secret\n")
+        keys += [f"generate_config.vllm_server_port={port}", f"generate_config.vllm_server_token_file={token_file}"]
+        run = finished(task, tmp_path / "run", *keys)
+        assert len(completions(run)) == 64 and "1 rollout server(s) elsewhere" in run.output
+        assert ask("/health") == {"running": 0, "version": 2}
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        log.close()

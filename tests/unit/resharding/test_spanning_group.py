@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ports import free_port
 
 from mindspeed_rl import platform
 from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, receive, send
@@ -19,12 +19,6 @@ TENSORS = {
     "count": torch.tensor([1 << 40, -3]),
     "slice": torch.arange(24, dtype=torch.float32).view(4, 6)[:, 1:3],
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)
