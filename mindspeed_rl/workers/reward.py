@@ -61,12 +61,19 @@ class RewardWorker:
                 self.plane.put({"rewards": totals, "reward_results": results}, part)
         return WorkerReport(intervals=self.timers.drain())
 
-    def score_now(self, items: list[PromptItem], responses: list[list[int]]) -> list[RewardResult]:
-        """Scores given responses to prompts."""
+    def score_now(
+        self, items: list[PromptItem], responses: list[list[int]], truncated: list[bool] | None = None
+    ) -> list[RewardResult]:
+        """Scores given responses to prompts.
+
+        Args:
+            truncated: which ended for lack of room; none where nothing is said.
+        """
+        cut = truncated or [False] * len(items)
         return self.pool.score(
             [
-                self._sample(item["prompt_ids"], response, item["label"], item["columns"], False)
-                for item, response in zip(items, responses)
+                self._sample(item["prompt_ids"], response, item["label"], item["columns"], is_cut)
+                for item, response, is_cut in zip(items, responses, cut)
             ],
             timeout_s=self.run.rl.wait_timeout_s,
         )
