@@ -45,11 +45,11 @@ class RewardWorker:
         """
         rl = self.run.rl
         size = max(1, self.plan.dispatch_sizes["reward_dispatch_size"])
-        with self.timers("rule_reward"):
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                columns = ["responses", "prompt_ids", "labels", "extra", "truncated"]
-                batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=rl.wait_timeout_s)
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            columns = ["responses", "prompt_ids", "labels", "extra", "truncated"]
+            batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=rl.wait_timeout_s)
+            with self.timers("rule_reward"):  # waiting for responses is no part of it
                 samples = [
                     self._sample(prompt.tolist(), response.tolist(), label, extra, bool(cut))
                     for prompt, response, label, extra, cut in zip(

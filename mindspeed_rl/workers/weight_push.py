@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 
 from mindspeed_rl.resharding.server_proof import EngineSums, ServerDeliveryError, compare_sums
 from mindspeed_rl.resharding.spanning import Meeting
-from mindspeed_rl.rollout.pool import ServerLost, ServerPool
+from mindspeed_rl.rollout.pool import Server, ServerLost, ServerPool
 from mindspeed_rl.workers.waiting import LOST_PEER, WorkerFailed
 
 Answer = TypeVar("Answer")
@@ -82,7 +82,7 @@ class WeightPush:
         """
         self._pool, self._loop, self._replace_lost, self._timeout_s = pool, loop, replace_lost, timeout_s
         self.workers_of: dict[str, int] = {}
-        self._joined: list[str] = []
+        self._joined: list[Server] = []  # a server that was started anew has the name of the one before
 
     def push(
         self,
@@ -112,16 +112,16 @@ class WeightPush:
         failures = 0
         while True:
             self._replace_lost()
-            names = self._pool.names
+            names, servers = self._pool.names, self._pool.servers()
             if not names:
                 raise WorkerFailed(f"no rollout server is left: {'; '.join(': '.join(item) for item in self._pool.lost[-4:])}")
-            if names != self._joined:
+            if servers != self._joined:
                 self._joined = []
                 if not self._meet(names, meet):
                     leave()
                     failures = self._count(failures, None)
                     continue
-                self._joined = names
+                self._joined = servers
             receiving = self._loop.start(self._pool.receive(version, names))
             sent, broken = send()
             if broken is not None:

@@ -142,3 +142,16 @@ def test_a_server_that_does_not_come_to_the_meeting_is_taken_out(loop: LoopThrea
     world.servers["server 0"].engine.join = join
     world.run(1)
     assert world.trainers.met == [["server 0", "server 1"], ["server 1"]] and world.pool.names == ["server 1"]
+
+
+def test_a_server_that_was_started_anew_under_its_name_meets_the_trainers_again(loop: LoopThread) -> None:
+    world = World(loop, count=2)
+    world.run(1)
+
+    async def renew() -> None:
+        world.pool.lose("server 1", "for the test")
+        await world._make("server 1")
+
+    loop.run(renew())
+    world.run(2)
+    assert world.trainers.met == [["server 0", "server 1"]] * 2
