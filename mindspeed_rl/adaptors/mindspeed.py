@@ -7,11 +7,11 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | patch of ours | symbol | why |
 |---|---|---|
 | argv | sys.argv while the adaptor is imported | it parses the command line at import and takes every `--flag` for its own |
-| resume | DistributedOptimizer.load_state_dict | MindSpeed's own lacks the checkpoint form "fully_reshardable" of megatron-core 0.16 |
+| resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
 | scan | patch_utils.sys | every patch searches all modules; transformers' lazy ones then import half the package or fail |
 
-They can go when MindSpeed's parser leaves `sys.argv` alone and its patches stop searching all modules; "resume" when MindSpeed knows the
-form. The programs of tests/npu_sim run the real one.
+They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
+"fully_reshardable"; the programs of tests/npu_sim run the real one.
 
 Traps this module closes, each of them silent (measured on the simulated NPU):
 - `repatch` stores a misspelled key and goes on: keys are checked against MindSpeed's own defaults first.
