@@ -137,7 +137,9 @@ class VllmEngine:
         Args:
             busy: this replica may have requests soon.
         """
-        return ParallelConfig.has_unfinished_dp(self._llm.llm_engine.dp_group, busy or bool(self._ids))
+        group = self._llm.llm_engine.dp_group
+        assert group is not None  # the layout has replicas that share experts
+        return ParallelConfig.has_unfinished_dp(group, busy or bool(self._ids))
 
     def step(self) -> list[tuple[str, Completion]]:
         """Every request that runs has a token more, or a piece of its prompt; returns those that have ended, by name.

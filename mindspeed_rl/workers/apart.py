@@ -27,6 +27,7 @@ from mindspeed_rl.config import (
 )
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.spanning import Meeting
 from mindspeed_rl.rollout.requests import Sampling
@@ -117,12 +118,12 @@ class ApartActorGroup(ActorGroup):
     def _group(self, kind: type[Any], keys: MegatronConfig, num_devices: int) -> Any:
         return kind(_sized(self._run, num_devices), keys, self._plane)
 
-    def set_up(self) -> Mapping[str, Any]:
+    def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """See `ActorGroup.set_up`; the other roles go on where the actor does."""
-        resumed = super().set_up()
+        resumed = super().set_up(steps)
         for group in (self._reference, self._critic):
             if group is not None:
-                group.start_workers(group._run, self._plane, resumed.get("iteration"))
+                group.start_workers(group._run, self._plane, resumed.get("iteration"), steps=steps)
         return resumed
 
     # ------------------------------------------------------------------ passes that begin while rows come
@@ -137,7 +138,8 @@ class ApartActorGroup(ActorGroup):
         """Passes over rows that are still to come, by workers that have nothing else to do meanwhile."""
         rl, objective = self._run.rl, self._run.objective
         assert objective is not None
-        if rl.blocking or rl.filter_groups_enable or rl.dynamic_sample:  # filters move rows once they are there
+        # filters move rows once they are there, and rows of another mode than sync are of several draws
+        if rl.blocking or rl.filter_groups_enable or rl.dynamic_sample or rl.trainer_mode != "sync":
             return
         count, idle = self._run.plan.num_train_samples, self._is_idle_while_generating
         if objective.needs_reference and (self._reference is not None or idle):
@@ -224,10 +226,12 @@ class ServedActorGroup(ApartActorGroup):
         # the data plane's client waits; one thread puts rows while the servers go on
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollout-rows")
 
-    def set_up(self) -> Mapping[str, Any]:
+    def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """See `ActorGroup.set_up`; the servers start meanwhile."""
-        resumed = super().set_up()
+        resumed = super().set_up(steps)
         self.servers.set_up()
+        if steps is not None:
+            steps.done("the rollout servers answer")
         return resumed
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.build import plan_model
 from mindspeed_rl.engine.parallel import init_distributed
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss

@@ -23,9 +23,9 @@ from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.loading import LoadsWeights
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
-from mindspeed_rl.rollout.loading import LoadsWeights
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
