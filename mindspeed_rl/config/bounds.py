@@ -15,6 +15,7 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.violation import Violation, out_of_range
 
 #: rows of a batch, tokens of a sequence or budget, devices, processes of this machine, layers, iterations
+_RESOURCES = ("actor", "reference", "reward", "critic", "vit", "rollout")
 _ROWS, _TOKENS, _DEVICES, _PROCESSES, _LAYERS, _ITERATIONS = 10**7, 10**8, 10**6, 4096, 10**4, 10**9
 #: seconds of any limit: a month
 _SECONDS = 31 * 86400.0
@@ -156,9 +157,7 @@ RANGES: dict[str, Bounds] = {
     "rl_config.num_cpus_for_local_task": Bounds(0, 1e4),
     "rl_config.num_cpus_for_placement_group": Bounds(0, 10**4),
     "rl_config.hccl_buffersize": Bounds(1, 10**6),
-    **{
-        f"rl_config.{role}_resource.num_npus": Bounds(1, _DEVICES) for role in _RESOURCES
-    },
+    **{f"rl_config.{role}_resource.num_npus": Bounds(1, _DEVICES) for role in _RESOURCES},
     # rollout engine
     **_of("generate_config", "infer_tensor_parallel_size infer_pipeline_parallel_size", Bounds(1, _PROCESSES)),
     **_of("generate_config", "infer_expert_parallel_size data_parallel_size", Bounds(1, _DEVICES)),
