@@ -15,10 +15,11 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.violation import Violation, out_of_range
 
 #: rows of a batch, tokens of a sequence or budget, devices, processes of this machine, layers, iterations
-_RESOURCES = ("actor", "reference", "reward", "critic", "vit", "rollout")
 _ROWS, _TOKENS, _DEVICES, _PROCESSES, _LAYERS, _ITERATIONS = 10**7, 10**8, 10**6, 4096, 10**4, 10**9
 #: seconds of any limit: a month
 _SECONDS = 31 * 86400.0
+#: whose devices a run file may say
+_RESOURCES = ("actor", "reference", "reward", "critic", "vit", "rollout")
 
 _ANY_WEIGHT = Bounds(-1e6, 1e6)
 _SHARE = Bounds(0, 1)
