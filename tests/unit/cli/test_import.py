@@ -95,7 +95,8 @@ LORA = (
 
 VERL = """
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=data/train.parquet
-    data.val_files=data/test.parquet data.train_batch_size=64 data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True
+    data.val_files=data/test.parquet data.train_batch_size=64
+    data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True
     data.truncation='error' actor_rollout_ref.model.path=models/base actor_rollout_ref.actor.optim.lr=1e-6
     actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=32
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.use_kl_loss=True
@@ -230,7 +231,8 @@ def test_sizes_that_do_not_divide_here_are_changed_and_told():
 def test_megatron_swift_counts_as_it_says():
     command = (
         "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --load m --dataset a.jsonl --reward_funcs accuracy "
-        "--num_generations 8 --micro_batch_size 2 --global_batch_size 64 --steps_per_generation 2 --tensor_model_parallel_size 2 "
+        "--num_generations 8 --micro_batch_size 2 --global_batch_size 64 --steps_per_generation 2 "
+        "--tensor_model_parallel_size 2 "
         "--pipeline_model_parallel_size 2 --train_iters 100 --sequence_parallel true"
     )
     made = from_swift(command, REWARDS)
