@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
+from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.workers.local_ray import local_ray_environment
@@ -15,13 +17,24 @@ from mindspeed_rl.workers.local_ray import local_ray_environment
 def main(argv: list[str]) -> int:
     """Trains; returns 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C, 143 after SIGTERM."""
     parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train as a run file says.")
-    parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
+    parser.add_argument("--config-name", default=None, help="run file, with or without .yaml")
+    parser.add_argument(
+        "--from-swift", metavar="COMMAND", default=None,
+        help="train as this command of ms-swift says; its run file is written first (from_swift.yaml, or --config-name)",
+    )  # fmt: skip
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example rl_config.clip_ratio=0.1")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.config_name is None and arguments.from_swift is None:
+        parser.error("--config-name or --from-swift is needed")
     run, begun = None, time.time() - 1.0  # file systems may count in whole seconds
     try:
+        if arguments.from_swift is not None:
+            if arguments.config_dir is not None:
+                parser.error("--config-dir is for a run file that is there; --config-name says where --from-swift writes one")
+            written = Path(arguments.config_name or "from_swift.yaml").resolve()
+            arguments.config_name = str(write_import("swift", arguments.from_swift, written))
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         _prepare_environment()
         # these import torch, Ray and transformers, which read the environment

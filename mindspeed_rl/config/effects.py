@@ -97,6 +97,8 @@ SUPERVISED_RL_KEYS = (
     "use_swanlab",
     "report_to",
     "swanlab_",
+    "use_mlflow",
+    "mlflow_",
     "use_remove_padding",
     "use_dynamic_bsz",
     "max_packing_token_size",
@@ -188,7 +190,7 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
     rl, stage = cfg.rl_config, cfg.stage
     assert rl is not None and stage is not None  # one of its keys was set
     if cfg.is_supervised:
-        return "use_wandb is true" if name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb else ""
+        return "use_wandb is true" if name == "use_tensorboard" and _wandb_replaces_tensorboard(rl) else ""
     objective = resolve_objective(cfg)
     functions = rl.verifier_function if rl.rule_reward else []
     named = named_estimator(rl)
@@ -240,9 +242,13 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
             name.startswith("verifier_") and rl.reward_funcs is not None and name[9:] in ("function", "weight"),
             "reward_funcs is set",
         ),
-        (name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb, "use_wandb is true"),
+        (name == "use_tensorboard" and _wandb_replaces_tensorboard(rl), "use_wandb is true"),
     )
     return next((reason for is_idle, reason in conditions if is_idle), "")
+
+
+def _wandb_replaces_tensorboard(rl: RLConfig) -> bool:
+    return rl.use_tensorboard and rl.use_wandb and "tensorboard" not in rl.report_to
 
 
 def _no_kl(rl: RLConfig, stage: str) -> str:

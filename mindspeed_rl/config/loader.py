@@ -57,7 +57,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     earlier: dict[str, str] = {}
     for name, value in tree.items():
         if name not in known:
-            errors.append(unknown_key(name, value, known, _homes()))
+            errors.append(unknown_key(name, value, known, homes()))
         elif name in TOP_LEVEL:
             if isinstance(value, Mapping):
                 groups[name], notes = in_present_names(name, normalized(value), errors)
@@ -67,7 +67,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     set_keys: dict[str, frozenset[str]] = {}
 
     def group(name: str, schema: type) -> Any:
-        built, set_keys[name] = build(schema, groups[name], name, errors, _homes())
+        built, set_keys[name] = build(schema, groups[name], name, errors, homes())
         return built
 
     if "megatron_training" not in groups:
@@ -134,7 +134,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
 
 
 @cache
-def _homes() -> dict[str, str]:
+def homes() -> dict[str, str]:
     """Return the dotted name of every key by its last name; one that several groups have is left out."""
     groups = {
         "megatron_training": MegatronConfig,
@@ -160,7 +160,7 @@ def _model_blocks(value: Any, errors: list[str]) -> dict[str, dict[str, Any]]:
     for name, block in value.items():
         if isinstance(block, Mapping):
             blocks[str(name)], _ = in_present_names(f"model.{name}", normalized(block), errors)
-            build(MegatronConfig, blocks[str(name)], f"model.{name}", errors, _homes())
+            build(MegatronConfig, blocks[str(name)], f"model.{name}", errors, homes())
         else:
             errors.append(f"model.{name} is {block!r}, but must be a group of keys")
     return blocks

@@ -204,6 +204,7 @@ OTHERWISE: dict[str, str] = {
     "use_tis": "rl_config.rollout_importance_sampling_mode: token_truncate switches it on",
     "vllm_importance_sampling_correction": "rl_config.rollout_importance_sampling_mode: token_truncate switches it on",
     "eps_clip_low_high": "say rl_config.clip_higher_enable: true with clip_ratio_low and clip_ratio_high",
+    "attention_backend": "the platform has one attention; nothing is to be chosen",
     "use_vllm": "the rollout engine is always vLLM",
     "rollout.name": "the rollout engine is always vLLM",
     "vllm_mode": "server is rl_config.rollout_resource or generate_config.vllm_server_host; without them it is colocate",
@@ -238,6 +239,21 @@ OTHERWISE: dict[str, str] = {
     "val_before_train": "a run with megatron_training.eval_data_path always evaluates before the first iteration",
     "max_turns": "tools and turns during the rollout are not available",
     "multi_turn_scheduler": "tools and turns during the rollout are not available",
+    "per_device_eval_batch_size": "held-out prompts are answered by the rollout engine, generate_config.max_num_seqs at once",
+    "dataloader_num_workers": "rows are read from mapped memory, without loader processes",
+    "dataset_num_proc": "prompts are read once, by one process; mindspeed-rl preprocess --workers is for large data",
+    "load_from_cache_file": "raw prompts are read anew; mindspeed-rl preprocess keeps them as an indexed dataset",
+    "num_infer_workers": "it follows from the devices / generate_config.infer_tensor_parallel_size",
+    "vllm_server_base_url": "say generate_config.vllm_server_host and vllm_server_port",
+    "vllm_limit_mm_per_prompt": "text models only",
+    "vllm_disable_cascade_attn": "the rollout engine decides it by itself",
+    "gc_collect_after_offload": "memory that is given up is always given back",
+    "move_model_batches": "weights always travel in buckets of bounded size",
+    "reward_manager": "say rl_config.verifier_function",
+    "strategy": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the nearest thing",
+    "vllm_device": "the rollout engine shares the devices of the actor, or has rl_config.rollout_resource",
+    "ds3_gather_for_generation": "weights are resharded slice by slice and never gathered whole",
+    "multi_turn_func": "tools and turns during the rollout are not available",
     "num_completions_to_print": "say rl_config.log_completions: true with log_completions_keep",
 }
 
@@ -282,4 +298,25 @@ VALUES: dict[str, dict[str, str]] = {
         "o_proj": "linear_proj",
         "down_proj": "linear_fc2",
     },
+}
+
+#: key -> what ms-swift takes for its option where it is not given and ours differs
+SWIFT_DEFAULTS: dict[str, object] = {
+    "rl_config.init_kl_coef": 0.04,
+    "rl_config.loss_type": "grpo",
+    "rl_config.adv_epsilon": 1e-4,
+    "rl_config.max_prompt_length": 2048,
+    "generate_config.sampling_config.max_tokens": 512,
+    "generate_config.sampling_config.temperature": 0.9,
+    "generate_config.sampling_config.top_k": -1,
+    "generate_config.gpu_memory_utilization": 0.9,
+    "generate_config.enable_prefix_caching": True,
+    "megatron_training.lr_decay_style": "cosine",
+    "megatron_training.clip_grad": 1.0,
+    "megatron_training.weight_decay": 0.1,
+}
+
+#: dataset -> key of megatron_training.map_keys -> the column that ms-swift takes from it
+DATASET_COLUMNS: dict[str, dict[str, str]] = {
+    "AI-MO/NuminaMath-TIR": {"prompt": "problem", "response": "solution", "query": ""},
 }

@@ -23,6 +23,7 @@ _SYNC_REF = ("sync_ref_model", (True,))
 _ASYNC = ("trainer_mode", ("async",))
 _WANDB = ("use_wandb", (True,))
 _SWANLAB = ("use_swanlab", (True,))
+_MLFLOW = ("use_mlflow", (True,))
 _TEXT_ONLY = "text models only"
 
 
@@ -369,7 +370,7 @@ class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys,
     colocate_actor_and_vit: bool = key(False, "share devices with the image encoder", no_effect=_TEXT_ONLY)
 
     use_tensorboard: bool = key(False, "write TensorBoard files into the run folder")
-    use_wandb: bool = key(False, "log to Weights & Biases; TensorBoard is then off")
+    use_wandb: bool = key(False, "log to Weights & Biases; TensorBoard is then off, unless report_to names it")
     wandb_project: str = key("", "project", needs=_WANDB)
     wandb_exp_name: str = key("", "run name", needs=_WANDB)
     wandb_save_dir: str = key("", "local folder", needs=_WANDB)
@@ -382,6 +383,12 @@ class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys,
     swanlab_project: str = key("", "project", needs=_SWANLAB)
     swanlab_exp_name: str = key("", "run name", needs=_SWANLAB)
     swanlab_save_dir: str = key("", "local folder", needs=_SWANLAB)
+    use_mlflow: bool = key(False, "log to MLflow")
+    mlflow_tracking_uri: str = key(
+        "", "a server (http://...) or a folder (file:///...); mlflow/ in the run folder when empty", needs=_MLFLOW
+    )
+    mlflow_experiment: str = key("", "experiment; mindspeed_rl when empty", needs=_MLFLOW)
+    mlflow_run_name: str = key("", "run name; the name of the run folder when empty", needs=_MLFLOW)
     log_max_throughput: bool = key(True, "throughput counts the longest instead of the mean length, as MindSpeed-RL does")
 
     num_cpus_for_local_task: float = key(

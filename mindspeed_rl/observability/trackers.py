@@ -1,168 +1,134 @@
-"""Where the metrics of an iteration go: metrics.jsonl, TensorBoard, Weights & Biases, SwanLab."""
+"""Where the metrics of an iteration go: metrics.jsonl always, and the services that a run file names, several at once."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import json
+import logging
 import math
 import time
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
+from mindspeed_rl.observability.background import BackgroundTracker
+from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.lines import LineWriter, forget_after
 
 #: name of a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
 TRACKERS = {
-    "tensorboard": "mindspeed_rl.observability.trackers:TensorBoardTracker",
-    "wandb": "mindspeed_rl.observability.trackers:WandbTracker",
-    "swanlab": "mindspeed_rl.observability.trackers:SwanlabTracker",
+    "tensorboard": "mindspeed_rl.observability.services:TensorBoardTracker",
+    "wandb": "mindspeed_rl.observability.services:WandbTracker",
+    "swanlab": "mindspeed_rl.observability.services:SwanlabTracker",
+    "mlflow": "mindspeed_rl.observability.services:MlflowTracker",
 }
 
+#: seconds that all trackers together have to finish when a run ends
+CLOSE_S = 60.0
 
-class Tracker(Protocol):
-    """Takes the figures of each iteration."""
+_logger = logging.getLogger(__name__)
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """The figures of this iteration are recorded."""
 
-    def close(self) -> None:
-        """Everything recorded is on disk or sent."""
+@runtime_checkable
+class Checked(Protocol):
+    """The class of a tracker that can say before the run what it lacks."""
+
+    @staticmethod
+    def check() -> None:
+        """Raises ValueError when the tracker cannot work on this machine."""
 
 
 class JsonlTracker:
-    """One JSON object a line, flushed at once: {"iteration": 3, "actor/pg_loss": 0.1, ...}; NaN and infinities are null."""
+    """One JSON object a line, flushed at once: {"iteration": 3, "actor/pg_loss": 0.1, ...}; NaN and infinities are null.
+
+    Written by the run itself: the report and the page are made of this file.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = LineWriter(path)
+        self._path, self._file = path, LineWriter(path)
+        self._has_failed = False
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """The line is in the file, or a warning says once why lines are missing."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write({"iteration": iteration, **finite})
+        try:
+            self._file.write({"iteration": iteration, **finite})
+        except OSError as error:
+            if not self._has_failed:
+                _logger.warning("%s cannot be written, lines will be missing; the run goes on: %s", self._path, error)
+            self._has_failed = True
 
     def close(self) -> None:
+        """The file is closed."""
         self._file.close()
 
 
-class TensorBoardTracker:
-    """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`.
-
-    Events are plain scalars: tensorboard.summary.Writer makes tensors, which `EventAccumulator.Scalars` does not find.
-    """
-
-    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
-        files = _load("tensorboard.summary.writer.event_file_writer", "use_tensorboard", "tensorboard")
-        self._events = import_module("tensorboard.compat.proto.event_pb2")
-        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
-        self._writer = files.EventFileWriter(str(run_dir / "tensorboard"))
-
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summaries.Summary.Value(tag=tag(name), simple_value=value) for name, value in metrics.items()]
-        summary = self._summaries.Summary(value=values)
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=iteration, summary=summary))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """A Weights & Biases run."""
-
-    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
-        wandb = _load("wandb", "use_wandb", "wandb")
-        self._run = wandb.init(
-            project=rl_config.wandb_project,
-            name=rl_config.wandb_exp_name or None,
-            dir=rl_config.wandb_save_dir or str(run_dir),
-            mode=rl_config.wandb_mode,
-            config=dict(config),
-        )
-
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({tag(name): value for name, value in metrics.items()}, step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class SwanlabTracker:
-    """A SwanLab run."""
-
-    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
-        swanlab = _load("swanlab", "use_swanlab", "swanlab")
-        self._run = swanlab.init(
-            project=rl_config.swanlab_project,
-            experiment_name=rl_config.swanlab_exp_name or None,
-            mode=rl_config.swanlab_mode or None,
-            logdir=rl_config.swanlab_save_dir or str(run_dir),
-            config=dict(config),
-        )
-
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({tag(name): value for name, value in metrics.items()}, step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class Trackers:
-    """Several trackers as one."""
+    """metrics.jsonl, and any number of trackers on threads of their own."""
 
-    def __init__(self, trackers: list[Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(self, lines: JsonlTracker, others: Sequence[BackgroundTracker], close_s: float = CLOSE_S) -> None:
+        self._lines, self._others, self._close_s = lines, others, close_s
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
+        """The figures of this iteration are in metrics.jsonl and on their way to the others."""
+        self._lines.log(iteration, metrics)
+        for tracker in self._others:
             tracker.log(iteration, metrics)
 
+    def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
+        """The completions of this iteration are on their way to the trackers that have tables."""
+        for tracker in self._others:
+            tracker.completions(iteration, completions)
+
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # all are closed, also behind one that fails
-            for tracker in reversed(self._trackers):
-                stack.callback(tracker.close)
+        """Every tracker is closed; one that takes longer than `close_s` for it is left behind, with a warning."""
+        deadline_s = time.monotonic() + self._close_s
+        for tracker in self._others:
+            tracker.begin_to_close()
+        for tracker in self._others:
+            tracker.close(deadline_s)
+        self._lines.close()
 
 
 def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any], *, goes_on_after: int = 0) -> Trackers:
-    """The trackers that the run file asks for, metrics.jsonl always among them.
+    """The trackers that the run file asks for, metrics.jsonl always among them; they start on their own threads.
 
-    `use_wandb` switches `use_tensorboard` off. metrics.jsonl and completions.jsonl of a folder in which a run has gone further
-    hold nothing of the iterations that are repeated.
+    `use_wandb` switches `use_tensorboard` off, as upstream does; a tracker that `report_to` names is never switched off.
+    metrics.jsonl and completions.jsonl of a folder in which a run has gone further hold nothing of the iterations that are
+    repeated.
 
     Args:
         rl_config: `report_to`, the use_ keys, and those that a tracker reads itself.
         run_dir: where files go unless a *_save_dir is set.
-        config: the run's configuration as plain values, shown beside the curves.
+        config: the run's configuration, shown beside the curves.
         goes_on_after: the last iteration that is not repeated.
 
     Raises:
         ValueError: a tracker is unknown, or its package is not installed.
     """
-    switched_on = {"tensorboard": rl_config.use_tensorboard, "wandb": rl_config.use_wandb, "swanlab": rl_config.use_swanlab}
+    switched_on = {
+        "tensorboard": rl_config.use_tensorboard and not rl_config.use_wandb,
+        "wandb": rl_config.use_wandb,
+        "swanlab": rl_config.use_swanlab,
+        "mlflow": rl_config.use_mlflow,
+    }
     wanted = dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *rl_config.report_to])
-    if rl_config.use_wandb:
-        wanted.pop("tensorboard", None)
     for name in ("metrics.jsonl", "completions.jsonl"):
         forget_after(run_dir / name, goes_on_after)
-    trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
+    classes: dict[str, Any] = {}
     for name in wanted:
         target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
-        trackers.append(registry.load(target, f"rl_config.report_to {name}")(rl_config, run_dir, config))
-    return Trackers(trackers)
+        classes[name] = registry.load(target, f"rl_config.report_to {name}")
+        if isinstance(classes[name], Checked):
+            classes[name].check()
+    plain = json.loads(json.dumps(config, default=_plain))
+    lines = JsonlTracker(run_dir / "metrics.jsonl")
+    others = [BackgroundTracker(name, functools.partial(made, rl_config, run_dir, plain)) for name, made in classes.items()]
+    return Trackers(lines, others)
 
 
-def tag(name: str) -> str:
-    """The metric's name in TensorBoard, wandb and SwanLab."""
-    return name if name.startswith("eval/") else f"train/{name}"
-
-
-def _load(module: str, key: str, package: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        # A package that is there but broken should show its own error.
-        if error.name is None or error.name.split(".")[0] != package:
-            raise
-        raise ValueError(f"rl_config.{key} is true, but '{package}' is not installed: pip install {package}.") from None
+def _plain(value: object) -> object:
+    """What JSON has no word for: sets become lists, everything else text."""
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)

@@ -88,6 +88,7 @@ class RolloutLogger(RunLogger):
                 )
             )
         self._completions.write(iteration, written)
+        self._trackers.completions(iteration, written)
 
     def _tokens(self, batch: Batch, row: int, advantages: Tensor, loss_mask: Tensor) -> Tokens:
         ids = batch["responses"][row].tolist()

@@ -1,5 +1,6 @@
 """Trackers write what they are given; a missing package is named."""
 
+import importlib.util
 import json
 import math
 import sys
@@ -42,21 +43,44 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
     assert first.step == 1 and first.value == 0.5
 
 
-@pytest.mark.parametrize("package", ["wandb", "swanlab"])
-def test_a_tracker_without_its_package_is_an_error_that_names_it(tmp_path, package):
-    try:
-        __import__(package)
-    except ModuleNotFoundError:
-        with pytest.raises(ValueError, match=f"use_{package} is true, but '{package}' is not installed"):
-            make_trackers(RLConfig(**{f"use_{package}": True}), tmp_path, {})
-    else:
-        pytest.skip(f"{package} is installed here")
+@pytest.mark.parametrize("package, wheel", [("wandb", "wandb"), ("swanlab", "swanlab"), ("mlflow", "mlflow-skinny")])
+def test_a_tracker_without_its_package_is_an_error_that_names_it(tmp_path, monkeypatch, package, wheel):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest))
+    with pytest.raises(ValueError, match=f"use_{package} is true, but '{package}' is not installed: pip install {wheel}"):
+        make_trackers(RLConfig(**{f"use_{package}": True}), tmp_path, {})
+    assert not list(tmp_path.iterdir())
 
 
-def test_wandb_switches_tensorboard_off(tmp_path):
-    with pytest.raises(ValueError, match="wandb"):
-        make_trackers(RLConfig(use_tensorboard=True, use_wandb=True), tmp_path, {})
-    assert not (tmp_path / "tensorboard").exists()
+@pytest.fixture
+def fake_wandb(tmp_path, monkeypatch):
+    """A module by the name of wandb that keeps what it is told; what it kept is in its `asked`."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(
+        "asked = {}\n"
+        "class Run:\n"
+        "    def log(self, figures, step): asked.update(step=step)\n"
+        "    def finish(self): asked.update(finished=True)\n"
+        "def init(**options):\n"
+        "    asked.update(options)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    yield
+    sys.modules.pop("wandb", None)
+
+
+def test_wandb_switches_tensorboard_off(tmp_path, fake_wandb):
+    tracker_files(tmp_path, RLConfig(use_tensorboard=True, use_wandb=True))
+    assert sys.modules["wandb"].asked["finished"] and not (tmp_path / "tensorboard").exists()
+
+
+def test_report_to_takes_several_and_switches_none_off(tmp_path, fake_wandb):
+    rl = RLConfig(report_to=["tensorboard", "wandb"])
+    apply_second_spellings(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
+    tracker_files(tmp_path, rl)
+    assert sys.modules["wandb"].asked["finished"] and (tmp_path / "tensorboard").exists()
 
 
 class LineTracker:
@@ -98,22 +122,11 @@ def test_every_tracker_of_ours_has_a_key_that_switches_it_on():
 
 
 @pytest.mark.parametrize("mode", ["offline", None])
-def test_wandb_is_started_in_the_mode_that_the_run_file_says(tmp_path, monkeypatch, mode):
-    (tmp_path / "wandb.py").write_text(
-        "asked = {}\n"
-        "class Run:\n"
-        "    def log(self, figures, step): asked.update(step=step)\n"
-        "    def finish(self): asked.update(finished=True)\n"
-        "def init(**options):\n"
-        "    asked.update(options)\n"
-        "    return Run()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+def test_wandb_is_started_in_the_mode_that_the_run_file_says(tmp_path, fake_wandb, mode):
     trackers = make_trackers(RLConfig(use_wandb=True, wandb_mode=mode, wandb_project="mine"), tmp_path, {"lr": 1.0})
     trackers.log(1, {"actor/pg_loss": 0.5})
     trackers.close()
-    asked = sys.modules.pop("wandb").asked
+    asked = sys.modules["wandb"].asked
     assert (asked["mode"], asked["project"], asked["dir"], asked["step"], asked["finished"]) == (
         mode, "mine", str(tmp_path), 1, True
     )  # fmt: skip

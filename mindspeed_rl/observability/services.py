@@ -1,0 +1,185 @@
+"""TensorBoard, Weights & Biases, SwanLab and MLflow, each as a tracker; `TRACKERS` in trackers.py has their names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config import RLConfig
+from mindspeed_rl.observability.completions import Completion
+
+#: heads of a table of completions
+COLUMNS = ("iteration", "group", "sample", "prompt", "response", "reward", "parts", "advantage")
+
+
+class TensorBoardTracker:
+    """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`. Completions are a table of texts.
+
+    Events are plain scalars: tensorboard.summary.Writer makes tensors, which `EventAccumulator.Scalars` does not find.
+    """
+
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._events = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self._tensors = import_module("tensorboard.util.tensor_util")
+        self._texts = import_module("tensorboard.plugins.text.metadata")
+        files = import_module("tensorboard.summary.writer.event_file_writer")
+        self._writer = files.EventFileWriter(str(run_dir / "tensorboard"))
+
+    @staticmethod
+    def check() -> None:
+        _check_package("tensorboard")
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._add(
+            iteration, [self._summaries.Summary.Value(tag=tag(name), simple_value=value) for name, value in metrics.items()]
+        )
+
+    def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
+        # a text of two dimensions is drawn as a table, its cells as Markdown
+        rows = [list(COLUMNS), *([_cell_text(value) for value in row] for row in table(iteration, completions))]
+        values = self._tensors.make_tensor_proto(rows)
+        metadata = self._texts.create_summary_metadata(display_name="completions", description="")
+        self._add(iteration, [self._summaries.Summary.Value(tag="completions", metadata=metadata, tensor=values)])
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, iteration: int, values: list[Any]) -> None:
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=iteration, summary=summary))
+        self._writer.flush()
+
+
+class WandbTracker:
+    """A Weights & Biases run."""
+
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._wandb = import_module("wandb")
+        self._run = self._wandb.init(
+            project=rl_config.wandb_project or None,
+            name=rl_config.wandb_exp_name or None,
+            dir=rl_config.wandb_save_dir or str(run_dir),
+            mode=rl_config.wandb_mode,
+            config=dict(config),
+            # it would put itself between the run and its console, and hold up what is printed
+            settings={"console": "off"},
+        )
+
+    @staticmethod
+    def check() -> None:
+        _check_package("wandb")
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({tag(name): value for name, value in metrics.items()}, step=iteration)
+
+    def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
+        rows = self._wandb.Table(columns=list(COLUMNS), data=table(iteration, completions))
+        self._run.log({"completions": rows}, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanlabTracker:
+    """A SwanLab run."""
+
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._swanlab = import_module("swanlab")
+        self._run = self._swanlab.init(
+            project=rl_config.swanlab_project or None,
+            experiment_name=rl_config.swanlab_exp_name or None,
+            mode=rl_config.swanlab_mode or None,
+            logdir=rl_config.swanlab_save_dir or str(run_dir / "swanlab"),
+            config=dict(config),
+        )
+
+    @staticmethod
+    def check() -> None:
+        _check_package("swanlab")
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({tag(name): value for name, value in metrics.items()}, step=iteration)
+
+    def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
+        texts = [
+            self._swanlab.Text("\n".join(f"{head}: {_cell_text(value)}" for head, value in zip(COLUMNS, row)))
+            for row in table(iteration, completions)
+        ]
+        self._run.log({"completions": texts}, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """An MLflow run: in a folder or at a server, as `mlflow_tracking_uri` says; the run folder's `mlflow/` when unset."""
+
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
+        mlflow = import_module("mlflow")
+        self._metric = import_module("mlflow.entities").Metric
+        # later releases of MLflow refuse a folder without it; a database would need more than mlflow-skinny brings
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        uri = rl_config.mlflow_tracking_uri or (run_dir / "mlflow").resolve().as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        name = rl_config.mlflow_experiment or "mindspeed_rl"
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        run = self._client.create_run(experiment, run_name=rl_config.mlflow_run_name or run_dir.name)
+        self._run_id = run.info.run_id
+        self._client.log_text(self._run_id, json.dumps(config, indent=1, ensure_ascii=False), "config.json")
+
+    @staticmethod
+    def check() -> None:
+        _check_package("mlflow", "mlflow-skinny")
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        figures = [self._metric(tag(name), float(value), now_ms, iteration) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=figures)
+
+    def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
+        columns = zip(*table(iteration, completions))
+        self._client.log_table(self._run_id, {head: list(values) for head, values in zip(COLUMNS, columns)}, "completions.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def tag(name: str) -> str:
+    """The metric's name in TensorBoard, wandb, SwanLab and MLflow."""
+    return name if name.startswith("eval/") else f"train/{name}"
+
+
+def table(iteration: int, completions: Sequence[Completion]) -> list[list[Any]]:
+    """One row of `COLUMNS` a completion; the parts of the reward are one text."""
+    return [
+        [
+            iteration,
+            item.group,
+            item.sample,
+            item.prompt,
+            item.response,
+            None if item.reward is None or not math.isfinite(item.reward) else item.reward,
+            ", ".join(f"{name} {value:g}" for name, value in item.parts.items()),
+            item.advantage,
+        ]
+        for item in completions
+    ]
+
+
+def _cell_text(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _check_package(package: str, wheel: str = "") -> None:
+    """Raises ValueError unless the package can be imported; it is not imported here, which may take long."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"rl_config.use_{package} is true, but '{package}' is not installed: pip install {wheel or package}.")
