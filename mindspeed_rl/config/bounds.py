@@ -128,7 +128,7 @@ RANGES: dict[str, Bounds] = {
     "rl_config.beta": Bounds(0, 1e6),
     "rl_config.delta": Bounds(1, 1e6, excludes_low=True, usual=2.0),
     "rl_config.entropy_coeff": Bounds(-1e6, 1e6),
-    "rl_config.off_policy_sequence_mask_delta": Bounds(0, 1e6),
+    "rl_config.off_policy_sequence_mask_delta": Bounds(-1e6, 1e6),
     "rl_config.log_probs_diff_limit": Bounds(0, 1e6, excludes_low=True, usual=0.1),
     "rl_config.ref_model_sync_steps": Bounds(1, _ITERATIONS),
     "rl_config.ref_model_mixup_alpha": _SHARE,

@@ -174,7 +174,8 @@ def count_prompts(run: Run) -> int:
     actor = run.config.actor_config
     folder = actor.tokenizer_name_or_path or find_model(actor, "actor_config").hf_folder
     tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
-    return len(run_prompts(run, tokenizer)[0])
+    train, _, _ = split_shares(actor.split)
+    return len(open_run_prompts(run, actor.data_path, tokenizer, "data_path").part(0, train))
 
 
 def _missing_isolation(run: Run) -> str:

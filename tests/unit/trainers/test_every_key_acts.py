@@ -77,14 +77,18 @@ GROUPS: dict[type, tuple[str, ...]] = {
 ELSEWHERE: dict[str, str] = {
     "algorithms/advantages.py": "lam",
     "workers/actor_worker.py": "cliprange_value actor_forward_micro_batch_size ref_forward_micro_batch_size "
-    "use_dp_batch_balance offload_train_optimizer offload_train_grad offload_train_param",
+    "offload_train_optimizer offload_train_grad offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
-    "adaptors/mindspeed.py": "hccl_group_buffer gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm",
+    # the last ones act with a Megatron-LM source tree alone; without it a warning says that they are left off
+    "adaptors/mindspeed.py": "hccl_group_buffer gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
+    "coc_mode coc_parallel_num coc_fused_kernel recompute_activation_function swap_attention reuse_fp32_param",
     "adaptors/vllm_ascend.py": "expert_map_path",
-    "config/sizes.py": "reference_resource reward_resource critic_resource infer_pipeline_parallel_size num_npus "
+    "config/rollout_layout.py": "enable_expert_parallel infer_expert_parallel_size",
+    "config/sizes.py": "reference_resource reward_resource critic_resource rollout_resource use_integrated_worker "
+    "vllm_server_port infer_pipeline_parallel_size num_npus "
     "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
-    "config/spellings.py": "reward_weights report_to beta max_completion_length",
+    "config/spellings.py": "reward_weights report_to beta max_completion_length async_generate",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage",
@@ -107,15 +111,19 @@ ELSEWHERE: dict[str, str] = {
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
     "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
     "rewards/totals.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens",
-    "rollout/vllm_engine.py": "enable_expert_parallel max_num_batched_tokens dtype gpu_memory_utilization kv_cache_memory_gib "
+    "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization kv_cache_memory_gib "
     "trust_remote_code enable_prefix_caching enforce_eager max_model_len",
-    "trainers/advantages.py": "unscored_iterations_limit",
+    "trainers/admission.py": "max_off_policy_threshold max_off_policy_strategy parameter_sync_step",
+    "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
+    "trainers/beginning.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
     "trainers/model_rewards.py": "reward_model_weight",
     "trainers/rl_parts.py": "data_path eval_data_path split dataset_additional_keys no_shuffle train_epochs max_prompt_length "
     "data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast",
-    "trainers/rollout.py": "blocking dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
-    "filter_groups_max_batches wait_timeout_s",
+    "trainers/group_filter.py": "max_resample_times filter_groups_enable filter_groups_metric filter_groups_max_batches",
+    "trainers/rollout.py": "blocking wait_timeout_s",
+    "trainers/rollout_modes.py": "trainer_mode dynamic_sample num_warmup_batches partial_rollout partial_rollout_max_split",
+    "trainers/start.py": "sigterm_grace_s",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
     "ref_model_mixup_alpha log_probs_diff_limit critic_warmup shuffle_mini_batch",
@@ -126,7 +134,11 @@ ELSEWHERE: dict[str, str] = {
     "workers/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
     "workers/role.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter",
     "workers/roles.py": "share_backbone process_reward_aggregation use_remove_padding",
-    "workers/rollout.py": "guarantee_order temperature top_p top_k min_p ignore_eos seed max_tokens",
+    "workers/model_worker.py": "use_dp_batch_balance",
+    "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
+    "workers/rollout.py": "guarantee_order update_weights_bucket_mb update_weight_mode",
+    "workers/server_links.py": "vllm_server_token_file",
+    "workers/servers.py": "rollout_server_restarts vllm_server_timeout",
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
     "workers/stages/pretraining.py": "eval_iters",
@@ -136,8 +148,7 @@ ELSEWHERE: dict[str, str] = {
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
 REFUSED = (
-    "ai_framework ckpt_format multi_turn_enable partial_rollout_max_split is_multimodal use_integrated_worker "
-    "eplb_token_collects"
+    "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
 )
 
 
@@ -220,8 +231,7 @@ def test_the_table_names_modules_that_read_their_keys() -> None:
 
 
 def test_what_is_refused_is_refused() -> None:
-    values = {"ai_framework": "mindspore", "ckpt_format": "torch", "partial_rollout_max_split": 2}
-    values["use_integrated_worker"] = False
+    values = {"ai_framework": "mindspore", "ckpt_format": "torch"}
     groups = {"ai_framework": "actor_config", "ckpt_format": "actor_config", "eplb_token_collects": "generate_config"}
     for name in REFUSED.split():
         tree = with_key(base(save="somewhere"), (groups.get(name, "rl_config"),), name, values.get(name, True))
