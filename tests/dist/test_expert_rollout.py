@@ -15,10 +15,10 @@ from training_jobs import Setting
 #: tensor parallel size of a replica, replicas that share experts, model
 LAYOUTS = {
     "experts over TP2": (2, 1, "moe"),
-    "experts over DP2": (1, 2, "deepseek"),
-    "Qwen3-MoE over DP2": (1, 2, "moe"),
+    "experts over DP2": (1, 2, "moe"),
     "experts over DP2 x TP2": (2, 2, "moe"),
     "DeepSeek-V3 over TP2": (2, 1, "deepseek"),
+    "DeepSeek-V3 over DP2": (1, 2, "deepseek"),
     "DeepSeek-V3 over DP2 x TP2": (2, 2, "deepseek"),
     "Mixtral over DP2": (1, 2, "mixtral"),
     "Qwen2-MoE over DP2": (1, 2, "qwen2moe"),
