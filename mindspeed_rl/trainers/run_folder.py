@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.observability.console import summary
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
+from mindspeed_rl.observability.run_files import read_metrics
 from mindspeed_rl.trainers.run_logger import RunLogger
 
 
@@ -44,6 +47,18 @@ class RunReport:
             planned_iterations=self.run.plan.train_iters,
         )
 
+    def summary(self, outcome: str, seconds: float) -> str:
+        """The end of the run, for the console."""
+        assert self.logger is not None
+        return summary(
+            read_metrics(self.run.folder / "metrics.jsonl"),
+            outcome=outcome,
+            seconds=seconds,
+            planned=self.run.plan.train_iters,
+            report=self.run.folder / "report.html",
+            before=self.logger.first,
+        )
+
     def show(self, logger: RunLogger) -> None:
         """The report is refreshed while this logger's run goes."""
         self.logger = logger
@@ -56,7 +71,7 @@ def reported(run: Run) -> Iterator[RunReport]:
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     set_up_logging(folder / "run.log")
-    report = RunReport(run)
+    report, begun = RunReport(run), time.monotonic()
     outcome = "failed"
     try:
         yield report
@@ -71,6 +86,8 @@ def reported(run: Run) -> Iterator[RunReport]:
         raise
     finally:
         report.write(outcome)
+        if report.logger is not None:
+            print(report.summary(outcome, time.monotonic() - begun), flush=True)
 
 
 def absolute_paths(cfg: RunConfig) -> RunConfig:
