@@ -58,6 +58,12 @@ class GenerateConfig:
     dtype: Literal["bfloat16", "float32"] = key(
         "bfloat16", "number format of the rollout weights; float32 exactly when bf16 is false"
     )
+    update_weights_bucket_mb: int = key(
+        512, "most MiB in flight on a device in one exchange of a weight push; a push takes two such buckets of memory"
+    )
+    update_weight_mode: Literal["full", "delta"] = key(
+        "full", "what a weight push carries: all slices, or those whose bits changed since the last push; the proof covers all"
+    )
     gpu_memory_utilization: float = key(0.5, "fraction of the device memory for weights and KV cache", only_on=("npu", "cuda"))
     kv_cache_memory_gib: float | None = key(
         None, "KV cache of one replica, in GiB; unset: a size for max_num_seqs", only_on=("cpu",)
@@ -93,5 +99,16 @@ class GenerateConfig:
     eplb_token_save_path: str = key("./", "folder of these counts", needs=("eplb_token_collects", (True,)))
     limit_mm_image_per_prompt: int = key(1, "images in a prompt", no_effect="text models only")
     limit_mm_video_per_prompt: int = key(0, "videos in a prompt", no_effect="text models only")
+
+    vllm_server_host: str | list[str] | None = key(
+        None, "machines on which `mindspeed-rl rollout` serves; the run generates there. Unset: it has engines of its own"
+    )
+    vllm_server_port: int | list[int] = key(8000, "port of these servers: one for all, or one for each host")
+    vllm_server_timeout: float = key(
+        120.0, "seconds a rollout server may be silent, with requests or during a weight push, before it is taken out"
+    )
+    vllm_server_token_file: str | None = key(
+        None, "file with the token that these servers ask for; unset: the variable MINDSPEED_RL_SERVER_TOKEN"
+    )
 
     sampling_config: SamplingConfig = key(SamplingConfig, "how one response is drawn")

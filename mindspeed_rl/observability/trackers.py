@@ -15,6 +15,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.background import BackgroundTracker
 from mindspeed_rl.observability.completions import Completion
+from mindspeed_rl.observability.lines import LineWriter, forget_after
 
 #: name of a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
 TRACKERS = {
@@ -46,27 +47,22 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, LineWriter(path)
         self._has_failed = False
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """The line is in the file, or a warning says once why lines are missing."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         try:
-            self._file.write(json.dumps({"iteration": iteration, **finite}) + "\n")
-            self._file.flush()
+            self._file.write({"iteration": iteration, **finite})
         except OSError as error:
             if not self._has_failed:
-                _logger.warning("%s cannot be written, lines will be missing; the run goes on: %s", self._file.name, error)
+                _logger.warning("%s cannot be written, lines will be missing; the run goes on: %s", self._path, error)
             self._has_failed = True
 
     def close(self) -> None:
         """The file is closed."""
-        try:
-            self._file.close()
-        except OSError as error:  # the lines of a full disk
-            _logger.warning("%s is not complete: %s", self._file.name, error)
+        self._file.close()
 
 
 class Trackers:
@@ -96,15 +92,18 @@ class Trackers:
         self._lines.close()
 
 
-def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> Trackers:
+def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any], *, goes_on_after: int = 0) -> Trackers:
     """The trackers that the run file asks for, metrics.jsonl always among them; they start on their own threads.
 
     `use_wandb` switches `use_tensorboard` off, as upstream does; a tracker that `report_to` names is never switched off.
+    metrics.jsonl and completions.jsonl of a folder in which a run has gone further hold nothing of the iterations that are
+    repeated.
 
     Args:
         rl_config: `report_to`, the use_ keys, and those that a tracker reads itself.
         run_dir: where files go unless a *_save_dir is set.
         config: the run's configuration, shown beside the curves.
+        goes_on_after: the last iteration that is not repeated.
 
     Raises:
         ValueError: a tracker is unknown, or its package is not installed.
@@ -122,6 +121,8 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any])
         classes[name] = registry.load(target, f"rl_config.report_to {name}")
         if isinstance(classes[name], Checked):
             classes[name].check()
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        forget_after(run_dir / name, goes_on_after)
     plain = json.loads(json.dumps(config, default=_plain))
     lines = JsonlTracker(run_dir / "metrics.jsonl")
     others = [BackgroundTracker(name, functools.partial(made, rl_config, run_dir, plain)) for name, made in classes.items()]

@@ -42,7 +42,7 @@ class RLTrainer(Bookkeeping):
         """Runs all iterations that are left."""
         actors, schedule, collect = self.actors, self.schedule, self.collect
         num_rows = schedule.num_train_samples
-        collect(actors.push_weights(self.start_iteration))
+        self._push_weights(self.start_iteration)
         self.logger.started("the rollout engines hold the actor's weights")
         self._evaluate_first()
         for iteration in range(self.start_iteration, schedule.train_iters):
@@ -65,12 +65,22 @@ class RLTrainer(Bookkeeping):
                 schedule.after_update(iteration, self.metrics)
                 if schedule.syncs_reference(iteration):
                     collect(actors.sync_reference(schedule.reference_mixup_alpha))
-                collect(actors.push_weights(iteration + 1))
+                self._push_weights(iteration + 1)
                 if schedule.saves(iteration):
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self.evaluator.run())
+            if self._ends_early(iteration):
+                break
         collect(actors.finish())
+        self.ending.wind_up()
+
+    def _push_weights(self, iteration: int) -> None:
+        """The rollout engine holds the weights that it is to have when this iteration begins."""
+        version = self.rollout.before_push(iteration)
+        if version is not None:
+            self.collect(self.actors.push_weights(version))
+            self.rollout.after_push(iteration)
 
     # ------------------------------------------------------------------ what needs no worker
 
@@ -81,6 +91,15 @@ class RLTrainer(Bookkeeping):
             self.logger.first = before.results()
             self.logger.started("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
+
+    def _ends_early(self, iteration: int) -> bool:
+        """True, with this iteration saved, where the run has been asked to end while others are left."""
+        if iteration + 1 == self.schedule.train_iters or not self.ending.requested:
+            return False
+        self.ending.is_followed = True
+        if not self.schedule.saves(iteration):
+            self.collect(self.actors.save(iteration + 1, self._state(iteration + 1)))
+        return True
 
     def _compute_advantages(self, iteration: int) -> None:
         """Rows have advantages, returns and loss masks."""
