@@ -19,7 +19,10 @@ from mindspeed_rl.cli.inference_options import (
 from mindspeed_rl.cli.options import Parser, say
 from mindspeed_rl.inference.chat import History, run_chat
 
-_DESCRIPTION = "Talk with a model. q, quit or exit ends; clear or new forgets what was said; Ctrl-C ends an answer."
+_DESCRIPTION = (
+    "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets what was said; /history shows it; "
+    "Ctrl-C ends an answer."
+)
 #: prompt + answer unless --max-length says another number
 _DEFAULT_LENGTH = 4096
 

@@ -32,7 +32,7 @@ from mindspeed_rl.inference.evaluation import (
 )
 from mindspeed_rl.inference.generation import write_jsonl
 from mindspeed_rl.inference.tasks import TASKS, task_class
-from mindspeed_rl.inference.tasks.base import Task, TaskOptions
+from mindspeed_rl.inference.tasks.base import TEMPLATE_NAMES, Task, TaskOptions, templated
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 
@@ -61,7 +61,18 @@ def make_parser() -> Parser:
     add("--answers", type=Path, help="JSON lines file for every prompt, answer and verdict")
     add("--greedy", action="store_true", help="the most likely answer (the default without --temperature)")
     add("--no-chat-template", action="store_true", help="continue plain text (the default without --prompt-type)")
-    add("--eval-language", choices=("en", "zh"), help=argparse.SUPPRESS)
+    add("--eval-language", choices=("en", "zh"), help="multiple choice, needlebench: language; default: that of the data")
+    add("--alternative-prompt", action="store_true", help="multiple choice: read the letter from an answer in words")
+    add("--instruction-template", help="the prompt is put into it: {prompt}, or {question}, {subject}, {few_shot_examples}")
+    add("--origin-postprocess", action="store_true", help=argparse.SUPPRESS)
+    add("--context-lengths", nargs="+", type=int, default=[], help="needlebench: tokens that are read; default 1000 2000 4000")
+    add(
+        "--depths",
+        nargs="+",
+        type=int,
+        default=[],
+        help="needlebench: where the needle lies, in percent; default 0 25 50 75 100",
+    )
     add_sampling_options(parser, max_new_tokens=None)
     add_prompt_options(parser)
     add_model_options(parser)
@@ -78,8 +89,19 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-eval-samples is {args.max_eval_samples}; it must be at least 1")
     if args.no_chat_template and (args.hf_chat_template or args.prompt_type):
         raise ValueError("--no-chat-template contradicts --hf-chat-template and --prompt-type")
-    if args.eval_language is not None:
-        say("note: --eval-language has no effect: a task asks in the language of its data")
+    for name, values in (("context-lengths", args.context_lengths), ("depths", args.depths)):
+        if values and "needlebench" not in args.task:
+            raise ValueError(f"--{name} is for --task needlebench")
+    if any(length < 1 for length in args.context_lengths):
+        raise ValueError("--context-lengths must be positive")
+    if any(not 0 <= depth <= 100 for depth in args.depths):
+        raise ValueError("--depths are percent, from 0 to 100")
+    if args.instruction_template is not None:  # before the model is read
+        templated(args.instruction_template, dict.fromkeys(TEMPLATE_NAMES, ""))
+    if args.alternative_prompt and args.chain_of_thought:
+        raise ValueError("--alternative-prompt and --chain-of-thought are two ways to answer; choose one")
+    if args.origin_postprocess:
+        say("note: --origin-postprocess has no effect: an answer is read by one rule, whatever the label is")
     drawn = any(value is not None for value in (args.top_k, args.top_p, args.min_p)) or bool(args.temperature)
     if args.greedy and drawn:
         raise ValueError("--greedy draws nothing: drop --temperature, --top-k, --top-p and --min-p")
@@ -106,6 +128,11 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
         max_new_tokens=args.max_new_tokens,
         prompt_key=args.input_key,
         label_key=args.label_key,
+        language=args.eval_language,
+        alternative_prompt=args.alternative_prompt,
+        instruction_template=args.instruction_template,
+        context_lengths=tuple(args.context_lengths),
+        depths=tuple(args.depths),
     )
     return [kind(path.expanduser(), options) for kind, path in zip(classes, args.task_data_path)]
 
@@ -161,6 +188,10 @@ def _show_details(score: TaskScore) -> None:
         print(f"{score.task} by subject\n{group_table(score)}\n", flush=True)
     if score.total > score.num_questions:
         say(f"{score.task}: {score.solved} of {score.num_questions} questions have a right answer among theirs")
+    if score.pass_at:
+        shares = [f"pass@{k} {share:.2%}" for k, share in score.pass_at.items()]
+        vote = "" if score.majority is None else f", majority vote {score.majority:.2%}"
+        print(f"{score.task}: {', '.join(shares)}{vote}", flush=True)
     if score.dropped_shots:
         say(f"note: {score.task}: {score.dropped_shots} examples were left out because prompts were too long")
     if score.unscored:

@@ -40,18 +40,18 @@ class Import:
         """`option` became these dotted keys; a second option may add keys to the first one's."""
         for path, value in values.items():
             self.set(path, value)
-        said = ", ".join(f"{path}: {written(value)}" for path, value in values.items())
+        said = ", ".join(f"{_place(path)}: {written(value)}" for path, value in values.items())
         self.became[option] = said + (f" ({note})" if note else "")
 
     def add(self, path: str, value: Any, why: str) -> None:
         """A key that no option says, unless one did."""
         if self.get(path) is None:
             self.set(path, value)
-            self.added[path] = f"{written(value)}, {why}"
+            self.added[_place(path)] = f"{written(value)}, {why}"
 
     def set(self, path: str, value: Any) -> None:
         """The dotted key has the value."""
-        *groups, name = path.split(".")
+        *groups, name = _place(path).split(".")
         holder = self.tree
         for group in groups:
             holder = holder.setdefault(group, {})
@@ -60,7 +60,7 @@ class Import:
     def get(self, path: str) -> Any:
         """The value of a dotted key; None where it is not set."""
         found: Any = self.tree
-        for name in path.split("."):
+        for name in _place(path).split("."):
             found = found.get(name) if isinstance(found, Mapping) else None
         return found
 
@@ -93,10 +93,6 @@ class Import:
         Raises:
             ConfigError: a value does not fit its key, or no near values satisfy the rules.
         """
-        shared = self.tree.get("megatron_training", {})
-        # a run file has a group of the actor
-        own = {"finetune": shared.pop("finetune", True)}
-        self.tree["actor_config"] = own | self.tree.get("actor_config", {})
         cfg = build_run_config(self.tree)
         violations = validate(cfg)
         if violations:
@@ -127,6 +123,16 @@ class Import:
                 width = min(max(len(name) for name in rows), 44)
                 parts.append(f"{title}\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
         return "\n\n".join(parts)
+
+
+#: keys of megatron_training that are the actor's alone: a critic has its own
+_ACTORS = ("load", "save", "finetune", "lr")
+
+
+def _place(path: str) -> str:
+    """Where a key stands in the run file."""
+    group, _, name = path.partition(".")
+    return f"actor_config.{name}" if group == "megatron_training" and name in _ACTORS else path
 
 
 def _lines(command: str) -> list[str]:

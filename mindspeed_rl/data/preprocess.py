@@ -134,7 +134,9 @@ def build_handler(config: PreprocessConfig) -> Handler:
     )
     template = None
     if kind.needs_template:
-        template = load_template(config.prompt_type or forced or "empty", tokenizer, path=config.prompt_type_path)
+        template = load_template(
+            config.prompt_type or forced or kind.default_template or "empty", tokenizer, path=config.prompt_type_path
+        )
         if template.eos_token is not None:
             set_eos_token(tokenizer, template.eos_token)
         _check_reasoning(config, template)

@@ -257,7 +257,7 @@ def _load_raw(
             )
             if not isinstance(reader, PromptHandler):
                 raise ValueError(
-                    f"handler_name={settings.handler_name!r} reads no prompts; use PPO-, R1- or Math17kAlpacaStyle..."
+                    f"handler_name={settings.handler_name!r} reads no prompts; use PPO-, R1-, Math17kAlpaca... or R1Sharegpt..."
                 )
             handler = reader
         drafts = []

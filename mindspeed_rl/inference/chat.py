@@ -14,8 +14,10 @@ from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSpl
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 
-QUIT_WORDS = ("q", "quit", "exit")
-CLEAR_WORDS = ("clear", "new")
+QUIT_WORDS = ("q", "quit", "exit", "/q", "/quit", "/exit")
+CLEAR_WORDS = ("clear", "new", "/clear", "/new")
+HISTORY_WORD = "/history"
+COMMANDS = ("/new", "/history", "/exit")
 ASK = "You >> "
 ANSWER_HEADER = "MindSpeed-RL:"
 
@@ -58,6 +60,12 @@ class History:
     def add(self, question: str, answer: str) -> None:
         """Remembers a pair."""
         self.turns.append((question, answer))
+
+    def told(self) -> str:
+        """What the model will be told of, for reading."""
+        kept = self.turns[max(0, len(self.turns) - self.max_turns) :]
+        lines = [f"{ASK}{question}\n{ANSWER_HEADER} {answer}\n" for question, answer in kept]
+        return "".join(lines) or "Nothing was said yet.\n"
 
     def clear(self) -> None:
         """Nothing was said."""
@@ -109,6 +117,12 @@ def run_chat(
         if question.lower() in CLEAR_WORDS:
             history.clear()
             write("The conversation starts anew.\n")
+            continue
+        if question.lower() == HISTORY_WORD:
+            write(history.told())
+            continue
+        if question.startswith("/") and question[1:].isalpha():
+            write(f"{question} is no command; there are {', '.join(COMMANDS)}.\n")
             continue
         if not question:
             continue

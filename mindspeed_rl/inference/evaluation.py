@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mindspeed_rl.inference.prompts import PromptFormat
@@ -77,6 +79,8 @@ class TaskScore:
         groups: subject -> [right, total].
         solved: questions with at least one right answer, of `num_questions`.
         unscored: answers that the scorer could not score (counted as wrong), by reason.
+        pass_at: number of answers k -> estimated share of questions that k answers solve; where there are several answers.
+        majority: share of questions whose most frequent answer is right; None where answers cannot be compared.
         cut_off: answers that the token limit ended.
         notes: what scorers say besides, such as missing isolation of the sandbox.
     """
@@ -88,6 +92,8 @@ class TaskScore:
     solved: int = 0
     groups: dict[str, list[int]] = field(default_factory=dict)
     unscored: dict[str, int] = field(default_factory=dict)
+    pass_at: dict[int, float] = field(default_factory=dict)
+    majority: float | None = None
     cut_off: int = 0
     dropped_shots: int = 0
     num_shots: int = 0
@@ -119,7 +125,8 @@ def prepare(task: Task, prompt_format: PromptFormat, settings: EvaluationSetting
     Raises:
         ValueError: the data is not as the task needs it, or a prompt is too long even without examples.
     """
-    questions = _chosen(task.questions(), settings.max_samples)
+    template = task.options.instruction_template or ""
+    questions = [replace(question, template=template) for question in _chosen(task.questions(), settings.max_samples)]
     if not questions:
         raise ValueError(f"{task.name}: {task.path} has no questions")
     room = settings.max_model_len - (1 if all(question.choices for question in questions) else task.max_new_tokens)
@@ -210,7 +217,9 @@ def run_task(
     )
     records = [_record(prepared, prompt_format, row // num_return, answer, stops) for row, answer in enumerate(answers)]
     _score(prepared, score, records)
-    _count(score, records, num_return)
+    _count(score, records)
+    if num_return > 1:
+        _several(score, task, records, num_return)
     return score, records
 
 
@@ -280,7 +289,27 @@ def _sample(prepared: PreparedTask, record: dict[str, Any]) -> RewardSample:
     )
 
 
-def _count(score: TaskScore, records: list[dict[str, Any]], num_return: int) -> None:
+def _several(score: TaskScore, task: Task, records: list[dict[str, Any]], num_return: int) -> None:
+    """Sets pass@k for k = 1, 2, 4 ... and the majority vote, over `num_return` answers to each question."""
+    groups = [records[start : start + num_return] for start in range(0, len(records), num_return)]
+    counts = [sum(record["right"] for record in group) for group in groups]
+    sizes = [1 << power for power in range(num_return.bit_length()) if 1 << power <= num_return]
+    score.pass_at = {
+        k: sum(pass_at(num_return, right, k) for right in counts) / len(counts) for k in sorted({*sizes, num_return})
+    }
+    votes = [[task.vote(record["response"]) for record in group] for group in groups]
+    if all(vote is not None for group in votes for vote in group):
+        winners = [Counter(group).most_common(1)[0][0] for group in votes]  # of equals the first one that was given
+        right = [group[vote.index(winner)]["right"] for group, vote, winner in zip(groups, votes, winners)]
+        score.majority = sum(right) / len(groups)
+
+
+def pass_at(num_answers: int, num_right: int, k: int) -> float:
+    """The chance that one of k answers drawn from these is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374."""
+    return 1.0 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
+
+
+def _count(score: TaskScore, records: list[dict[str, Any]]) -> None:
     solved: set[int] = set()
     for record in records:
         group = score.groups.setdefault(record["group"], [0, 0])

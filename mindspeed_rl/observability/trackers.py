@@ -115,14 +115,14 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any],
         "mlflow": rl_config.use_mlflow,
     }
     wanted = dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *rl_config.report_to])
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        forget_after(run_dir / name, goes_on_after)
     classes: dict[str, Any] = {}
     for name in wanted:
         target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
         classes[name] = registry.load(target, f"rl_config.report_to {name}")
         if isinstance(classes[name], Checked):
             classes[name].check()
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        forget_after(run_dir / name, goes_on_after)
     plain = json.loads(json.dumps(config, default=_plain))
     lines = JsonlTracker(run_dir / "metrics.jsonl")
     others = [BackgroundTracker(name, functools.partial(made, rl_config, run_dir, plain)) for name, made in classes.items()]

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.rewards.answers import closed_boxed, tagged_answer
 
-_LETTERS = r"\(?([A-J](?:\s*[,、，和&]?\s*(?:and\s+)?[A-J])*)\)?(?![A-Za-z'’])"
+_LETTERS = r"[(（]?([A-J](?:\s*[,、，和&]?\s*(?:and\s+)?[A-J])*)[)）]?(?![A-Za-z'’])"
 _STATED = re.compile(
     r"(?i:answers?(?:\s+is|\s+are)?|choice(?:\s+is)?|option(?:\s+is)?|答案(?:是|为|选)?|故选|应选|选择?)"
     rf"\s*[:：]?\s*(?:\*\*|\\boxed\{{|\\text\{{|\$|【)*\s*(?i:option\s+|choice\s+)?{_LETTERS}"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.observability.console import summary
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
+from mindspeed_rl.observability.run_files import read_metrics
 from mindspeed_rl.trainers.ending import Terminated
 from mindspeed_rl.trainers.run_logger import RunLogger
 
@@ -46,6 +49,18 @@ class RunReport:
             planned_iterations=self.run.plan.train_iters,
         )
 
+    def summary(self, outcome: str, seconds: float) -> str:
+        """The end of the run, for the console."""
+        assert self.logger is not None
+        return summary(
+            read_metrics(self.run.folder / "metrics.jsonl"),
+            outcome=outcome,
+            seconds=seconds,
+            planned=self.run.plan.train_iters,
+            report=self.run.folder / "report.html",
+            before=self.logger.first,
+        )
+
     def show(self, logger: RunLogger) -> None:
         """The report is refreshed while this logger's run goes."""
         self.logger = logger
@@ -61,7 +76,7 @@ def reported(run: Run) -> Iterator[RunReport]:
         set_up_logging(folder / "run.log")
     except OSError as error:
         raise ValueError(f"run_dir: {folder} cannot be written to: {error.strerror}") from None
-    report = RunReport(run)
+    report, begun = RunReport(run), time.monotonic()
     outcome = "failed"
     try:
         yield report
@@ -80,6 +95,8 @@ def reported(run: Run) -> Iterator[RunReport]:
     finally:
         with _as_far_as_the_disk_goes(folder):
             report.write(outcome)
+            if report.logger is not None:
+                print(report.summary(outcome, time.monotonic() - begun), flush=True)
 
 
 @contextlib.contextmanager

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.notices import run_warnings
+from mindspeed_rl.observability.console import table
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.ending import Ending, Terminated
+from mindspeed_rl.trainers.plan_table import plan_rows
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_parts import RLParts
 from mindspeed_rl.trainers.run_folder import absolute_paths, reported
@@ -44,7 +46,8 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         goes_on_after = parts.beginning.iteration
         trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg), goes_on_after=goes_on_after)
         steps.done("files and keys are checked")
-        print(f"run folder: {run.folder}\n{parts.describe()}", flush=True)
+        print(table(f"run folder: {run.folder}", plan_rows(run, parts.num_devices)), flush=True)
+        print(parts.describe(), flush=True)
         for text in run_warnings(cfg, run.num_nodes):
             print(f"warning: {text}", flush=True)
         beside = (cfg.rl_config or RLConfig()).num_cpus_for_placement_group

@@ -88,6 +88,7 @@ class Handler(ABC):
     packed: ClassVar[bool] = True
     needs_template: ClassVar[bool] = True
     forced_template: ClassVar[str | None] = None
+    default_template: ClassVar[str | None] = None
     add_special_tokens: ClassVar[bool] = False
     can_pack: ClassVar[bool] = False
     can_append_eod: ClassVar[bool] = False

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, user
+from mindspeed_rl.data.conversation import BadRow, Conversation, DroppedRow, Message, user
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.handlers.base import (
     DEFAULT_CUTOFF_TOKENS,
@@ -21,7 +21,7 @@ from mindspeed_rl.data.handlers.base import (
     Handler,
     HandlerSettings,
 )
-from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages
+from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages, sharegpt_messages, sharegpt_tags
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
@@ -124,6 +124,38 @@ class R1AlpacaStyleInstructionHandler(PromptHandler):
 
     writes_label = True
     default_map: ClassVar = ALPACA_PROMPT_MAP
+
+
+class R1SharegptStyleInstructionHandler(PromptHandler):
+    """`conversations` without its last answer, which is the reference answer unless `response` names another column."""
+
+    writes_label = True
+    default_map: ClassVar = {"messages": "conversations", "response": "conversations", "system": "system", "tags": None}
+
+    def __init__(self, settings: HandlerSettings) -> None:
+        super().__init__(settings)
+        self.tags = sharegpt_tags(self.map["tags"])
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        system, messages = self._messages(row, "messages")
+        if messages[-1].role == "assistant":
+            messages.pop()
+        if not messages or messages[-1].role != "user":
+            raise BadRow("the prompt's last message is not from the user")
+        return Conversation(messages, self.text_column(row, "system") or system)
+
+    def label(self, row: Mapping[str, Any]) -> Any:
+        value = self.column(row, "response", required=True)
+        if not isinstance(value, (list, tuple)):
+            return value
+        _, messages = self._messages(row, "response")
+        return messages[-1].content if messages[-1].role == "assistant" else None
+
+    def _messages(self, row: Mapping[str, Any], key: str) -> tuple[str | None, list[Message]]:
+        system, messages = sharegpt_messages(self.column(row, key, required=True), self.tags)
+        if not messages:
+            raise BadRow("the conversation holds no message but the system's")
+        return system, messages
 
 
 class Math17kAlpacaStyleInstructionHandler(PromptHandler):

@@ -17,6 +17,8 @@ TASKS: dict[str, str] = {
     "ceval": "mindspeed_rl.inference.tasks.choices:CEval",
     "cmmlu": "mindspeed_rl.inference.tasks.choices:Cmmlu",
     "multiple_choice": "mindspeed_rl.inference.tasks.choices:MultipleChoice",
+    "agieval": "mindspeed_rl.inference.tasks.agieval:AgiEval",
+    "needlebench": "mindspeed_rl.inference.tasks.needlebench:NeedleBench",
     "boolq": "mindspeed_rl.inference.tasks.boolq:BoolQ",
     "bbh": "mindspeed_rl.inference.tasks.bbh:Bbh",
     "human_eval": "mindspeed_rl.inference.tasks.human_eval:HumanEval",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from mindspeed_rl.data.conversation import Conversation, Message, assistant, user
 from mindspeed_rl.rewards import find
+from mindspeed_rl.rewards.answers import final_answer
+
+#: what an instruction template may name
+TEMPLATE_NAMES = ("prompt", "question", "subject", "few_shot_examples", "fewshot_template")
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,11 @@ class TaskOptions:
         external_plugins: Python files that register it.
         max_new_tokens: longest answer.
         prompt_key, label_key: columns, for tasks with free columns.
+        language: multiple choice: of the instruction; needlebench: of the needles. The data's own when None.
+        alternative_prompt: multiple choice: the letter is read from an answer in words instead of the first token.
+        instruction_template: the prompt is put into this text; see `templated`.
+        context_lengths: needlebench: tokens of the text that is read.
+        depths: needlebench: where the needle lies, in percent of that text.
     """
 
     num_shots: int | None = None
@@ -31,6 +41,11 @@ class TaskOptions:
     max_new_tokens: int | None = None
     prompt_key: str | None = None
     label_key: str | None = None
+    language: Literal["en", "zh"] | None = None
+    alternative_prompt: bool = False
+    instruction_template: str | None = None
+    context_lengths: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class Question:
         choices: words of which the answer is one; it is then read from the first token, no other token being allowed.
         columns: further columns, for the scorer.
         conversation: asks in place of text, instruction and shots.
+        template: the prompt is put into it; see `templated`.
     """
 
     text: str
@@ -66,6 +82,7 @@ class Question:
     choices: tuple[str, ...] = ()
     columns: dict[str, Any] = field(default_factory=dict)
     conversation: Conversation | None = None
+    template: str = ""
 
     def as_conversation(self, *, chat: bool, num_shots: int | None = None) -> Conversation:
         """The prompt: turns in a chat, one text otherwise.
@@ -83,10 +100,31 @@ class Question:
             messages: list[Message] = []
             for shot, text in zip(shots, texts):
                 messages += [user(text), assistant(shot.answer)]
-            return Conversation([*messages, user(texts[-1])])
+            return Conversation([*messages, user(self._templated(texts[-1], ""))])
         cues = [f"{text}\n{self.cue}" if self.cue else text for text in texts]
         blocks = [f"{cue} {shot.answer}" for cue, shot in zip(cues, shots)] + [cues[-1]]
-        return Conversation([user("\n\n".join([self.instruction, *blocks] if self.instruction else blocks))])
+        whole = "\n\n".join([self.instruction, *blocks] if self.instruction else blocks)
+        return Conversation([user(self._templated(whole, "\n\n".join(blocks[:-1])))])
+
+    def _templated(self, prompt: str, examples: str) -> str:
+        if not self.template:
+            return prompt
+        values = (prompt, self.text, self.group.replace("_", " "), examples, examples)
+        return templated(self.template, dict(zip(TEMPLATE_NAMES, values, strict=True)))
+
+
+def templated(template: str, values: Mapping[str, str]) -> str:
+    """The template with the names in braces filled in; braces in the values stay as they are.
+
+    Raises:
+        ValueError: it names something else, or neither the prompt nor the question.
+    """
+    names = set(re.findall(r"{([a-z_]+)}", template))
+    if unknown := names - set(values):
+        raise ValueError(f"--instruction-template has {{{sorted(unknown)[0]}}}; known are {', '.join(values)}")
+    if not names & {"prompt", "question"}:
+        raise ValueError("--instruction-template needs {prompt} or {question}")
+    return re.sub(r"{([a-z_]+)}", lambda match: values[match[1]], template)
 
 
 class Task:
@@ -137,6 +175,10 @@ class Task:
     def response(self, question: Question, text: str) -> str:
         """What is scored, made of what was generated."""
         return text
+
+    def vote(self, text: str) -> str | None:
+        """What an answer is counted as in a majority vote; None where answers cannot agree."""
+        return final_answer(text)
 
     def some_shots(self, shots: Sequence[Shot], where: str) -> tuple[Shot, ...]:
         """The first `num_shots` examples.

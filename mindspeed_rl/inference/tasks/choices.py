@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from mindspeed_rl.inference.tasks.base import Question, Shot, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of, sibling_files, split_files, subject_of
+from mindspeed_rl.rewards.text_scores import chosen_letters
 
 _LETTERS = "ABCDEFGHIJ"
 
@@ -28,6 +29,9 @@ class MultipleChoice(Task):
         "Each question{about} has one right answer. Reason step by step and end with: The answer is (letter)."
     )
     about: ClassVar[str] = " about {subject}"
+
+    def vote(self, text: str) -> str | None:
+        return "".join(sorted(chosen_letters(text)))
 
     def questions(self) -> list[Question]:
         files = split_files(self.path, self.splits)
@@ -54,15 +58,22 @@ class MultipleChoice(Task):
                         group=subject,
                         instruction=self._instruction(subject),
                         shots=self.some_shots(shots[subject], f"the dev split of {subject}") if with_shots else (),
-                        cue=self.cue,
-                        choices=() if self.options.chain_of_thought else tuple(letters),
+                        cue=self._text("cue"),
+                        choices=() if self.options.chain_of_thought or self.options.alternative_prompt else tuple(letters),
                     )
                 )
         return questions
 
     def _instruction(self, subject: str) -> str:
-        about = self.about.format(subject=subject.replace("_", " ")) if subject else ""
-        return (self.reasoning if self.options.chain_of_thought else self.instruction).format(about=about)
+        about = self._text("about").format(subject=subject.replace("_", " ")) if subject else ""
+        return self._text("reasoning" if self.options.chain_of_thought else "instruction").format(about=about)
+
+    def _text(self, name: str) -> str:
+        """A text of the prompt in the language that is asked for."""
+        if self.options.language is None:
+            return getattr(self, name)
+        kind = CEval if self.options.language == "zh" else MultipleChoice
+        return getattr(kind, name)
 
     def _shots_by_subject(self) -> dict[str, list[Shot]]:
         shots: dict[str, list[Shot]] = {}

@@ -135,20 +135,20 @@ def test_every_option_of_the_guides_has_its_key_or_its_reason(tmp_path, monkeypa
     found = values_of(yaml.safe_load((tmp_path / "made.yaml").read_text()))
     expected = {
         "megatron_training.stage": "ray_grpo",
-        "megatron_training.load": "models/base-1.5b",
+        "actor_config.load": "models/base-1.5b",
         "megatron_training.tokenizer_name_or_path": "models/base-1.5b",
         "megatron_training.global_batch_size": 8,  # prompts: 4 x 2 x 8 completions of an optimizer step / 8
         "megatron_training.micro_batch_size": 4,
         "megatron_training.data_path": "hf://AI-MO/NuminaMath-TIR#500",
         "megatron_training.map_keys.prompt": "problem",
         "megatron_training.no_shuffle": True,
-        "megatron_training.lr": 2e-6,
+        "actor_config.lr": 2e-6,
         "megatron_training.lr_warmup_fraction": 0.1,
         "megatron_training.train_epochs": 3,
         "megatron_training.eval_interval": 150,  # 300 optimizer steps, two of them a rollout
         "megatron_training.save_interval": 151,
         "megatron_training.keep_last": 3,
-        "megatron_training.save": "out/run/checkpoints",
+        "actor_config.save": "out/run/checkpoints",
         "run_dir": "out/run",
         "megatron_training.system_prompt": "Think first.",
         "megatron_training.use_distributed_optimizer": True,
@@ -210,7 +210,7 @@ def test_adapters_come_with_their_layers_and_are_the_default(tmp_path):
     training = made.tree["megatron_training"]
     assert training["lora_target_modules"] == ["linear_qkv", "linear_fc2"]
     assert (training["lora_r"], training["lora_alpha"], training["data_path"]) == (16, 64, "mine.jsonl#100")
-    assert training["lr"] == 1e-4  # what ms-swift takes for adapters
+    assert made.tree["actor_config"]["lr"] == 1e-4  # what ms-swift takes for adapters
     bare = from_swift("swift rlhf --model m --reward_funcs accuracy --dataset a.jsonl --per_device_train_batch_size 8", REWARDS)
     training = bare.tree["megatron_training"]
     assert training["lora_target_modules"] == ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -288,8 +288,8 @@ def test_dotted_keys_of_verl_become_a_run_file(tmp_path, monkeypatch, capsys):
         "megatron_training.eval_data_path": "data/test.parquet",
         "megatron_training.map_keys.prompt": "prompt",
         "megatron_training.global_batch_size": 64,
-        "megatron_training.load": "models/base",
-        "megatron_training.lr": 1e-6,
+        "actor_config.load": "models/base",
+        "actor_config.lr": 1e-6,
         "megatron_training.micro_batch_size": 4,
         "megatron_training.recompute_granularity": "full",
         "megatron_training.save_interval": 20,

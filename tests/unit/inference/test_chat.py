@@ -75,7 +75,18 @@ def test_answers_are_remembered_until_a_clear_word(tokenizer: PreTrainedTokenize
     assert "2+2?" not in engine.asked[2] and "six" not in engine.asked[2]
 
 
-@pytest.mark.parametrize("word", ["q", "quit", "EXIT", " exit "])
+def test_slash_commands_start_anew_show_the_history_and_are_told_when_unknown(
+    tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine
+) -> None:
+    engine.script = ["four", "home", "eight"]
+    shown = talk(engine, make_history(tokenizer, 3), ["/history", "2+2?", "/history", "/help", "/etc/hosts?", "/new", "4+4?"])
+    assert shown.startswith("Nothing was said yet.\n")
+    assert "You >> 2+2?\nMindSpeed-RL: four\n" in shown
+    assert "/help is no command; there are /new, /history, /exit.\n" in shown
+    assert "/etc/hosts?" in engine.asked[1] and "2+2?" not in engine.asked[2] and len(engine.asked) == 3
+
+
+@pytest.mark.parametrize("word", ["q", "quit", "EXIT", " exit ", "/exit", "/quit"])
 def test_quit_words_end_the_chat(tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine, word: str) -> None:
     talk(engine, make_history(tokenizer, 3), [word, "never asked"])
     assert engine.asked == []

@@ -34,6 +34,7 @@ def test_exact_match_ignores_blanks_around_the_text_only(response: str, label: o
         ("故选：D", "D", 1.0),
         ("答案：【B】", "B", 1.0),
         ("选 BA", "AB", 1.0),
+        ("答案是（AC）。", "AC", 1.0),
         ("the answer is a number", "A", 0.0),
         ("I don't know", "I", 0.0),
         ("The answer is B", "A", 0.0),
