@@ -23,21 +23,10 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
+from mindspeed_rl.models.kv_cache import cpu_cache_bytes
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
-#: tokens of one KV block on the CPU; a sequence takes whole blocks
-_CPU_BLOCK_TOKENS = 128
-_MOST_DERIVED_KV_BYTES = 8 << 30
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
-
-
-def _kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
-    """Room for `max_num_seqs` full sequences and some spare blocks, at most 8 GiB, unless the run file says a size."""
-    if config.kv_cache_memory_gib is not None:
-        return int(config.kv_cache_memory_gib * (1 << 30))
-    blocks = (config.max_num_seqs + 2) * -(-config.max_model_len // _CPU_BLOCK_TOKENS) + 8
-    wanted = blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token // config.infer_tensor_parallel_size
-    return min(wanted, _MOST_DERIVED_KV_BYTES)
 
 
 @contextmanager
@@ -139,7 +128,7 @@ class VllmEngine:
             # the weights that are pushed are in full, whatever the published ones are
             arguments["hf_overrides"] = {"quantization_config": None}
         if platform.current().name == "cpu":
-            arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, kv_bytes_per_token)
+            arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token)
         else:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         if self._hooks.sleeps:

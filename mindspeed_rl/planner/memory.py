@@ -1,0 +1,495 @@
+"""Bytes of a die by owner and phase.
+
+The phases are those of `workers/actor_worker.py`, with what each finds on the device: training state that the run file offloads
+leaves before a push of weights and comes back model by model; reference and critic leave after their pass or update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.rollout_layout import rollout_layout
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import Sizes, layout, own_reward_devices, read_sizes, world_size
+from mindspeed_rl.models.kv_cache import cpu_cache_bytes, kv_bytes_per_token
+from mindspeed_rl.models.plan import ModelPlan
+from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
+from mindspeed_rl.planner.chips import GIB, Chip
+from mindspeed_rl.planner.shapes import Elements, role_plan, rollout_weights, stage_elements
+
+MIB = 1 << 20
+
+#: what is modelled may be off by this share either way; the rest is counted
+MODEL_ERROR = 0.25
+#: the allocator's blocks are larger than what is asked of them, by this share of what comes and goes
+FRAGMENTATION = 0.05
+#: buffers of a communicator: one to send, one to receive
+_HCCL_BUFFERS = 2
+_PUSH_BUCKET = 512 * MIB
+
+#: owners whose bytes are counted, not modelled
+EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "KV cache")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is on a die in one phase.
+
+    Attributes:
+        owners: bytes by owner, those that have any.
+    """
+
+    name: str
+    owners: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all owners."""
+        return sum(self.owners.values())
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Fewest and most bytes, as far as the model may be off."""
+        modelled = sum(count for owner, count in self.owners.items() if owner not in EXACT)
+        return int(self.total - MODEL_ERROR * modelled), int(self.total + MODEL_ERROR * modelled)
+
+
+@dataclass(frozen=True)
+class Dies:
+    """Dies that hold equally much: those of a pipeline stage.
+
+    Attributes:
+        ranks: ranges of their numbers, as text.
+        count: how many they are.
+    """
+
+    name: str
+    ranks: str
+    count: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase with the most bytes."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """The cache of one rank of a rollout replica.
+
+    Attributes:
+        bytes_per_token: on one rank.
+        needed: for all sequences that may run at once, at their longest.
+        room: what there is.
+        sequence: for one sequence at its longest.
+        sequences: that may run at once.
+    """
+
+    bytes_per_token: int
+    needed: int
+    room: int
+    sequence: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of every kind of die of a run.
+
+    Attributes:
+        capacity: bytes of a die.
+        notes: what the numbers rest on, and what does not work out whatever fits.
+    """
+
+    chip: str
+    capacity: int
+    dies: tuple[Dies, ...]
+    cache: KvCache | None = None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def fullest(self) -> Dies:
+        """The dies of the peak."""
+        return max(self.dies, key=lambda dies: dies.peak.total)
+
+    @property
+    def verdict(self) -> str:
+        """fits; tight: it may, within the error of what is modelled; does not fit."""
+        phases = [phase for dies in self.dies for phase in dies.phases]
+        low, high = max(phase.range[0] for phase in phases), max(phase.range[1] for phase in phases)
+        if self.problems or low > self.capacity:
+            return "does not fit"
+        return "fits" if high <= self.capacity else "tight"
+
+
+# ---------------------------------------------------------------------- models of the run
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A role's model on the dies of the run.
+
+    Attributes:
+        elements: of each pipeline stage.
+        dp, expert_dp: ranks that hold dense parameters, and experts, alike.
+    """
+
+    config: MegatronConfig
+    plan: ModelPlan
+    elements: list[Elements]
+    dp: int
+    expert_dp: int
+    trains: bool
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.config.bf16 else 4
+
+    def stage(self, stage: int, of: int) -> Elements:
+        """Of the stage that lies where stage `stage` of `of` lies."""
+        return self.elements[stage * len(self.elements) // of]
+
+    def weights(self, held: Elements) -> int:
+        count = held.parameters + held.dense_adapters + held.expert_adapters
+        return count * self.itemsize + held.buffers * 4
+
+    def _trained(self, held: Elements) -> tuple[int, int]:
+        if self.config.lora_target_modules:
+            return held.dense_adapters, held.expert_adapters
+        return held.dense, held.expert
+
+    def gradients(self, held: Elements) -> int:
+        return 4 * sum(self._trained(held)) if self.trains else 0
+
+    def optimizer(self, held: Elements, *, stepped: bool = True) -> int:
+        """Two moments, and under bf16 the float32 weights; split over the ranks that hold a parameter alike.
+
+        Args:
+            stepped: the first step was made, which is when the moments come.
+        """
+        if not self.trains or self.config.swap_optimizer:
+            return 0
+        each = (8 if stepped else 0) + (0 if not self.config.bf16 else 2 if self.config.reuse_fp32_param else 4)
+        dense, expert = self._trained(held)
+        if self.config.use_distributed_optimizer:
+            dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
+        return each * (dense + expert)
+
+
+def _model(config: MegatronConfig, world: int, *, trains: bool, is_scored: bool = False) -> _Model:
+    plan = role_plan(config, is_scored=is_scored)
+    lie = layout(config, world)
+    dp = max(1, world // (lie.tensor * lie.pipeline))  # context-parallel ranks hold all parameters alike
+    size, inner = config.expert_sizes
+    return _Model(config, plan, stage_elements(plan, config), dp, max(1, world // (size * inner * lie.pipeline)), trains)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the phases are computed from."""
+
+    cfg: RunConfig
+    sizes: Sizes
+    chip: Chip
+    actor: _Model
+    others: dict[str, _Model]
+
+    @property
+    def generate(self) -> GenerateConfig | None:
+        return None if self.sizes.counting == "samples" else self.cfg.generate_config
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that trains."""
+        rl, generate = self.cfg.rl_config, self.generate
+        if rl is None or generate is None:
+            return self.cfg.actor_config.seq_length or 4096
+        return min(rl.max_prompt_length + generate.sampling_config.max_tokens, max(generate.max_model_len, 1))
+
+    def tokens(self, use: str) -> float:
+        """Tokens of the largest micro-batch of a pass: "update", "actor" or "ref"."""
+        rl = self.cfg.rl_config
+        rows = self.sizes.micro_batch_size
+        if rl is None or self.generate is None:
+            pairs = 2 if self.cfg.stage in ("dpo", "simpo", "orm") else 1
+            return pairs * rows * self.longest
+        if rl.use_dynamic_bsz:
+            return max(getattr(rl, f"{use}_max_packing_token_size"), self.longest)
+        if use != "update":
+            rows = getattr(rl, f"{use}_forward_micro_batch_size") or rows
+        share = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
+        return min(rows, max(1.0, float(share))) * self.longest
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an optimizer step on one replica."""
+        rl = self.cfg.rl_config
+        if rl is not None and self.generate is not None and rl.use_dynamic_bsz:
+            samples = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
+            return max(1, int(samples * self.longest / Fraction(self.tokens("update"))))
+        return max(1, int(self.sizes.accumulation_steps))
+
+
+def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
+    """Return the bytes of every die of a run.
+
+    Raises:
+        ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
+    """
+    run = _read(cfg, chip, num_nodes)
+    problems: list[str] = []
+    engine = _engine(run, problems)
+    dies = []
+    stages = run.actor.plan.layout.pp
+    for stage in range(stages):
+        phases = _phases(run, engine, stage)
+        dies.append(Dies(_stage_name(stage, stages), *_ranks(run, stage, stages), tuple(phases)))
+    return MemoryPlan(chip.name, chip.memory, tuple(dies), None if engine is None else engine.cache, tuple(problems))
+
+
+def _read(cfg: RunConfig, chip: Chip, num_nodes: int) -> _Run:
+    world = world_size(cfg)
+    if world is None or world < 1:
+        raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
+    sizes = read_sizes(cfg, num_nodes)
+
+    def model(role: str, config: MegatronConfig, **keys: bool) -> _Model:
+        try:
+            return _model(config, world, **keys)
+        except ValueError as error:
+            raise ValueError(f"{role}: {error}") from error
+
+    scored = cfg.stage in ("orm",)
+    actor = model("actor_config", cfg.actor_config, trains=True, is_scored=scored)
+    others: dict[str, _Model] = {}
+    if cfg.rl_config is None or cfg.is_supervised:
+        if cfg.stage == "dpo" and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
+            others["reference"] = model("actor_config", cfg.actor_config, trains=False)
+        return _Run(cfg, sizes, chip, actor, others)
+    objective = resolve_objective(cfg)
+    if objective.needs_reference and not cfg.rl_config.share_backbone:
+        others["reference"] = model("ref_config", cfg.ref_config, trains=False)
+    if objective.has_critic and cfg.critic_config is not None:
+        others["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True)
+    if cfg.reward_config is not None and own_reward_devices(cfg) is None:
+        others["reward model"] = model("reward_config", cfg.reward_config, trains=False, is_scored=True)
+    return _Run(cfg, sizes, chip, actor, others)
+
+
+# ---------------------------------------------------------------------- the rollout engine
+
+
+@dataclass(frozen=True)
+class _Engine:
+    weights: int
+    step: int
+    cache: KvCache
+
+
+def _engine(run: _Run, problems: list[str]) -> _Engine | None:
+    generate = run.generate
+    if generate is None:
+        return None
+    lie = rollout_layout(generate, run.sizes.rollout.num_npus)
+    network = run.actor.plan.network
+    itemsize = 2 if generate.dtype == "bfloat16" else 4
+    weights = rollout_weights(run.actor.plan, lie) * itemsize
+    if network.multi_latent_attention:
+        # the engine keeps what its absorbed products need beside the projection itself
+        heads, widths = network.num_attention_heads // lie.tensor, (network.qk_head_dim or 0) + (network.v_head_dim or 0)
+        weights += network.num_layers * heads * widths * (network.kv_lora_rank or 0) * itemsize
+    each = kv_bytes_per_token(network, itemsize, lie.tensor)
+    sequence = each * generate.max_model_len
+    rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
+    inner = network.moe_router_topk * (network.moe_ffn_hidden_size or 0) if network.moe_layers else network.ffn_hidden_size
+    step = int(rows * (4 * network.hidden_size + 3 * inner / lie.tensor) * itemsize)
+    # the sampler's rows: logits, their float32 form and the log-probs, of the whole vocabulary
+    step += min(generate.max_num_seqs, rows) * network.vocab_size * 12
+    if not run.chip.sleeps:
+        room = cpu_cache_bytes(generate, kv_bytes_per_token(network, itemsize))
+    else:
+        room = int(generate.gpu_memory_utilization * run.chip.memory) - weights - step
+        if room < sequence:
+            problems.append(
+                f"generate_config.gpu_memory_utilization {generate.gpu_memory_utilization:g} leaves {_gib(room)} for keys and "
+                f"values beside {_gib(weights)} of weights; one sequence of {generate.max_model_len} tokens takes "
+                f"{_gib(sequence)}"
+            )
+    needed = sequence * generate.max_num_seqs
+    return _Engine(weights, step, KvCache(each, needed, max(0, room), sequence, generate.max_num_seqs))
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+# ---------------------------------------------------------------------- phases
+
+
+def _phases(run: _Run, engine: _Engine | None, stage: int) -> list[Phase]:
+    """In the order of an iteration; each with what is on a die of this pipeline stage."""
+    stages = run.actor.plan.layout.pp
+    actor, held = run.actor, run.actor.elements[stage]
+    fixed = {"runtime": run.chip.runtime, "HCCL buffers": _communicators(run)}
+    weights = {"weights": actor.weights(held)}
+    state = {"gradients": actor.gradients(held), "optimizer": actor.optimizer(held)}
+    extra = {name: _share(model, model.stage(stage, stages)) for name, model in run.others.items()}
+    activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
+    everything = {name: share.total for name, share in extra.items()}
+    # built beside one another
+    fresh = {name: _share(model, model.stage(stage, stages), stepped=False).total for name, model in run.others.items()}
+    start = _phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(held, stepped=False)}, fresh)
+    if engine is None:
+        return [start, _phase("update", fixed, weights, state, everything, activations)]
+    generate = run.generate
+    assert generate is not None and run.cfg.rl_config is not None
+    stays = _stays(generate, weights, state, extra)
+    serving = {"rollout weights": engine.weights, "KV cache": engine.cache.room, "engine step": engine.step}
+    beside = {} if run.chip.sleeps or generate.offload_train_param else serving
+    phases = [start, _phase("generate", fixed, stays, serving)]
+    objective = resolve_objective(run.cfg)
+    for name in ("reward model", "reference"):
+        if name in extra:
+            model = run.others[name]
+            passing = _pass(run, model, model.plan, stage, "ref")
+            phases.append(_phase(f"{name} pass", fixed, stays, {name: everything[name]}, beside, passing))
+    if objective.needs_old_log_probs(on_policy=run.sizes.steps_per_rollout * run.sizes.epochs == 1):
+        passing = _pass(run, actor, actor.plan, stage, "actor")
+        phases.append(_phase("log-probs", fixed, stays, weights, beside, passing))
+    if "critic" in extra:
+        critic = run.others["critic"]
+        first = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
+        phases.append(_phase("update critic", fixed, stays, weights, {"critic": everything["critic"]}, beside, first))
+    phases.append(_phase("update", fixed, stays, weights, state, beside, activations))
+    push = {"rollout weights": engine.weights, "push buckets": _push_bytes(run), **({} if run.chip.sleeps else serving)}
+    phases.append(_phase("update_weights", fixed, stays, weights, push))
+    return phases
+
+
+def _phase(name: str, *parts: dict[str, int]) -> Phase:
+    """A phase in which all of these are on the die; what two of them name is there once."""
+    owners: dict[str, int] = {}
+    for part in parts:
+        for owner, count in part.items():
+            owners[owner] = max(owners.get(owner, 0), count)
+    passing = sum(owners.get(owner, 0) for owner in ("activations", "logits", "engine step", "push buckets"))
+    owners["fragmentation"] = int(FRAGMENTATION * passing)
+    return Phase(name, {owner: count for owner, count in owners.items() if count})
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Bytes of a rank of a model beside the actor."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def _share(model: _Model, held: Elements, *, stepped: bool = True) -> _Share:
+    return _Share(model.weights(held), model.gradients(held), model.optimizer(held, stepped=stepped))
+
+
+def _stays(
+    generate: GenerateConfig, weights: dict[str, int], state: dict[str, int], extra: dict[str, _Share]
+) -> dict[str, int]:
+    """What of the training side is on the die while the engine generates."""
+    on = {
+        "weights": not generate.offload_train_param,
+        "gradients": not generate.offload_train_grad,
+        "optimizer": not generate.offload_train_optimizer,
+    }
+    stays = {owner: count for owner, count in {**weights, **state}.items() if on[owner]}
+    for name, share in extra.items():
+        stays[name] = sum(getattr(share, owner) for owner in on if on[owner])
+    return stays
+
+
+def _update_activations(run: _Run, model: _Model, stage: int) -> int:
+    return int(stage_activations(model.config, model.plan, run.tokens("update"), run.micro_batches, stage))
+
+
+def _head(run: _Run, model: _Model, stage: int, use: str, trains: bool) -> int:
+    if stage != model.plan.layout.last_chunk[0]:
+        return 0
+    return int(head_bytes(model.config, model.plan.network, run.tokens(use), trains=trains))
+
+
+def _pass(run: _Run, model: _Model, plan: ModelPlan, stage: int, use: str) -> dict[str, int]:
+    last = stage * len(model.elements) // run.actor.plan.layout.pp
+    return {
+        "activations": int(forward_bytes(model.config, plan, run.tokens(use))),
+        "logits": _head(run, model, last, use, False),
+    }
+
+
+def _push_bytes(run: _Run) -> int:
+    """A gathered bucket, and this rank's part of it; no bucket is larger than what is pushed."""
+    layout = run.actor.plan.layout
+    group = max(layout.tp, layout.num_expert_groups * layout.expert_tp_size if layout.num_experts else 1)
+    share = max(run.actor.weights(held) for held in run.actor.elements)
+    return min(_PUSH_BUCKET, share) * (group + 1 if group > 1 else 1)
+
+
+def _communicators(run: _Run) -> int:
+    """Buffers of the process groups that exchange tensors on the devices; none where there is no HCCL."""
+    rl = run.cfg.rl_config
+    if not run.chip.sleeps or run.sizes.actor.num_npus == 1:
+        return 0
+    size = (rl.hccl_buffersize if rl is not None else 200) * MIB
+    config, lie = run.actor.config, run.sizes.actor
+    replicas = max(1, lie.num_npus // (lie.tensor * lie.pipeline))
+    expert, inner = config.expert_sizes
+    groups = {
+        "world": lie.num_npus,
+        "tp": lie.tensor,
+        "cp": lie.context,
+        "pp": lie.pipeline,
+        "dp_cp": replicas,
+        "mp": lie.tensor * lie.pipeline,
+    }
+    if config.num_experts:
+        groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": lie.num_npus // max(1, expert * inner * lie.pipeline)}
+    if run.generate is not None:
+        engines = rollout_layout(run.generate, run.sizes.rollout.num_npus)
+        groups |= {"rollout tp": engines.tensor, "rollout ep": engines.expert_ranks}
+    own = _own_sizes(config.hccl_group_buffer)
+    return sum(_HCCL_BUFFERS * own.get(name, size) for name, ranks in groups.items() if ranks > 1)
+
+
+def _own_sizes(text: str | None) -> dict[str, int]:
+    parts = (part.partition(":") for part in (text or "").replace(",", ";").split(";") if part.strip())
+    return {name.strip(): int(size) * MIB for name, _, size in parts if size.strip().isdigit()}
+
+
+# ---------------------------------------------------------------------- dies
+
+
+def _stage_name(stage: int, stages: int) -> str:
+    return "all dies" if stages == 1 else f"stage {stage}"
+
+
+def _ranks(run: _Run, stage: int, stages: int) -> tuple[str, int]:
+    """Numbers of the dies of a stage: a block of them, or with use_tp_pp_dp_mapping one block a replica."""
+    world = run.sizes.actor.num_npus
+    count = world // stages
+    if not run.actor.config.use_tp_pp_dp_mapping:
+        return _block(stage * count, count), count
+    inner = run.sizes.actor.tensor * run.sizes.actor.context
+    starts = range(stage * inner, world, inner * stages)
+    shown = ", ".join(_block(start, inner) for start in list(starts)[:3])
+    return shown + (", ..." if len(starts) > 3 else ""), count
+
+
+def _block(start: int, count: int) -> str:
+    return str(start) if count == 1 else f"{start}-{start + count - 1}"
