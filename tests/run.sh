@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [pytest arguments]
 #
-# --all runs the tests marked slow and those on the simulated NPU too. Paths among the pytest arguments replace the default ones.
-# VENV_DIR=... uses another environment than .venv.
+# --all runs the tests marked slow too. Paths among the pytest arguments replace the default ones. The tests on the simulated
+# NPU run where it can be set up (x86_64, Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
+# VENV_DIR=... uses another environment than .venv, NPU_SIM_VENV=... another one than .venv-npu-sim.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -41,8 +42,21 @@ status=0
 [[ $status -eq 0 ]] || echo "tests/run.sh: the linters or the type checker found faults (see above); the result is a failure whatever the tests say." >&2
 
 "$venv/bin/python" -m pytest "${select[@]}" ${arguments[@]+"${arguments[@]}"} "${paths[@]}" || status=$?
-# The simulated NPU has an environment of its own (x86_64 only).
-if [[ ${#select[@]} -eq 0 && "$whole" == yes && "$(uname -m)" == x86_64 ]]; then
-    bash tests/npu_sim/run.sh || status=$?
+# The simulated NPU has an environment of its own.
+if [[ "$whole" == yes ]]; then
+    reason=""
+    [[ "$(uname -m)" == x86_64 ]] || reason="torch_npu's wheel for this torch is for x86_64 only"
+    for tool in "${NPU_SIM_PYTHON:-python3.11}" g++ nm; do
+        [[ -n "$reason" ]] || command -v "$tool" > /dev/null || reason="$tool was not found"
+    done
+    if [[ -z "$reason" ]] && ! bash tests/npu_sim/run.sh --set-up; then
+        reason="its environment could not be set up (see above)"
+        [[ ${#select[@]} -gt 0 ]] || status=1  # --all asked for everything
+    fi
+    if [[ -n "$reason" ]]; then
+        echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
+    else
+        bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} || status=$?
+    fi
 fi
 exit "$status"

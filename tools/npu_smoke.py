@@ -164,6 +164,9 @@ def rollout(folder: str, platform_name: str) -> str:
         "rl_config.entropy_coeff=0.01",  # an untrained model earns no reward: entropy moves the weights
         f"run_dir={work}/run",
     ]
+    if "NPU_SIM_DEVICES" in os.environ:
+        os.environ["NPU_SIM_RUN_DIR"] = str(work)  # goes with the folder, whatever Ray's workers leave there
+        overrides.append(f"rl_config.runtime_env_path={SIMULATOR / 'runtime_env.yaml'}")
     subprocess.run([*run, "train", "--config-name", "grpo_tiny_cpu", *overrides], check=True, cwd=ROOT)
     return check_iterations(work / "run" / "metrics.jsonl")
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # One command for a machine with NPUs: shows what works and writes a report to attach to an issue.
-#   tools/npu_smoke.sh [--only doctor,device,hccl,engine,rollout] [--report FILE] [--ranks N] [--rehearse]
+#   tools/npu_smoke.sh [--only doctor,device,hccl,engine,rollout] [--report FILE] [--ranks N] [--rehearse | --simulate]
 # Needs two dies (--ranks more for HCCL) and an environment that envs/npu_a2 or envs/npu_a3 set up.
 # Steps: doctor; device; HCCL between N dies; one Megatron training step with and without fused kernels against the
 # CPU's numbers, on one die and with tensor parallelism; rollout, weight update with proof, sleep and wake-up inside
 # three GRPO iterations of a tiny model. About ten minutes. No step hides another: all run, the exit code tells.
+# --simulate runs the same on simulated dies, in the environment that tests/npu_sim/run.sh makes (x86_64; no NPU, no CANN).
 # --rehearse runs what a machine without NPUs can: the script itself, training steps and GRPO iterations on the CPU.
 set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -12,8 +13,15 @@ cd "$root" || exit 1
 
 steps="doctor,device,hccl,engine,rollout"
 only="$steps" report="$root/npu_smoke_report.md" ranks=2 platform="npu"
+given=("$@")
 while (( $# )); do
     case "$1" in
+        --simulate)
+            if [[ -z "${NPU_SIM_DEVICES:-}" ]]; then  # once more, where torch_npu has simulated dies
+                export NPU_SIM_MEMORY_GIB="${NPU_SIM_MEMORY_GIB:-4}" PYTHON=python
+                exec bash tests/npu_sim/run.sh --run bash tools/npu_smoke.sh "${given[@]}"
+            fi
+            only="device,hccl,engine,rollout"; shift ;;
         --only) only="${2:?--only needs the names of steps}"; shift 2 ;;
         --report) report="${2:?--report needs a file}"; shift 2 ;;
         --ranks) ranks="${2:?--ranks needs a number}"; shift 2 ;;

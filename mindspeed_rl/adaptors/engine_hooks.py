@@ -50,6 +50,10 @@ class EngineHooks:
     def after_load(self, model: Any) -> None:
         """Puts the weights into the layout that the kernels expect, once all of them were loaded."""
 
+    def repacked(self, model: nn.Module) -> set[str]:
+        """Names of the parameters whose content `after_load` rewrites, so that a part of them cannot be loaded alone."""
+        return set()
+
     def release(self, llm: Any) -> None:
         """Gives the engine's device memory back; no request may be running."""
         llm.sleep(level=1)

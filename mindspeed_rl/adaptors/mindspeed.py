@@ -50,12 +50,12 @@ MEGATRON_KEYS = frozenset(
     "use_legacy_models bf16 overlap_param_gather overlap_grad_reduce gradient_accumulation_fusion qk_layernorm".split()
 )
 
-#: run-file keys that go to MindSpeed under the same name
+#: run-file keys that go to MindSpeed under the same name. `npu_deterministic` does not: MindSpeed's part of it wraps
+#: megatron.training's start, and the engine asks torch and HCCL for the same itself.
 PASSED_KEYS = (
     "gemm_gradient_accumulation_fusion",
     "moe_alltoall_overlap_comm",
     "moe_permutation_async_comm",
-    "npu_deterministic",
     "recompute_activation_function",
     "reuse_fp32_param",
     "swap_attention",
@@ -67,10 +67,21 @@ PASSED_KEYS = (
     "use_fused_moe_token_permute_and_unpermute",
 )
 
-#: features whose MindSpeed modules import `megatron.training`, which the megatron-core package does not have; without a
-#: Megatron-LM source tree they are left off with a warning. They change speed, not results. Experts then run on Megatron's
-#: own GroupedMLP, whose grouped product MindSpeed replaces in any case.
-NEED_MEGATRON_TRAINING = ("moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion", "moe_grouped_gemm")
+#: features whose MindSpeed modules import `megatron.training` (swap_attention also `megatron.legacy`), which the
+#: megatron-core package does not have; without a Megatron-LM source tree they are left off with a warning. They change
+#: speed and memory, not results. Experts then run on Megatron's own GroupedMLP, whose grouped product MindSpeed replaces in
+#: any case.
+NEED_MEGATRON_TRAINING = (
+    "moe_alltoall_overlap_comm",
+    "gemm_gradient_accumulation_fusion",
+    "moe_grouped_gemm",
+    "recompute_activation_function",
+    "reuse_fp32_param",
+    "swap_attention",
+    "use_ascend_coc",
+)
+#: how `use_ascend_coc` works; passed on with it alone
+_COC_KEYS = ("coc_mode", "coc_parallel_num", "coc_fused_kernel")
 
 #: fields of Megatron's TransformerConfig that its fused modules look at
 TRANSFORMER_SETTINGS = {"bias_activation_fusion": True}
@@ -163,6 +174,9 @@ def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict
         for name in NEED_MEGATRON_TRAINING:
             if keys.pop(name, None):
                 warnings.warn(f"{name}: left off; MindSpeed needs a Megatron-LM source tree for it.", stacklevel=3)
+    if not keys.get("use_ascend_coc"):
+        for name in _COC_KEYS:
+            keys.pop(name, None)
     return keys
 
 

@@ -7,6 +7,7 @@
 | no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
 | sleep level 1 | `release` | level 2 also drops tensors of the weight pool that no checkpoint holds and no buffer registers |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
+| placeholder of flash_attn | `before_build` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
@@ -19,7 +20,10 @@ Not verified on NPU hardware.
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import os
 import warnings
@@ -44,6 +48,8 @@ KNOWN_RELEASES = ((0, 18), (0, 23))
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
 WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
 
+#: looks for flash_attn by its spec when it is built
+_ROTARY_EMBEDDING = "vllm.model_executor.layers.rotary_embedding.common"
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
@@ -137,6 +143,13 @@ def apply() -> None:
     check_environment(dict(os.environ))
 
 
+def _find_real_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+    """The spec of a module that can be imported from somewhere; None for a placeholder that was only put into sys.modules."""
+    found = importlib.util.find_spec(name, package)
+    placeholder = found is not None and found.loader is None and found.submodule_search_locations is None
+    return None if placeholder else found
+
+
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if all(weight in module._parameters for weight in _EXPERT_WEIGHTS):
@@ -157,6 +170,10 @@ class VllmAscendHooks(EngineHooks):
         self._release = release
         self._in_checkpoint_layout = False
         self._asleep: set[str] = set()
+
+    def before_build(self, run_id: str) -> None:
+        module: Any = importlib.import_module(_ROTARY_EMBEDDING)
+        module.find_spec = _find_real_spec
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         additional = dict(row_for(ADDITIONAL_CONFIG, self._release or installed_release()))

@@ -102,6 +102,10 @@ class VllmCpuHooks(EngineHooks):
         for module, kernel in _experts(model):
             kernel.process_weights_after_loading(module)
 
+    def repacked(self, model: Any) -> set[str]:
+        held = {id(weight) for module, _ in _experts(model) for weight in (module.w13_weight, module.w2_weight)}
+        return {name for name, parameter in model.named_parameters() if id(parameter) in held}
+
     def _kv_storage(self, llm: Any) -> torch.UntypedStorage:
         engine = llm.llm_engine.engine_core.engine_core
         return engine.model_executor.driver_worker.worker.model_runner.kv_caches[0].untyped_storage()

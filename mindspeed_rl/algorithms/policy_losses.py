@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 #: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them
 LOG_RATIO_LIMIT = 20.0
 
+
 def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, asymmetric, with an optional second bound for negative advantages.
 

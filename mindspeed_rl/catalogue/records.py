@@ -36,6 +36,7 @@ class Bounds:
         usual: a sound value.
         otherwise: keys of rl_config with the values that make the bound pointless.
         rule: short stable name of the rule that a number outside breaks.
+        excludes_high: the number must be less than `high`.
     """
 
     low: float | None = None
@@ -45,17 +46,23 @@ class Bounds:
     usual: float | None = None
     otherwise: Mapping[str, Any] = field(default_factory=dict)
     rule: str = "range"
+    excludes_high: bool = False
 
     def hold(self, value: float) -> bool:
         """True when the value lies within."""
         if self.low is not None and (value <= self.low if self.excludes_low else value < self.low):
             return False
-        return self.high is None or value <= self.high
+        return self.high is None or (value < self.high if self.excludes_high else value <= self.high)
 
     def __str__(self) -> str:
-        parts = [f"{'greater than' if self.excludes_low else 'at least'} {self.low:g}"] if self.low is not None else []
-        parts += [f"at most {self.high:g}"] if self.high is not None else []
+        parts = [f"{'greater than' if self.excludes_low else 'at least'} {exact(self.low)}"] if self.low is not None else []
+        parts += [f"{'less than' if self.excludes_high else 'at most'} {exact(self.high)}"] if self.high is not None else []
         return " and ".join(parts)
+
+
+def exact(number: float) -> str:
+    """A bound as people write it: 1e+09 for a round one, 4294967295 where rounding would change it."""
+    return f"{number:g}" if float(f"{number:g}") == number else str(number)
 
 
 @dataclass(frozen=True)

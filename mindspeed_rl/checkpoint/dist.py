@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.jobs import LoraShards, MegatronTarget, Piece
 from mindspeed_rl.checkpoint.mcore import Adapters, OpenCheckpoint, iteration_folder
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
@@ -194,6 +195,9 @@ class DistFolder:
     Args:
         path: the checkpoint folder, or its ``iter_*`` folder.
         iteration: which iteration; None for the latest.
+
+    Raises:
+        ValueError: a file is missing or damaged.
     """
 
     legacy = False
@@ -201,6 +205,7 @@ class DistFolder:
     def __init__(self, path: str | Path, iteration: int | None = None) -> None:
         self.path = Path(path)
         self.folder = iteration_folder(path, iteration)
+        checksums.verify(self.folder)
         self.metadata = read_metadata(self.folder / METADATA_FILE)
         common = self.folder / "common.pt"
         content = load_with_records(common) if common.is_file() else {}

@@ -13,6 +13,7 @@ import torch
 
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, MegatronTarget, Piece
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
+from mindspeed_rl.checkpoint.newest import LATEST_NAME
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
@@ -27,7 +28,6 @@ from mindspeed_rl.models.names import (
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.weights import WeightOp
 
-LATEST_NAME = "latest_checkpointed_iteration.txt"
 RANK_FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?$")
 _IGNORED = re.compile(r"_extra_state$|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_freq$|_float8_state$")

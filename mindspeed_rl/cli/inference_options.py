@@ -15,6 +15,7 @@ from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.workers.local_ray import local_ray_environment
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.requests import Engine
@@ -158,6 +159,7 @@ def open_session(args: argparse.Namespace) -> Session:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
     os.environ.update(quiet_environment(os.environ))
+    os.environ.update(local_ray_environment(os.environ))
     # loads torch, which must find this environment, and which --help and wrong options do without
     from mindspeed_rl.inference import session
 

@@ -173,7 +173,10 @@ def _exists(path: str) -> bool:
 
 
 def run_paths(command: Sequence[str]) -> list[str]:
-    """Files that a `train` command's run file names: weights, tokenizer, data; empty for other commands."""
+    """Files that a `train` command's run file names: weights, tokenizer, data; empty for other commands.
+
+    A `load` folder that does not exist yet is left out where `pretrained_checkpoint` is what the first start begins from.
+    """
     if not command or command[0] != "train":
         return []
     parser = argparse.ArgumentParser(add_help=False)
@@ -188,7 +191,9 @@ def run_paths(command: Sequence[str]) -> list[str]:
     for group in (cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config):
         if group is None:
             continue
-        paths += [path for path in (group.load, group.tokenizer_name_or_path, group.pretrained_checkpoint) if path]
+        written_later = group.load and group.pretrained_checkpoint and not Path(group.load).exists()
+        weights = None if written_later else group.load
+        paths += [path for path in (weights, group.tokenizer_name_or_path, group.pretrained_checkpoint) if path]
         data = group.data_path if isinstance(group.data_path, list) else [group.data_path]
         paths += [f"{prefix}*" for prefix in data if isinstance(prefix, str)]
     return sorted(set(paths))
@@ -474,6 +479,9 @@ def parse(argv: list[str]) -> LaunchSettings:
         rank = own_rank(hosts, master, None if known.node_rank is None else int(known.node_rank))
     except ValueError as error:
         parser.error(str(error))
+    token = Path(known.token_file)
+    if known.token_file and not (token.is_file() and token.stat().st_size):
+        parser.error(f"--token-file {known.token_file} is missing or empty")
     return LaunchSettings(
         nodes=known.nodes,
         npus_per_node=known.npus_per_node,

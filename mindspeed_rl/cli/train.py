@@ -9,10 +9,11 @@ import time
 
 from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
 from mindspeed_rl.observability.logging import quiet_environment
+from mindspeed_rl.workers.local_ray import local_ray_environment
 
 
 def main(argv: list[str]) -> int:
-    """Trains; returns 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C."""
+    """Trains; returns 0 on success, 1 when the run failed, 2 for a wrong run file, 130 after Ctrl-C, 143 after SIGTERM."""
     parser = argparse.ArgumentParser(prog="mindspeed-rl train", description="Train as a run file says.")
     parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
@@ -25,13 +26,19 @@ def main(argv: list[str]) -> int:
         _prepare_environment()
         # these import torch, Ray and transformers, which read the environment
         from mindspeed_rl import platform
+        from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
         from mindspeed_rl.trainers.model_plans import with_networks
         from mindspeed_rl.trainers.start import started
 
         cfg = with_networks(cfg)
         run = resolve(cfg, arguments.nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
-        with started(run) as trainer:
-            trainer.fit()
+        try:
+            with started(run) as trainer:
+                trainer.fit()
+        except Terminated as error:
+            print(error, file=sys.stderr)
+            _say_how_to_go_on(run, begun)
+            return EXIT_CODE
     except ConfigError as error:
         for text in error.errors:
             print(f"error: {text}", file=sys.stderr)
@@ -43,7 +50,7 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         _say_how_to_go_on(run, begun)
         return 1
@@ -63,5 +70,6 @@ def _say_how_to_go_on(run: Run | None, begun: float) -> None:
 def _prepare_environment() -> None:
     """The driver needs no device and no library chatter; set before torch, Ray and transformers are imported."""
     os.environ.update(quiet_environment(os.environ))
+    os.environ.update(local_ray_environment(os.environ))
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -58,6 +58,12 @@ class GenerateConfig:
     dtype: Literal["bfloat16", "float32"] = key(
         "bfloat16", "number format of the rollout weights; float32 exactly when bf16 is false"
     )
+    update_weights_bucket_mb: int = key(
+        512, "most MiB in flight on a device in one exchange of a weight push; a push takes two such buckets of memory"
+    )
+    update_weight_mode: Literal["full", "delta"] = key(
+        "full", "what a weight push carries: all slices, or those whose bits changed since the last push; the proof covers all"
+    )
     gpu_memory_utilization: float = key(0.5, "fraction of the device memory for weights and KV cache", only_on=("npu", "cuda"))
     kv_cache_memory_gib: float | None = key(
         None, "KV cache of one replica, in GiB; unset: a size for max_num_seqs", only_on=("cpu",)

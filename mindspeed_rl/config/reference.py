@@ -16,14 +16,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, SETTINGS, readers
-from mindspeed_rl.catalogue.records import Bounds
+from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, readers
+from mindspeed_rl.catalogue.records import Bounds, exact
+from mindspeed_rl.config.bounds import bounds_of
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerConfig
 from mindspeed_rl.config.effects import MOE_KEYS, STAGE_KEYS, SUPERVISED_RL_KEYS
 from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.rl import RLConfig
-from mindspeed_rl.config.run_rules import RANGES
 from mindspeed_rl.config.schema import default_of, field_types
 
 Language = Literal["en", "zh"]
@@ -232,19 +232,11 @@ def _description(schema: type, field: dataclasses.Field[Any], language: Language
     return field.metadata["doc"] if language == "en" else _chinese()["keys"][schema.__name__][field.name]
 
 
-def bounds_of(path: str) -> Bounds | None:
-    """Return where the number of a key may lie, in every run; None where nothing says it."""
-    group, _, name = path.rpartition(".")
-    if group == "rl_config" and name in SETTINGS:
-        return SETTINGS[name]
-    return RANGES.get(f"actor_config.{name}" if group == "megatron_training" else path)
-
-
 def _bounds(bounds: Bounds, language: Language) -> str:
     if language == "en":
         return str(bounds)
-    parts = [f"{'大于' if bounds.excludes_low else '不小于'} {bounds.low:g}"] if bounds.low is not None else []
-    parts += [f"不大于 {bounds.high:g}"] if bounds.high is not None else []
+    parts = [f"{'大于' if bounds.excludes_low else '不小于'} {exact(bounds.low)}"] if bounds.low is not None else []
+    parts += [f"{'小于' if bounds.excludes_high else '不大于'} {exact(bounds.high)}"] if bounds.high is not None else []
     return "，".join(parts)
 
 

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from mindspeed_rl.config.errors import ConfigError, nearest
+from mindspeed_rl.config.megatron import SUPERVISED_STAGES
+from mindspeed_rl.config.yaml_limits import check_yaml
+
+#: of file systems, less the ending
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 240, 4000
 
 
 def project_configs() -> Path:
@@ -24,6 +29,10 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
     if config_dir is None and os.sep in config_name:
         config_dir, config_name = os.path.split(config_name)
     name = config_name.removesuffix(".yaml")
+    if not name.isprintable() or not 0 < len(name.encode("utf-8", "replace")) <= _MAX_NAME_BYTES or "/" in name:
+        raise ConfigError([f"--config-name {config_name[:60]!r} is no name of a file"])
+    if config_dir is not None and ("\0" in str(config_dir) or len(os.fsencode(config_dir)) > _MAX_PATH_BYTES):
+        raise ConfigError([f"--config-dir {str(config_dir)[:60]!r} is no name of a folder"])
     # a file of the user's wins over a shipped one only where its ending says that a file is meant
     here = [Path.cwd()] if config_name.endswith(".yaml") else []
     everywhere = [*here, project_configs(), Path.cwd() / "configs", Path.cwd()]
@@ -54,6 +63,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    check_yaml(directory / f"{name}.yaml")
     items = [_as_forced(item) for item in overrides]
     if directory != project_configs():
         items.append(f"hydra.searchpath=['file://{project_configs()}']")
@@ -63,7 +73,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
             with initialize_config_dir(version_base=None, config_dir=str(directory)):
                 composed = hydra_compose(name, overrides=items)
         # what Hydra composes is a mapping, and its keys are text
-        return cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+        tree = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except MissingConfigException as error:
         missing = (error.missing_cfg_file or "").removesuffix(".yaml")
         group, _, block = missing.rpartition("/")
@@ -71,8 +81,15 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
         likely = nearest(block, available)
         hint = f"the nearest name there is {likely}" if likely else f"known names are {', '.join(available) or 'none'}"
         raise ConfigError([f"defaults of {name}.yaml: {missing}.yaml does not exist in {directory}; {hint}"]) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except RecursionError:
+        raise ConfigError([f"{name}.yaml or an override is nested too deeply"]) from None
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, AssertionError) as error:
         raise ConfigError([f"{name}.yaml cannot be read: {_one_line(error)}"]) from error
+    training = tree.get("megatron_training")
+    stage = training.get("stage") if isinstance(training, dict) else None
+    if tree.get("rl_config") is not None and tree.get("actor_config") is None and stage not in SUPERVISED_STAGES:
+        raise ConfigError(["the group actor_config is missing or empty: it has the actor's load, lr and parallel sizes"])
+    return tree
 
 
 def _as_forced(item: str) -> str:

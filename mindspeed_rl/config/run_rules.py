@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
-from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.megatron import LORA_TARGETS, split_shares
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.violation import Violation, broken, out_of_range
+from mindspeed_rl.config.violation import Violation, broken
 
 
 def _stage(cfg: RunConfig) -> Iterator[Violation]:
@@ -287,56 +285,30 @@ def _length(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
-# Those of the numbers that algorithms read are in the catalogue.
-RANGES: dict[str, Bounds] = {
-    "rl_config.epochs": Bounds(1),
-    "rl_config.reward_failure_limit": Bounds(0, 1),
-    "rl_config.unscored_iterations_limit": Bounds(0),
-    "rl_config.reward_timeout_s": Bounds(0, excludes_low=True),
-    "rl_config.reward_memory_gib": Bounds(0, excludes_low=True),
-    "rl_config.ref_model_sync_steps": Bounds(1),
-    "rl_config.ref_model_mixup_alpha": Bounds(0, 1),
-    "rl_config.wait_timeout_s": Bounds(0, excludes_low=True),
-    "rl_config.max_prompt_length": Bounds(1),
-    "rl_config.critic_warmup": Bounds(0),
-    "rl_config.max_resample_times": Bounds(0),
-    "rl_config.save_rollouts_interval": Bounds(0),
-    "rl_config.log_completions_interval": Bounds(1),
-    "rl_config.actor_forward_micro_batch_size": Bounds(1),
-    "rl_config.ref_forward_micro_batch_size": Bounds(1),
-    "rl_config.num_reward_workers": Bounds(1),
-    "rl_config.transfer_queue_data_shard_num": Bounds(1),
-    "generate_config.gpu_memory_utilization": Bounds(0, 1, excludes_low=True),
-    "generate_config.kv_cache_memory_gib": Bounds(0, excludes_low=True),
-    "generate_config.max_num_seqs": Bounds(1),
-    "generate_config.sampling_config.max_tokens": Bounds(1),
-    "generate_config.sampling_config.temperature": Bounds(0),
-    "generate_config.sampling_config.top_p": Bounds(0, 1, excludes_low=True),
-    "generate_config.sampling_config.min_p": Bounds(0, 1),
-    "actor_config.lr": Bounds(0),
-    "actor_config.min_lr": Bounds(0),
-    "actor_config.clip_grad": Bounds(0),
-    "actor_config.train_iters": Bounds(0),
-    "actor_config.train_epochs": Bounds(0, excludes_low=True, usual=1),
-    "actor_config.eval_interval": Bounds(1),
-    "actor_config.lr_warmup_fraction": Bounds(0, 1),
-    "actor_config.loss_chunk_size": Bounds(1),
-    "actor_config.lora_r": Bounds(1),
-    "actor_config.lora_dropout": Bounds(0, 1),
-    "actor_config.dpo_label_smoothing": Bounds(0, 0.5),
-    "actor_config.dpo_beta": Bounds(0, excludes_low=True),
-}
+def _rates(cfg: RunConfig) -> Iterator[Violation]:
+    actor = cfg.actor_config
+    for name in ("min_lr", "lr_warmup_init"):
+        value = getattr(actor, name)
+        if actor.lr is not None and value > actor.lr:
+            yield broken(
+                "rates",
+                {f"actor_config.{name}": value, "actor_config.lr": actor.lr},
+                f"actor_config.{name} ({value:g}) must be at most actor_config.lr ({actor.lr:g})",
+                {f"actor_config.{name}": actor.lr},
+                {"actor_config.lr": value},
+            )
 
 
-def _ranges(cfg: RunConfig) -> Iterator[Violation]:
-    for key, bounds in RANGES.items():
-        holder: Any = cfg
-        *groups, name = key.split(".")
-        for group in groups:
-            holder = None if holder is None else getattr(holder, group)
-        value = None if holder is None else getattr(holder, name)
-        if value is not None and not bounds.hold(value):
-            yield out_of_range(key, value, bounds)
+def _data(cfg: RunConfig) -> Iterator[Violation]:
+    path = cfg.actor_config.data_path
+    if not isinstance(path, list):
+        return
+    if not cfg.is_supervised:
+        text = f"megatron_training.data_path is a list, but reinforcement learning reads one prefix or file: {str(path)[:80]}"
+        yield broken("data_path", {"megatron_training.data_path": path}, text)
+    elif not any(isinstance(item, str) and not _is_number(item) for item in path):
+        text = f"megatron_training.data_path names no prefix: {str(path)[:80]}"
+        yield broken("data_path", {"megatron_training.data_path": path}, text)
 
 
 def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
@@ -360,6 +332,14 @@ def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
     )
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 RUN_RULES = (
     _stage,
     _length,
@@ -372,5 +352,6 @@ RUN_RULES = (
     _rollout_modes,
     _adapters,
     _profiler,
-    _ranges,
+    _rates,
+    _data,
 )

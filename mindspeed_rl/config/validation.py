@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mindspeed_rl.config.batch_rules import Breach, breaches
+from mindspeed_rl.config.bounds import out_of_bounds
 from mindspeed_rl.config.layout_rules import layout_violations
 from mindspeed_rl.config.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.config.repair import nearest_single, nearest_together
@@ -24,6 +25,9 @@ def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
     """
     if num_nodes < 1:
         raise ValueError(f"the number of nodes is {num_nodes}, but must be at least 1")
+    outside = list(out_of_bounds(cfg))
+    if outside:  # no other rule means anything beside numbers that are none, and the search for nearest values would not end
+        return [*outside, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
     return [*batch_violations(cfg, num_nodes), *other_violations(cfg, num_nodes)]
 
 

@@ -1,16 +1,21 @@
 """Training checkpoints: saved so that a killed save never looks finished, loaded under any layout.
 
 A checkpoint is `<folder>/iter_0000010/` with Megatron's `torch_dist` files (weights and optimizer), `random/rank_*.safetensors`
-and `run_state.json`; `<folder>/latest_checkpointed_iteration.txt` names the newest and moves last. With `lora_ckpt_filter`
-it holds the adapters and their optimizer, without the base weights.
+and `run_state.json` and `checksums.json`; `<folder>/latest_checkpointed_iteration.txt` names the newest and moves last. With
+`lora_ckpt_filter` it holds the adapters and their optimizer, without the base weights.
+
+What a failed save has written is removed, and its error says in a sentence what the disk would not take.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,19 +24,27 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
+from mindspeed_rl.checkpoint.newest import newest_checkpoint
 from mindspeed_rl.engine import optimizer_state, random_state
 from mindspeed_rl.engine.lora import LoraSettings, is_trained
 from mindspeed_rl.engine.train_engine import TrainEngine
 
 _log = logging.getLogger(__name__)
+
+#: what can be done about a damaged checkpoint
+_ADVICE = "load_previous: true goes on from the one before, load_iteration names another"
+#: room that a save is told to lack when a probe of this size finds none
+_NEARLY_FULL_BYTES = 1 << 20
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
@@ -43,17 +56,12 @@ def latest_iteration(folder: str | Path) -> int | None:
     """Iteration of the newest finished checkpoint, None when there is none.
 
     Raises:
-        ValueError: the file that names it is damaged or names a folder that does not exist.
+        ValueError: the file that names it is damaged, missing beside checkpoints, or names a folder that does not exist.
     """
-    path = Path(folder, LATEST_NAME)
-    if not path.is_file():
-        return None
-    text = path.read_text().strip()
-    if not text.isdigit():
-        raise ValueError(f"{path}: holds '{text[:40]}', not an iteration number.")
-    if not iteration_folder(folder, int(text)).is_dir():
-        raise ValueError(f"{path}: names iteration {text}, but {iteration_folder(folder, int(text))} does not exist.")
-    return int(text)
+    newest = newest_checkpoint(folder)
+    if newest == "release":
+        raise ValueError(f"{Path(folder, LATEST_NAME)}: holds 'release', not an iteration number.")
+    return None if newest is None else int(newest)
 
 
 class CheckpointSaver:
@@ -63,6 +71,8 @@ class CheckpointSaver:
         self.engine = engine
         self.folder = Path(folder)
         self._queue = AsyncCallsQueue()
+        #: of the background save that is under way
+        self._partial: Path | None = None
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> None:
         """Saves, or starts to save with `async_save`; `run_state` is the trainer's own state, plain JSON values.
@@ -74,53 +84,161 @@ class CheckpointSaver:
         config = self.engine.config
         final = iteration_folder(self.folder, iteration)
         partial = final.with_name(final.name + ".partial")
-        rank = dist.get_rank()
+        with _written(partial):
+            self._begin(partial, iteration, run_state)
+            request = self._request(partial)
+            request.add_finalize_fn(_finisher(self.folder, partial, final, iteration, config.keep_last))
+            if not config.async_save:
+                request.execute_sync()
+        if config.async_save:
+            self._partial = partial
+            self._queue.schedule_async_request(request)
+
+    def _begin(self, partial: Path, iteration: int, run_state: dict[str, Any]) -> None:
+        """The folder is there, with what is small: the ranks' random generators and the record of the run.
+
+        Raises:
+            ValueError: a rank could not write its part; on every rank.
+        """
+        config, rank = self.engine.config, dist.get_rank()
+        failure: str | None = None
         if rank == 0:
-            # what a killed save has left
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "random").mkdir(parents=True)
+            try:
+                # what a killed save has left
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / "random").mkdir(parents=True)
+                (partial / "run_state.json").write_text(json.dumps(self._record(iteration, run_state), indent=1))
+            except OSError as error:
+                failure = str(error)
         # no rank writes before rank 0 has made the folder
-        dist.barrier()
+        _all_succeeded(failure)
         if not config.no_save_rng:
-            save_file(random_state.capture(), partial / "random" / f"rank_{rank:05d}.safetensors")
-        self.engine.offloader.onload(optimizer=True)  # a swapped optimizer leaves again after the next step
+            try:
+                save_file(random_state.capture(), partial / _random_name(rank))
+            except (OSError, SafetensorError) as error:
+                failure = str(error)
+        _all_succeeded(failure)
+
+    def _record(self, iteration: int, run_state: dict[str, Any]) -> dict[str, Any]:
+        """What run_state.json says."""
+        engine, config = self.engine, self.engine.config
         lora = LoraSettings.from_config(config)
         adapters_only = lora is not None and config.lora_ckpt_filter
-        parts = "adapters" if adapters_only else "all"
-        state = _sharded_state(self.engine, parts, with_optimizer=not config.no_save_optim, is_loading=False)
-        if rank == 0:
-            record = {
-                "iteration": iteration,
-                "stage": config.stage,
-                "world_size": dist.get_world_size(),
-                "layout": _layout(self.engine),
-                "noop_layers": list(self.engine.model.plan.layout.noop_layers),
-                "bf16": config.bf16,
-                "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
-                "scheduler": None
-                if config.no_save_optim or self.engine.scheduler is None
-                else self.engine.scheduler.state_dict(),
-                "run_state": run_state,
-            }
-            (partial / "run_state.json").write_text(json.dumps(record, indent=1))
-        finish = _finisher(self.folder, partial, final, iteration, config.keep_last)
-        with _said_plainly(f"save: {partial} could not be written"):
-            request = dist_checkpointing.save(state, str(partial), async_sharded_save=config.async_save)
-        if request is None:
-            finish()
-        else:
-            request.add_finalize_fn(finish)
-            self._queue.schedule_async_request(request)
+        has_schedule = not config.no_save_optim and engine.scheduler is not None
+        return {
+            "iteration": iteration,
+            "stage": config.stage,
+            "world_size": dist.get_world_size(),
+            "layout": _layout(engine),
+            "noop_layers": list(engine.model.plan.layout.noop_layers),
+            "bf16": config.bf16,
+            "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
+            "scheduler": engine.scheduler.state_dict() if has_schedule and engine.scheduler is not None else None,
+            "checksums": True,
+            "run_state": run_state,
+        }
+
+    def _request(self, partial: Path) -> AsyncRequest:
+        """Megatron's files, still to be written: each rank writes its own and then their checksums."""
+        config, rank = self.engine.config, dist.get_rank()
+        self.engine.offloader.onload(optimizer=True)  # a swapped optimizer leaves again after the next step
+        adapters_only = LoraSettings.from_config(config) is not None and config.lora_ckpt_filter
+        state = _sharded_state(
+            self.engine,
+            "adapters" if adapters_only else "all",
+            with_optimizer=not config.no_save_optim,
+            is_loading=False,
+        )
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+        assert request is not None  # of an asynchronous save, which `execute_sync` makes at once where that is wanted
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        return request._replace(async_fn=functools.partial(_write_with_sums, request.async_fn, partial, rank))
 
     def poll(self) -> None:
         """Completes a background save that has finished writing; call it once an iteration."""
-        with _said_plainly(f"save: the checkpoint in {self.folder} could not be written"):
-            self._queue.maybe_finalize_async_calls(blocking=False)
+        self._finalize(blocking=False)
 
     def finish(self) -> None:
         """Completes a background save, waiting for it where it is still writing."""
-        with _said_plainly(f"save: the checkpoint in {self.folder} could not be written"):
-            self._queue.maybe_finalize_async_calls(blocking=True)
+        self._finalize(blocking=True)
+
+    def _finalize(self, *, blocking: bool) -> None:
+        if self._partial is None:
+            return
+        with _written(self._partial):
+            if self._queue.maybe_finalize_async_calls(blocking=blocking):
+                self._partial = None
+
+
+def _random_name(rank: int) -> str:
+    return f"random/rank_{rank:05d}.safetensors"
+
+
+def _write_with_sums(write: Callable[..., None], partial: Path, rank: int, *arguments: Any) -> None:
+    """Runs Megatron's writer of this rank, in whatever process that is, and sums what it has written."""
+    write(*arguments)
+    names = {path.name for path in partial.glob(f"__{rank}_*.distcp")}
+    names |= {name for name in [_random_name(rank)] if (partial / name).is_file()}
+    # a disk that is full fails the save in the finisher, which sums what nobody has
+    with contextlib.suppress(OSError):
+        checksums.write_part(partial, rank, names)
+
+
+def _all_succeeded(failure: str | None) -> None:
+    """Returns on every rank, or raises on every rank with what the first of them says; collective.
+
+    Raises:
+        ValueError: some rank failed.
+    """
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
+@contextlib.contextmanager
+def _written(partial: Path) -> Iterator[None]:
+    """A block that writes a checkpoint: when it fails, nothing is left of it.
+
+    Raises:
+        ValueError: the block failed on any rank, in words of what the disk would not take.
+    """
+    try:
+        with _said_plainly(f"save: {partial.with_suffix('')} could not be written"):
+            try:
+                yield
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ValueError(f"save: {partial.with_suffix('')} could not be written: {str(error)[:500]}") from error
+    except ValueError as error:
+        text = _of_the_disk(partial)
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        if text is None:
+            raise
+        raise ValueError(f"save: {partial.with_suffix('')} could not be written: {text}") from error
+
+
+def _of_the_disk(partial: Path) -> str | None:
+    """What the disk or a limit would not take; None when there is room. torch says "unexpected pos 704 vs 598"."""
+    if not partial.is_dir():
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    free = shutil.disk_usage(partial).free
+    try:
+        largest = max((path.stat().st_size for path in partial.rglob("*") if path.is_file()), default=0)
+        if limit != resource.RLIM_INFINITY and largest + _NEARLY_FULL_BYTES > limit:
+            return f"a file may have {limit} bytes here (ulimit -f), which is too little."
+        probe = partial / "probe"
+        with probe.open("wb") as file:
+            file.write(bytes(_NEARLY_FULL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except OSError as error:
+        return f"{error.strerror} ({free >> 20} MiB are free)." if error.errno == errno.ENOSPC else f"{error.strerror}."
+    return None
 
 
 @contextlib.contextmanager
@@ -133,6 +251,8 @@ def _said_plainly(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        if not error.failures:  # on all ranks but the first
+            raise ValueError(f"{what}: another rank says why.") from error
         rank, (cause, _) = min(error.failures.items())
         raise ValueError(f"{what}: rank {rank}: {type(cause).__name__}: {str(cause)[:500]}") from error
 
@@ -141,6 +261,7 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
     def finish() -> None:
         dist.barrier()  # every rank has written everything
         if dist.get_rank() == 0:
+            checksums.join_parts(partial)
             shutil.rmtree(final, ignore_errors=True)
             # renamed first, named newest after: a kill in between leaves the older checkpoint in force
             os.replace(partial, final)
@@ -187,9 +308,14 @@ def _layout(engine: TrainEngine) -> dict[str, int]:
     return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": engine.config.context_parallel_size}
 
 
-def holds_base(folder: str | Path) -> bool:
-    """False when the newest checkpoint was saved with `lora_ckpt_filter`: the base weights must come from elsewhere."""
-    iteration = latest_iteration(folder)
+def holds_base(folder: str | Path, iteration: int | None = None) -> bool:
+    """False when the checkpoint was saved with `lora_ckpt_filter`: the base weights must come from elsewhere.
+
+    Args:
+        iteration: another checkpoint than the newest.
+    """
+    if iteration is None:
+        iteration = latest_iteration(folder)
     assert iteration is not None
     saved = json.loads((iteration_folder(folder, iteration) / "run_state.json").read_text())["lora"]
     return saved is None or saved["with_base"]
@@ -240,6 +366,25 @@ def _clear_head(model: nn.Module, weights: dict[str, Any]) -> None:
         weights[SCORE_HEAD] = torch.zeros_like(head)
 
 
+def _verify(path: Path) -> None:
+    """The files are those that were written: each rank reads its share of them; collective.
+
+    Raises:
+        ValueError: naming the damaged file, on every rank.
+    """
+    failure = None
+    try:
+        if not checksums.verify(path, share=dist.get_rank(), num_shares=dist.get_world_size()) and dist.get_rank() == 0:
+            _log.warning("load: %s is of a version that wrote no %s; its files are not verified.", path, checksums.NAME)
+    except (OSError, checksums.DamagedCheckpoint) as error:
+        failure = str(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for text in failures:
+        if text is not None:
+            raise ValueError(f"load: {text}; {_ADVICE}")
+
+
 def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | None = None) -> dict[str, Any]:
     """Restores weights and, unless the run's keys say otherwise, optimizer, schedule and random generators; collective.
 
@@ -268,6 +413,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     record_path = path / "run_state.json"
     if not record_path.is_file():
         raise ValueError(f"load: {path} has no run_state.json; it is not a checkpoint of this trainer.")
+    _verify(path)
     record = json.loads(record_path.read_text())
     optimizer, scheduler = engine.optimizer, engine.scheduler
     with_optimizer = optimizer is not None and not (config.finetune or config.no_load_optim)

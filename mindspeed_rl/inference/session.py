@@ -169,6 +169,9 @@ def open_session(options: SessionOptions) -> Session:
         os.environ.pop("TORCHDYNAMO_DISABLE", None)
     model_settings = options.model_settings()
     model = open_model(model_settings)
+    heads = model.network.num_attention_heads
+    if heads % options.tensor_parallel_size:
+        raise ValueError(f"--tensor-parallel-size {options.tensor_parallel_size} does not divide the model's {heads} heads")
     set_up_logging(None)
     tokenizer_path = options.tokenizer_name_or_path or str(model.hf_folder)
     tokenizer = load_tokenizer(

@@ -68,6 +68,10 @@ class Packing(Protocol):
         """For every HF tensor what, one after the other, are the bytes of ``unpack``'s result; views where possible."""
         ...
 
+    def views(self, packed: Tensor) -> list[list[Tensor]]:
+        """Like ``unpack_pieces``, and all of it views of ``packed``, with whatever strides; nothing is copied."""
+        ...
+
 
 @dataclass(frozen=True)
 class Rename:
@@ -87,6 +91,9 @@ class Rename:
 
     def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
         return [[part] for part in self.unpack(packed)]
+
+    def views(self, packed: Tensor) -> list[list[Tensor]]:
+        return self.unpack_pieces(packed)
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,9 @@ class Concat:
 
     def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
         return [[part] for part in self.unpack(packed)]
+
+    def views(self, packed: Tensor) -> list[list[Tensor]]:
+        return self.unpack_pieces(packed)
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,9 @@ class FuseQkv:
         views = packed.split(group * (packed.shape[0] // sum(group)))
         return [list(views[part::3]) for part in range(3)]
 
+    def views(self, packed: Tensor) -> list[list[Tensor]]:
+        return self.unpack_pieces(packed)
+
 
 @dataclass(frozen=True)
 class GroupedFc1:
@@ -178,11 +191,14 @@ class GroupedFc1:
         return (shapes[0][1], sum(shape[0] for shape in shapes))
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
-        stacked = packed.reshape(self.num_experts, packed.shape[0], -1)
-        return [half.contiguous() for expert in stacked for half in expert.t().chunk(2, dim=0)]
+        return [half.contiguous() for (half,) in self.views(packed)]
 
     def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
         return [[part] for part in self.unpack(packed)]
+
+    def views(self, packed: Tensor) -> list[list[Tensor]]:
+        stacked = packed.view(self.num_experts, packed.shape[0], -1)
+        return [[half] for expert in stacked for half in expert.t().chunk(2, dim=0)]
 
 
 @dataclass(frozen=True)
@@ -201,10 +217,13 @@ class GroupedFc2:
         return (sum(shape[1] for shape in shapes), shapes[0][0])
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
-        return [expert.t().contiguous() for expert in packed.chunk(self.num_experts, dim=0)]
+        return [expert.contiguous() for (expert,) in self.views(packed)]
 
     def unpack_pieces(self, packed: Tensor) -> list[list[Tensor]]:
         return [[part] for part in self.unpack(packed)]
+
+    def views(self, packed: Tensor) -> list[list[Tensor]]:
+        return [[expert.t()] for expert in packed.chunk(self.num_experts, dim=0)]
 
 
 # ---------------------------------------------------------------------- splitting: a tensor <-> its shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
+from mindspeed_rl.observability.lines import LineWriter, forget_after
 
 #: name of a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
 TRACKERS = {
@@ -36,13 +37,11 @@ class JsonlTracker:
     """One JSON object a line, flushed at once: {"iteration": 3, "actor/pg_loss": 0.1, ...}; NaN and infinities are null."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineWriter(path)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"iteration": iteration, **finite}) + "\n")
-        self._file.flush()
+        self._file.write({"iteration": iteration, **finite})
 
     def close(self) -> None:
         self._file.close()
@@ -121,19 +120,22 @@ class Trackers:
             tracker.log(iteration, metrics)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        with contextlib.ExitStack() as stack:  # all are closed, also behind one that fails
+            for tracker in reversed(self._trackers):
+                stack.callback(tracker.close)
 
 
-def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> Trackers:
+def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any], *, goes_on_after: int = 0) -> Trackers:
     """The trackers that the run file asks for, metrics.jsonl always among them.
 
-    `use_wandb` switches `use_tensorboard` off.
+    `use_wandb` switches `use_tensorboard` off. metrics.jsonl and completions.jsonl of a folder in which a run has gone further
+    hold nothing of the iterations that are repeated.
 
     Args:
         rl_config: `report_to`, the use_ keys, and those that a tracker reads itself.
         run_dir: where files go unless a *_save_dir is set.
         config: the run's configuration as plain values, shown beside the curves.
+        goes_on_after: the last iteration that is not repeated.
 
     Raises:
         ValueError: a tracker is unknown, or its package is not installed.
@@ -142,6 +144,8 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any])
     wanted = dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *rl_config.report_to])
     if rl_config.use_wandb:
         wanted.pop("tensorboard", None)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        forget_after(run_dir / name, goes_on_after)
     trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl")]
     for name in wanted:
         target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")

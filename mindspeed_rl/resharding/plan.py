@@ -1,140 +1,246 @@
-"""Which weights travel together from the training layout to the rollout engine, as pure data."""
+"""What every inference rank gets from which training rank, and in which bucket: pure data, made without processes or torch.
+
+The planner knows ranks, tensors and boxes, nothing else. Colocated engines and engines on devices of their own are planned by
+the same call; what differs is the numbers in `held` and `needed`:
+
+- colocated: training and inference ranks are the same numbers 0 .. world - 1. What a rank holds itself is copied, not sent.
+- disjoint: number the members of the process group that joins both sides, for example trainers 0 .. T - 1 and inference ranks
+  T .. T + I - 1 (`training_boxes(..., first_rank=0)`, `Destinations.needs` of each engine rank under its number in the group).
+  Every member calls `plan_transfer` with the same arguments, or gets the plan sent. A trainer then calls `transfer.push` with
+  its sources and no destinations, an inference rank with its destinations and no sources; all of them take part in each bucket.
+
+The order of everything in a plan is a function of the arguments alone, so ranks that call with equal arguments plan alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.weights import WeightOp
+from mindspeed_rl.resharding.boxes import Box, intersection, parts, volume
+
+#: tensor name -> box -> the ranks that hold (or need) it
+Boxes = Mapping[str, Mapping[Box, Sequence[int]]]
+
+
+class PlanError(RuntimeError):
+    """What an inference rank needs is held by nobody."""
 
 
 @dataclass(frozen=True)
-class PlanItem:
-    """One parameter slot of a bucket.
+class TensorInfo:
+    """An HF tensor as it travels.
 
     Attributes:
-        names: global Megatron name of the parameter on each member of the gather group: one name for everybody in dense
-            buckets; in expert buckets, rank i of the group holds names[i].
-        shape: of one rank's shard.
-        offset, numel: its place in the bucket's flat buffer, in elements.
+        shape: of the whole tensor.
+        itemsize: bytes of an element on the wire, which is what the engine stores.
     """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
-
-
-#: over which ranks the shards of a weight are gathered
-Group = Literal["tp", "expert"]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Weights that travel in one gather and one broadcast.
-
-    Attributes:
-        group: over which ranks the shards are gathered: tensor parallel, or expert tensor x expert parallel.
-        stage: pipeline stage that holds them.
-        dtype: name of the torch dtype.
-        items: in the order in which they are handed to the engine.
-        numel: elements of one rank's flat buffer.
-    """
-
-    group: Group
-    stage: int
-    dtype: str
-    items: tuple[PlanItem, ...]
-    numel: int
-
-
-@dataclass(frozen=True)
-class HeldWeight:
-    """What a rank says of one of its parameters when the plan is made."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    itemsize: int
 
 
-def plan_buckets(ops: Sequence[WeightOp], held: Mapping[str, HeldWeight], layout: Layout, *, bucket_bytes: int) -> list[Bucket]:
-    """The buckets of a push, in order; every rank computes the same list.
+@dataclass(frozen=True)
+class Piece:
+    """What one training shard and one need have in common; the proof sums piece by piece.
+
+    Attributes:
+        tensor: index of its tensor.
+        prover: the rank that sums it where it is trained.
+    """
+
+    tensor: int
+    box: Box
+    prover: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """One message: a part of a piece from a rank to another.
+
+    Attributes:
+        piece: index of the piece that the box is in.
+        bucket: number of the exchange in which it travels.
+    """
+
+    piece: int
+    box: Box
+    source: int
+    target: int
+    bucket: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A push.
+
+    Attributes:
+        copies: (piece, rank) where the rank holds what it needs itself.
+        moves: ordered by bucket, then as the tensors are.
+        num_buckets: exchanges of the push; every member of the group takes part in each.
+        need_pieces: (tensor, needed box) -> the pieces that it is made of.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    pieces: tuple[Piece, ...]
+    copies: tuple[tuple[int, int], ...]
+    moves: tuple[Move, ...]
+    num_buckets: int
+    need_pieces: Mapping[tuple[int, Box], tuple[int, ...]] = field(repr=False)
+
+    @cached_property
+    def tensor_numbers(self) -> dict[str, int]:
+        """Index of each tensor by its name."""
+        return {tensor.name: number for number, tensor in enumerate(self.tensors)}
+
+    def sent(self) -> dict[int, int]:
+        """Bytes that each sending rank sends."""
+        return _bytes_by(self.moves, lambda move: move.source)
+
+    def received(self) -> dict[int, int]:
+        """Bytes that each receiving rank receives."""
+        return _bytes_by(self.moves, lambda move: move.target)
+
+
+def _bytes_by(moves: Sequence[Move], rank_of: Callable[[Move], int]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for move in moves:
+        rank = rank_of(move)
+        total[rank] = total.get(rank, 0) + move.num_bytes
+    return total
+
+
+@dataclass
+class _Message:
+    """A move whose sender and bucket are still to be chosen."""
+
+    piece: int
+    box: Box
+    target: int
+    senders: Sequence[int]
+    num_bytes: int
+    source: int = -1
+
+
+def plan_transfer(
+    tensors: Sequence[TensorInfo],
+    held: Boxes,
+    needed: Boxes,
+    *,
+    bucket_bytes: int,
+    node_of: Callable[[int], int] = lambda rank: 0,
+) -> Plan:
+    """The push that gives every rank what it needs and does not hold, each byte once.
+
+    A byte comes from the nearest rank that holds it: the rank itself, else one of its node, else any. Among equally near
+    ranks the load is spread until moving one message would not make it more even, so they differ by less than a bucket.
 
     Args:
-        ops: every weight of the model, in forward order; copies of tied weights are skipped.
-        held: shard shape and dtype of each weight, as its holders report them.
-        bucket_bytes: most bytes of one rank's flat buffer (a single larger weight still travels alone).
+        tensors: in the order in which they are to travel.
+        held: boxes of one tensor do not overlap; equal boxes on several ranks are copies.
+        needed: boxes may overlap; a tensor that nobody needs may be missing.
+        bucket_bytes: most bytes that a rank sends and receives in one bucket together. What is larger is split.
+        node_of: the machine of a rank.
 
     Raises:
-        RuntimeError: nobody holds a weight.
+        PlanError: a part of what is needed is held by nobody.
     """
-    experts = {_expert_key(op, op.experts[0]): op.mcore for op in ops if op.axis == "etp"}
-    pending: dict[tuple[Group, int, str], list[tuple[tuple[str, ...], HeldWeight]]] = {}
-    for op in ops:
-        if op.copy_of_tied:
-            continue
-        if op.mcore not in held:
-            raise RuntimeError(f"resharding: no rank holds {op.mcore}.")
-        weight = held[op.mcore]
-        if op.axis == "etp":
-            if op.experts[0] // layout.experts_per_group:
-                continue  # travels in the slot of its sibling in the first group of experts
-            group: Group = "expert"
-            names = expert_siblings(op, experts, layout)
+    pieces: list[Piece] = []
+    numbers: dict[tuple[int, Box], int] = {}
+    need_pieces: dict[tuple[int, Box], tuple[int, ...]] = {}
+    copies: list[tuple[int, int]] = []
+    messages: list[_Message] = []
+    proving: dict[int, int] = {}
+    most_bytes = max(1, bucket_bytes // 4)  # four to a bucket: little stays empty when the next one does not fit
+    for index, tensor in enumerate(tensors):
+        shards = held.get(tensor.name, {})
+        by_node = {box: _by_node(ranks, node_of) for box, ranks in shards.items()}
+        members = {box: set(ranks) for box, ranks in shards.items()}
+        for need, targets in needed.get(tensor.name, {}).items():
+            found, made_of = 0, []
+            for shard, holders in shards.items():
+                box = intersection(need, shard)
+                if box is None:
+                    continue
+                found += volume(box)
+                number = numbers.get((index, box))
+                if number is None:
+                    number = numbers[index, box] = len(pieces)
+                    prover = min(holders, key=lambda rank: proving.get(rank, 0))
+                    proving[prover] = proving.get(prover, 0) + volume(box) * tensor.itemsize
+                    pieces.append(Piece(index, box, prover))
+                made_of.append(number)
+                chunks = [
+                    (chunk, volume(chunk) * tensor.itemsize) for chunk in parts(box, max(1, most_bytes // tensor.itemsize))
+                ]
+                for target in targets:
+                    if target in members[shard]:
+                        copies.append((number, target))
+                        continue
+                    senders = by_node[shard].get(node_of(target), holders)
+                    messages += [_Message(number, chunk, target, senders, size) for chunk, size in chunks]
+            if found != volume(need):
+                raise PlanError(
+                    f"resharding: ranks {list(targets)[:4]} need {need} of {tensor.name}, of which training ranks hold "
+                    f"{found} of {volume(need)} elements."
+                )
+            need_pieces[index, need] = tuple(made_of)
+    _choose_senders(messages)
+    moves, num_buckets = _fill_buckets(messages, bucket_bytes, most_bytes)
+    return Plan(tuple(tensors), tuple(pieces), tuple(copies), moves, num_buckets, need_pieces)
+
+
+def _by_node(ranks: Sequence[int], node_of: Callable[[int], int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(node_of(rank), []).append(rank)
+    return found
+
+
+def _choose_senders(messages: Sequence[_Message]) -> None:
+    """Gives every message one of its senders, so that no message could move to another one and even out the two."""
+    load: dict[int, int] = {}
+    free: list[_Message] = []
+    for message in messages:
+        if len(message.senders) == 1:
+            message.source = message.senders[0]
+            load[message.source] = load.get(message.source, 0) + message.num_bytes
         else:
-            group, names = "tp", (op.mcore,)
-        # a bucket is one flat buffer: of one gather group, from one stage, of one dtype
-        pending.setdefault((group, stage_of(op, layout), weight.dtype), []).append((names, weight))
-    buckets: list[Bucket] = []
-    for (group, stage, dtype), entries in pending.items():
-        limit = max(1, bucket_bytes // _BYTES[dtype])
-        items: list[PlanItem] = []
-        offset = 0
-        for names, weight in entries:
-            numel = _numel(weight.shape)
-            if items and offset + numel > limit:
-                buckets.append(Bucket(group, stage, dtype, tuple(items), offset))
-                items, offset = [], 0
-            items.append(PlanItem(names, weight.shape, offset, numel))
-            offset += numel
-        buckets.append(Bucket(group, stage, dtype, tuple(items), offset))
-    return buckets
+            free.append(message)
+    lightest = lambda rank: load.get(rank, 0)  # noqa: E731  (a key for `min`, made once)
+    for message in sorted(free, key=lambda message: -message.num_bytes):
+        message.source = min(message.senders, key=lightest)
+        load[message.source] = load.get(message.source, 0) + message.num_bytes
+    changed = True
+    while changed:  # ends: each change makes the sum of the squared loads smaller
+        changed = False
+        for message in free:
+            other = min(message.senders, key=lightest)
+            if load[message.source] - load.get(other, 0) > message.num_bytes:
+                load[message.source] -= message.num_bytes
+                load[other] = load.get(other, 0) + message.num_bytes
+                message.source, changed = other, True
 
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def stage_of(op: WeightOp, layout: Layout) -> int:
-    """Pipeline rank that holds a weight."""
-    if op.place == "pre":
-        return layout.first_chunk[0]
-    if op.place == "layer":
-        assert op.layer is not None
-        return layout.holder(op.layer)[0]
-    return layout.last_chunk[0]
-
-
-def expert_siblings(op: WeightOp, experts: Mapping[tuple[Any, ...], str], layout: Layout) -> tuple[str, ...]:
-    """Global names that the ranks of the expert gather group hold where the first of them holds `op`.
-
-    The group's ranks are ordered with the expert tensor rank running fastest.
-    """
-    local = op.experts[0] % layout.experts_per_group
-    groups = range(layout.num_expert_groups)
-    names = [experts[_expert_key(op, group * layout.experts_per_group + local)] for group in groups]
-    return tuple(name for name in names for _ in range(layout.expert_tp_size))
-
-
-def _expert_key(op: WeightOp, expert: int) -> tuple[Any, ...]:
-    """Where an expert weight stands: layer, kind (its name without numbers) and expert."""
-    kind = ".".join(part for part in op.mcore.split("[")[0].split(".") if not part.isdigit())
-    return op.place, op.layer, kind, expert
+def _fill_buckets(messages: Sequence[_Message], bucket_bytes: int, most_bytes: int) -> tuple[tuple[Move, ...], int]:
+    """Puts each message into the first bucket with room on both its ranks."""
+    load: dict[tuple[int, int], int] = {}
+    first_open: dict[int, int] = {}
+    moves: list[Move] = []
+    for message in messages:
+        ends, size = (message.source, message.target), message.num_bytes
+        bucket = max(first_open.get(rank, 0) for rank in ends)
+        while any(load.get((rank, bucket), 0) + size > max(bucket_bytes, size) for rank in ends):
+            bucket += 1
+        for rank in ends:
+            load[rank, bucket] = load.get((rank, bucket), 0) + size
+            opened = first_open.get(rank, 0)
+            while load.get((rank, opened), 0) + most_bytes > bucket_bytes and load.get((rank, opened), 0):
+                opened += 1
+            first_open[rank] = opened
+        moves.append(Move(message.piece, message.box, message.source, message.target, bucket, size))
+    moves.sort(key=lambda move: move.bucket)
+    return tuple(moves), 1 + max((move.bucket for move in moves), default=-1)

@@ -1,31 +1,37 @@
-"""Proof that the rollout engine holds exactly the trained weights, by exact integer sums over their bits.
+"""Proof that a rollout engine holds exactly the trained weights, by exact integer sums over their bits.
 
 The sum of x (x + C) modulo 2^64 over the bit patterns x of a tensor does not depend on the order of the elements and adds up
-over pieces. So the sum over an engine parameter equals the sum over the HF tensors that went into it, however the engine
-fuses, transposes, pads (with zeros) or splits them. The trained side is summed over the shards where they are trained, not
-over what arrived: a lost, stale, misrouted or damaged tensor changes the sums. The square is there because changes of a plain
-sum cancel: +d on a weight of one sign and on its like of the other. What no such sum can see is a permutation of the elements
-of one tensor; that shows in `rollout/log_probs_diff_max`, the trainer's log-probs against the engine's in every iteration.
+over pieces. The trained side is summed piece by piece over the shards where they are trained, not over what arrived; a piece is
+what one training shard and one engine rank's need have in common. So every engine rank knows what each of its parameters must
+add up to, however the engine fuses, transposes, pads (with zeros) or splits them, and checks them alone: no rank's fault can
+hide behind another's, and the expert ranks of several replicas need no common sum. A piece that is lost, stale, misrouted,
+repeated or damaged changes the sums. The square is there because changes of a plain sum cancel: +d on a weight of one sign and
+on its like of the other. What no such sum can see is a permutation of the elements of one parameter; where an element goes is
+learned from the engine's own loader and proven there, and shows in `rollout/log_probs_diff_max`, the trainer's log-probs
+against the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mindspeed_rl.adaptors.engine_hooks import DERIVED
-from mindspeed_rl.engine.weights import LocalWeight
-from mindspeed_rl.models.weights import WeightOp
+from mindspeed_rl.resharding.boxes import whole
+from mindspeed_rl.resharding.destinations import Destinations
+from mindspeed_rl.resharding.plan import Plan
+from mindspeed_rl.resharding.sources import Sources
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _MASK = (1 << 64) - 1
 # odd, with well mixed bits; as a signed number, because torch sums in int64, which wraps modulo 2^64
 _C = 0x9E3779B97F4A7C15 - (1 << 64)
-_CHUNK = 1 << 22
+#: elements that exist as eight bytes each at a time: few enough for a processor's cache, many enough for a device's kernels
+_CACHED, _CHUNK = 1 << 16, 1 << 22
 
 
 class WeightDeliveryError(RuntimeError):
@@ -35,10 +41,33 @@ class WeightDeliveryError(RuntimeError):
 def bit_sum(tensor: Tensor) -> int:
     """The sum of x (x + C) over the elements' bit patterns x as signed integers, modulo 2^64."""
     patterns = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
-    total = 0
-    for chunk in patterns.split(_CHUNK):  # eight bytes an element exist for one chunk at a time
-        x = chunk.to(torch.int64)
-        total += int((x * (x + _C)).sum())
+    squares = total = 0
+    # a square of 16 bits and a sum of _CACHED of them are exact in float64, whose products are the faster ones
+    narrow = patterns.dtype == torch.int16
+    for chunk in patterns.split(_CACHED if patterns.is_cpu else _CHUNK):
+        total += int(chunk.sum(dtype=torch.int64))
+        if patterns.is_cpu:
+            x = chunk.to(torch.float64 if narrow else torch.int64)
+            squares += int(torch.dot(x, x))
+        else:
+            x = chunk.to(torch.int64)
+            squares += int((x * x).sum())
+    return (squares + _C * total) & _MASK
+
+
+def ordered_sum(views: Iterable[Tensor]) -> int:
+    """The sum of w_i x_i (x_i + C) over the elements of tensors one after the other, with odd w_i of their own places i.
+
+    Unlike `bit_sum` it also changes when elements change places.
+    """
+    total = first = 0
+    for view in views:
+        patterns = view.detach().contiguous().view(_INTEGERS[view.element_size()]).flatten()
+        for chunk in patterns.split(_CACHED if patterns.is_cpu else _CHUNK):
+            x = chunk.to(torch.int64)
+            places = torch.arange(first, first + x.numel(), device=x.device)
+            total += int((x * (x + _C) * (places * _C * 2 + 1)).sum())
+            first += x.numel()
     return total & _MASK
 
 
@@ -48,147 +77,128 @@ class DeliveryProof:
 
     Attributes:
         num_parameters: engine parameters of this rank that were compared.
-        num_tensors: HF tensors they were made of.
+        num_tensors: HF tensors that the plan delivers to somebody.
     """
 
     num_parameters: int
     num_tensors: int
 
 
-def trained_sums(
-    weights: Iterable[LocalWeight],
-    ops: Sequence[WeightOp],
-    dtype: torch.dtype,
-    *,
-    owns_replica: bool,
-    owns_expert_replica: bool,
-) -> dict[str, int]:
-    """The bit sum of every HF tensor, from the training shards themselves; collective over the world.
+@torch.no_grad()
+def piece_sums(
+    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """The bit sum of each piece, from the training shards themselves; collective over the group.
 
     Args:
-        weights: this rank's shards.
-        ops: every weight of the model.
-        dtype: what the engine stores floating-point weights in.
-        owns_replica, owns_expert_replica: True on one data-parallel (and context-parallel) copy of each dense and expert shard.
+        sources: this rank's shards; None on a rank that trains nothing.
+        dtypes: what the engine stores each tensor in: it holds the bits of the cast.
     """
-    names = [name for op in ops if not op.copy_of_tied for name in op.hf]
-    index = {name: position for position, name in enumerate(names)}
-    sums = [0] * len(names)
-    for weight in weights:
-        op = weight.op
-        if op.copy_of_tied or not (owns_expert_replica if op.axis == "etp" else owns_replica):
+    return _summed(plan, sources, dtypes, group, device, lambda views: sum(map(bit_sum, views)) & _MASK)
+
+
+@torch.no_grad()
+def ordered_sums(
+    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """A fingerprint of each piece: unequal where the bits are, but for one chance in 2^64. As `piece_sums` otherwise."""
+    return _summed(plan, sources, dtypes, group, device, ordered_sum)
+
+
+def _summed(
+    plan: Plan,
+    sources: Sources | None,
+    dtypes: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    of: Callable[[Iterable[Tensor]], int],
+) -> list[int]:
+    rank = group.rank()
+    packed = torch.zeros(len(plan.pieces), 2, dtype=torch.int64)
+    for number, piece in enumerate(plan.pieces):
+        if piece.prover != rank:
             continue
-        for name, part, split in zip(op.hf, op.packing.unpack(weight.value()), op.splits):
-            # every tensor rank holds all of it: the first one counts
-            if split.dim is None and weight.shard:
-                continue
-            # vocabulary padding stays behind, so it is not summed
-            if split.padded:
-                assert split.dim is not None
-                first = weight.shard * part.size(split.dim)
-                part = part.narrow(split.dim, 0, min(max(split.size - first, 0), part.size(split.dim)))
-            # cast before summing: the engine holds the bits of the cast
-            sums[index[name]] = bit_sum(part if op.buffer else part.to(dtype)) if part.numel() else 0
-    packed = torch.tensor([[value & 0xFFFFFFFF, value >> 32] for value in sums], dtype=torch.int64)
-    device = next(iter(weights)).tensor.device
+        assert sources is not None, "a rank without shards proves nothing"
+        name = plan.tensors[piece.tensor].name
+        total = of(view.to(dtypes[name]) for _, view in sources.views(name, piece.box))
+        # halves apart: a sum over ranks overflows neither
+        packed[number, 0], packed[number, 1] = total & 0xFFFFFFFF, total >> 32
     packed = packed.to(device)
-    dist.all_reduce(packed)  # low and high halves apart: no rank count overflows them
-    return {name: (int(low) + (int(high) << 32)) & _MASK for name, (low, high) in zip(names, packed.tolist())}
+    dist.all_reduce(packed, group=group)
+    return [(low + (high << 32)) & _MASK for low, high in packed.tolist()]
+
+
+def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
+    """What each parameter of an engine rank that is filled box by box must add up to."""
+    expected: dict[str, int] = {}
+    numbers = plan.tensor_numbers
+    for entry in destinations.entries:
+        pieces = plan.need_pieces[numbers[entry.tensor], entry.box]
+        expected[entry.parameter] = (expected.get(entry.parameter, 0) + sum(sums[piece] for piece in pieces)) & _MASK
+    return expected
 
 
 def check_delivery(
-    engine_model: nn.Module,
-    trained: Mapping[str, int],
+    engine_model: nn.Module | None,
+    plan: Plan,
+    sums: Sequence[int],
+    destinations: Destinations | None,
     *,
-    infer_tp_size: int,
-    group: dist.ProcessGroup | None,
-    kv_heads: int,
-    expert_group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup,
+    replica: int = 0,
+    derived: tuple[str, ...] = (),
 ) -> DeliveryProof:
-    """Compares every parameter of the engine with the trained tensors it was made of; collective over the inference group.
+    """Compares every parameter of the engine with what was trained; collective over the group.
+
+    A parameter that `load_weights` fills is compared with the whole tensors in it: it holds them whole, or the ranks of its
+    replica do together, once or several times.
 
     Args:
-        engine_model: vLLM's model on this rank.
-        trained: from `trained_sums`.
-        infer_tp_size, group: the inference tensor-parallel group (None for a single rank).
-        kv_heads: key/value heads of the model; fewer heads than ranks are repeated.
-        expert_group: ranks that hold the experts of a layer between them, over which the call is then collective as well;
-            None where these are the ranks of `group`.
+        engine_model, destinations: None on a rank without an engine.
+        sums: from `piece_sums`.
+        replica: number of the engine that this rank is a part of.
+        derived: ends of names of parameters that are computed from others.
 
     Raises:
-        WeightDeliveryError: naming the first parameter that differs, or tensors no parameter accounts for.
+        WeightDeliveryError: on every rank, naming the first parameters that differ anywhere.
     """
-    packed_names: Mapping[str, Sequence[str]] = getattr(engine_model, "packed_modules_mapping", {})
-    remaining = dict(trained)
-    parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(DERIVED)}
-    local = [bit_sum(parameter) for parameter in parameters.values()]
-    everyone = _gathered(local, group if infer_tp_size > 1 else None)
-    holders = everyone if expert_group is None else _gathered(local, expert_group)
     wrong: list[str] = []
-    for position, name in enumerate(parameters):
-        sources = _sources(name, packed_names, remaining)
-        if not sources:
-            wrong.append(f"{name} (no trained tensor has this name)")
-            continue
-        values = [part[position] for part in (holders if _is_expert(name) else everyone)]
-        repeat = max(1, infer_tp_size // kv_heads) if kv_heads < infer_tp_size else 1
-        split = sum((repeat if _is_key_or_value(source) else 1) * trained[source] for source in sources) & _MASK
-        replicated = sum(trained[source] for source in sources) & _MASK
-        # a parameter is either cut over the inference ranks or held whole by each of them
-        if sum(values) & _MASK != split and any(value != replicated for value in values):
+    loaded: list[tuple[int, str, int, int]] = []
+    count = 0
+    if engine_model is not None and destinations is not None:
+        expected = expected_sums(plan, sums, destinations)
+        numbers = plan.tensor_numbers
+        for name, parameter in engine_model.named_parameters():
+            if name.endswith(derived):
+                continue
+            count += 1
+            found = bit_sum(parameter)
+            if tensors := destinations.whole.get(name):
+                boxes = [(numbers[tensor], whole(destinations.shapes[tensor])) for tensor in tensors]
+                wanted = sum(sums[piece] for box in boxes for piece in plan.need_pieces[box]) & _MASK
+                loaded.append((replica, name, found, wanted))
+            elif found != expected.get(name, 0):  # nothing but padding where nothing is needed
+                wrong.append(name)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (wrong, loaded), group=group)
+    names = dict.fromkeys(name for part, _ in everyone for name in part)
+    names |= dict.fromkeys(_wrong_together([item for _, part in everyone for item in part]))
+    if names:
+        raise WeightDeliveryError(
+            f"weight push: {len(names)} parameters of the rollout engine differ from those trained: {', '.join([*names][:5])}."
+        )
+    return DeliveryProof(count, len({piece.tensor for piece in plan.pieces}))
+
+
+def _wrong_together(loaded: Sequence[tuple[int, str, int, int]]) -> list[str]:
+    """Parameters filled by `load_weights` that neither a rank nor its replica's ranks together hold as trained."""
+    groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for replica, name, found, wanted in loaded:
+        groups.setdefault((replica, name), []).append((found, wanted))
+    wrong = []
+    for (_, name), values in groups.items():
+        together = sum(found for found, _ in values) & _MASK
+        cut = any(together == times * values[0][1] & _MASK for times in range(1, len(values) + 1))
+        if not cut and any(found != wanted for found, wanted in values):
             wrong.append(name)
-        for source in sources:
-            remaining.pop(source, None)
-    if wrong:
-        raise WeightDeliveryError(
-            f"weight push: {len(wrong)} parameters of the rollout engine differ from those trained: {', '.join(wrong[:5])}."
-        )
-    if remaining:
-        raise WeightDeliveryError(
-            f"weight push: the rollout engine has no parameter for {len(remaining)} tensors, for example {min(remaining)}."
-        )
-    return DeliveryProof(num_parameters=len(parameters), num_tensors=len(trained))
-
-
-def _gathered(local: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    """What each rank of the group brought; without a group, what this one did."""
-    if group is None:
-        return [local]
-    everyone: list[list[int]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, local, group=group)
-    return everyone
-
-
-def _is_expert(name: str) -> bool:
-    """True of a parameter that holds routed experts."""
-    return name.rpartition(".experts.")[2] in _EXPERT_SOURCES
-
-
-def _is_key_or_value(name: str) -> bool:
-    return ".k_proj." in name or ".v_proj." in name
-
-
-def _sources(name: str, packed_names: Mapping[str, Sequence[str]], trained: Mapping[str, int]) -> list[str]:
-    """The trained tensors that an engine parameter is made of."""
-    if name in trained:
-        return [name]
-    prefix, _, rest = name.rpartition(".experts.")
-    if prefix and rest in _EXPERT_SOURCES:
-        wanted = _EXPERT_SOURCES[rest]
-        start = f"{prefix}.experts."
-        return [key for key in trained if key.startswith(start) and key.removeprefix(start).partition(".")[2] in wanted]
-    for fused, parts in packed_names.items():
-        marker = f".{fused}."
-        if marker in name:
-            found = [name.replace(marker, f".{part}.") for part in parts]
-            return [key for key in found if key in trained]
-    return []
-
-
-#: vLLM's stacked expert weights and the HF tensors of one expert in them
-_EXPERT_SOURCES = {
-    "w13_weight": ("gate_proj.weight", "up_proj.weight", "w1.weight", "w3.weight"),
-    "w2_weight": ("down_proj.weight", "w2.weight"),
-    "routed_experts.w13_weight": ("gate_proj.weight", "up_proj.weight", "w1.weight", "w3.weight"),
-    "routed_experts.w2_weight": ("down_proj.weight", "w2.weight"),
-}
+    return wrong

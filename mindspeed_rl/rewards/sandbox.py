@@ -1,16 +1,19 @@
 """Running untrusted Python: one short-lived process for each program, with as much taken away from it as the machine allows.
 
 Always: its own session (killed as a group), hard limits on CPU time, memory, file size, open files and processes, no inherited
-environment or descriptors, an empty temporary directory that is removed, `python -I -S`. On Linux, where namespaces may be
-made (as root, or where user namespaces are open to users): no network at all, its own process tree (the kernel kills all of it
-with the first process), a file system that is read-only but for the temporary directory, and as root another user. What could
-not be had is listed in `SandboxResult.missing`; the program runs all the same, and the caller says so.
+environment or descriptors, an empty temporary directory that is removed, `python -I -S`; a supervisor that ends it when all its
+processes together use more memory than one may. On Linux: no sockets of any kind (seccomp), and where namespaces may be made
+(as root, or where user namespaces are open to users) no network at all, its own process tree (the kernel kills all of it with
+the first process), a file system with the interpreter and nothing else whose writable part has a fixed size, and as root
+another user. Without namespaces, Landlock keeps other files closed where the kernel has it. What could not be had is listed in
+`SandboxResult.missing`; the program runs all the same, and the caller says so.
 
 The calling process must be single-threaded (a reward worker is): the child is forked and prepares itself in Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -19,28 +22,45 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
+
+from mindspeed_rl.rewards.empty_root import HOME, SCRIPT, EmptyRoot, LandlockRules, check
+from mindspeed_rl.rewards.seccomp import Filter
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _NOBODY, _FIRST_FREE_USER, _LAST_CAPABILITY = 65534, 100_000_000, 40
 _MAX_OUTPUT_BYTES = 1 << 20
-_ISOLATION = ("network", "processes", "files", "user")
+#: in this order each needs those before it
+_NAMESPACES = ("network", "processes", "files", "user")
+_ISOLATION = (*_NAMESPACES, "sockets")
+#: takes the place of "files" where namespaces may not be made
+_LANDLOCK = "landlock"
+#: between two looks of the supervisor at the memory of a program
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits of one program; `processes` counts threads too, and does not bind root where the user cannot be changed."""
+    """Limits of one program.
+
+    Attributes:
+        memory_mib: of each process, and of all of them together.
+        file_mib: of each file.
+        disk_mib: of all files together; binds with isolation of files.
+        processes: counts threads too, and does not bind root where the user cannot be changed.
+    """
 
     wall_s: float = 5.0
     cpu_s: int = 5
     memory_mib: int = 512
     file_mib: int = 16
+    disk_mib: int = 64
     open_files: int = 64
     processes: int = 32
 
@@ -54,7 +74,9 @@ class SandboxResult:
         errors: standard error, likewise.
         status: exit status; minus the signal's number if one killed it.
         timed_out: it was killed for its wall-clock limit.
-        missing: which isolation this machine would not give: "network", "processes", "files", "user"; empty when complete.
+        missing: which isolation this machine would not give: "network", "processes", "files", "user", "sockets"; empty when
+            complete.
+        out_of_memory: it was killed because its processes together used too much.
     """
 
     output: bytes
@@ -62,6 +84,7 @@ class SandboxResult:
     status: int
     timed_out: bool
     missing: tuple[str, ...]
+    out_of_memory: bool = False
 
 
 def run_python(program: str, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
@@ -75,15 +98,21 @@ def available_isolation() -> frozenset[str]:
     if sys.platform != "linux":
         return frozenset()
     program = "open('written', 'w').close(); print('works')"
+    found: frozenset[str] = frozenset()
     for count in range(4 if os.geteuid() == 0 else 3, 0, -1):
-        wanted = frozenset(_ISOLATION[:count])
-        try:
-            result = _run(program, b"", SandboxLimits(), wanted)
-        except (OSError, subprocess.SubprocessError):  # the kernel or the container does not allow it
-            continue
-        if result.output == b"works\n":
-            return wanted
-    return frozenset()
+        if _works(program, wanted := frozenset(_NAMESPACES[:count])):
+            found = wanted
+            break
+    if "files" not in found and _works(program, found | {_LANDLOCK}):
+        found |= {_LANDLOCK}
+    return found | {"sockets"} if _works(program, found | {"sockets"}) else found
+
+
+def _works(program: str, isolation: frozenset[str]) -> bool:
+    try:
+        return _run(program, b"", SandboxLimits(), isolation).output == b"works\n"
+    except (OSError, subprocess.SubprocessError):  # the kernel or the container does not allow it
+        return False
 
 
 def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset[str]) -> SandboxResult:
@@ -97,45 +126,81 @@ def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset
         source.seek(0)
         # the program runs as another user there
         os.chmod(folder, 0o777 if "user" in isolation else 0o700)
+        content, home = program.encode("utf-8", "replace"), folder
         script = Path(folder, "program.py")
-        script.write_bytes(program.encode("utf-8", "replace"))
-        script.chmod(0o644)
-        child = _Child(folder, limits, isolation)
+        if "files" in isolation:  # it is written into a file system of its own
+            script, home = Path(SCRIPT), HOME
+        else:
+            script.write_bytes(content)
+            script.chmod(0o644)
+        child = _Child(folder, content, limits, isolation)
         process = subprocess.Popen(  # output goes to files, which RLIMIT_FSIZE bounds; a pipe could be filled without end
-            [child.interpreter, "-I", "-S", "-B", str(script)],
+            [os.path.realpath(sys.executable), "-I", "-S", "-B", str(script)],
             stdin=source,
             stdout=output,
             stderr=errors,
             cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
             start_new_session=True,
             preexec_fn=child.prepare,
         )
         try:
-            timed_out = not _wait(process, limits.wall_s)
+            ending = _supervise(process, limits)
         finally:
             _kill_group(process)
         texts = []
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read(_MAX_OUTPUT_BYTES))
-    missing = tuple(name for name in _ISOLATION if name not in isolation)
-    return SandboxResult(texts[0], texts[1], process.returncode, timed_out, missing)
+    missing = _missing(isolation)
+    return SandboxResult(texts[0], texts[1], process.returncode, ending == "time", missing, ending == "memory")
 
 
-def _wait(process: subprocess.Popen[bytes], wall_s: float) -> bool:
-    """True once the process has ended, False if it runs on after `wall_s` seconds."""
-    if not hasattr(os, "pidfd_open"):
-        try:
-            process.wait(wall_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-    ended = os.pidfd_open(process.pid)  # wakes at once; Popen.wait with a limit looks every 50 ms
+def _missing(isolation: frozenset[str]) -> tuple[str, ...]:
+    held = isolation | ({"files"} if _LANDLOCK in isolation else set())
+    return tuple(name for name in _ISOLATION if name not in held)
+
+
+def _supervise(process: subprocess.Popen[bytes], limits: SandboxLimits) -> Literal["ended", "time", "memory"]:
+    """Waits until the process has ended, its time is over, or its processes use more memory together than one may."""
+    deadline = time.monotonic() + limits.wall_s
+    # wakes at once where the system has it; Popen.wait with a limit looks every 50 ms
+    ended = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     try:
-        return bool(select.select([ended], [], [], wall_s)[0])
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return "time"
+            if ended is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(left_s, _LOOK_S))
+                    return "ended"
+            elif select.select([ended], [], [], min(left_s, _LOOK_S))[0]:
+                return "ended"
+            if _memory_bytes(process.pid) > limits.memory_mib << 20:
+                return "memory"
     finally:
-        os.close(ended)
+        if ended is not None:
+            os.close(ended)
+
+
+def _memory_bytes(pid: int) -> int:
+    """Memory of a process and all below it; pages that they share count once."""
+    if sys.platform != "linux":
+        return 0
+    processes = [pid]
+    for parent in processes:  # grows while it is gone through
+        with contextlib.suppress(OSError, ValueError):  # one that has ended meanwhile
+            processes += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    if len(processes) < 2:
+        return 0  # RLIMIT_AS binds it
+    total = 0
+    for name in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{name}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) << 10
+    return total
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -153,31 +218,19 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _check(returned: int, what: str) -> None:
-    if returned != 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
-
-
-class _MountAttributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
-
-
 class _Child:
     """Turns the forked child into the sandboxed process. What the child needs is computed before the fork."""
 
-    def __init__(self, folder: str, limits: SandboxLimits, isolation: frozenset[str]) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, program: bytes, limits: SandboxLimits, isolation: frozenset[str]) -> None:
         self._limits = limits
         self._isolation = isolation
         self._libc = _libc()
         self._parent = os.getpid()
         self._is_root = os.geteuid() == 0
         self._ids = (os.geteuid(), os.getegid())
-        self.interpreter = os.path.realpath(sys.executable)
-        if "user" in isolation:  # who may not be able to reach it (below /root, say): it is mounted into the folder
-            self._mounted_prefix = os.path.join(folder, ".python")
-            os.mkdir(self._mounted_prefix)
-            self.interpreter = os.path.join(self._mounted_prefix, os.path.relpath(self.interpreter, sys.base_prefix))
+        self._root = EmptyRoot(self._libc, folder, program, limits.disk_mib) if "files" in isolation else None
+        self._landlock = LandlockRules(self._libc, folder) if _LANDLOCK in isolation else None
+        self._filter = Filter() if "sockets" in isolation else None
 
     def prepare(self) -> None:
         """Gives up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
@@ -196,12 +249,16 @@ class _Child:
             for capability in range(_LAST_CAPABILITY + 1):
                 self._libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         if sys.platform == "linux":
-            _check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+            check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         self._die_with_parent()  # again: a change of user clears it
+        if self._landlock is not None:
+            self._landlock.restrict()
+        if self._filter is not None:
+            self._filter.install(self._libc)
 
     def _die_with_parent(self) -> None:
         if sys.platform == "linux":
-            _check(self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+            check(self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
 
     def _enter_namespaces(self) -> None:
         flags = 0
@@ -215,7 +272,7 @@ class _Child:
             return
         if not self._is_root:
             flags |= _CLONE_NEWUSER
-        _check(self._libc.unshare(flags), "unshare")
+        check(self._libc.unshare(flags), "unshare")
         if not self._is_root:
             # without it the kernel refuses an unprivileged gid_map
             Path("/proc/self/setgroups").write_text("deny")
@@ -223,8 +280,8 @@ class _Child:
             Path("/proc/self/gid_map").write_text(f"{_NOBODY} {self._ids[1]} 1")
         if "processes" in self._isolation:
             self._fork_first_process()
-        if "files" in self._isolation:
-            self._mount()
+        if self._root is not None:
+            self._root.enter()
 
     def _fork_first_process(self) -> None:
         """Goes on as the first process of the new process namespace; the one outside waits and ends the same way."""
@@ -239,27 +296,6 @@ class _Child:
             os.kill(os.getpid(), -code)
         os._exit(code if code >= 0 else 128 - code)
 
-    def _mount(self) -> None:
-        """Makes everything read-only but the folder, and shows no other processes."""
-        mount, folder = self._libc.mount, self._folder.encode()
-        # shared mounts would carry what follows out of the namespace
-        _check(mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "make mounts private")
-        _check(mount(folder, folder, None, _MS_BIND, None), "mount the folder")
-        if "user" in self._isolation:
-            prefix = self._mounted_prefix.encode()
-            _check(mount(sys.base_prefix.encode(), prefix, None, _MS_BIND | _MS_REC, None), "mount the interpreter")
-        guarded = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-        if mount(b"proc", b"/proc", b"proc", guarded, None) != 0:  # not allowed inside some containers: then none at all
-            _check(mount(b"none", b"/proc", b"tmpfs", guarded, b"size=4k"), "hide /proc")
-        self._set_mount(b"/", _AT_RECURSIVE, _MountAttributes(set=_MOUNT_ATTR_RDONLY))
-        self._set_mount(folder, 0, _MountAttributes(clear=_MOUNT_ATTR_RDONLY))
-        os.chdir(self._folder)
-
-    def _set_mount(self, path: bytes, flags: int, attributes: _MountAttributes) -> None:
-        size = ctypes.c_size_t(ctypes.sizeof(attributes))
-        returned = self._libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path, flags, ctypes.byref(attributes), size)
-        _check(returned, "mount_setattr")
-
     def _set_limits(self) -> None:
         limits = self._limits
         for kind, value in (
@@ -271,3 +307,7 @@ class _Child:
             (resource.RLIMIT_NPROC, limits.processes),
         ):
             resource.setrlimit(kind, (value, value))
+
+
+if __name__ == "__main__":  # for the driver of a run, which has threads
+    print(*_missing(available_isolation()))

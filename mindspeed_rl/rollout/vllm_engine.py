@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,7 +56,7 @@ def _set_place(layout: RolloutLayout) -> None:
         os.environ.update(layout.engine_environment(torch.distributed.get_rank(), master))
 
 
-class _LoadsWeights(Protocol):
+class LoadsWeights(Protocol):
     """What all of vLLM's models can do."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
@@ -204,8 +204,7 @@ class VllmEngine:
         """
 
         def load(model: torch.nn.Module) -> None:
-            self._hooks.before_load(model)
-            loaded = cast(_LoadsWeights, model).load_weights(iter(named))  # no base class of vLLM's models says it
+            loaded = cast(LoadsWeights, model).load_weights(iter(named))  # no base class of vLLM's models says it
             # a tied head is the embedding, and is not reported as loaded
             tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
             missing = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)} - tied - set(loaded)
@@ -213,13 +212,30 @@ class VllmEngine:
                 raise RuntimeError(
                     f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}."
                 )
+
+        self.write_weights(load, version)
+
+    def write_weights(self, write: Callable[[torch.nn.Module], None], version: int) -> None:
+        """Has `write` replace all weights, in the layout that `load_weights` of the model expects.
+
+        Args:
+            version: number of the weights, reported with every response drawn from them.
+        """
+
+        def replace(model: torch.nn.Module) -> None:
+            self._hooks.before_load(model)
+            write(model)
             self._hooks.after_load(model)
 
-        self._llm.apply_model(load)
+        self._llm.apply_model(replace)
         # cached prefixes hold keys and values of the old weights
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
         self.weight_version = version
+
+    def repacked_parameters(self, model: torch.nn.Module) -> set[str]:
+        """Parameters that the platform lays out anew after each load: what is in them before a load is of no use."""
+        return self._hooks.repacked(model)
 
     def read_model(self) -> torch.nn.Module:
         """vLLM's model module of this rank, to be looked at and not changed."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.checkpoint import checksums
+from mindspeed_rl.checkpoint.checksums import DamagedCheckpoint
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, iteration_folder
-from mindspeed_rl.config import Run
-from mindspeed_rl.workers.model_source import ModelSource
+from mindspeed_rl.checkpoint.newest import iterations, newest_checkpoint
+from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.workers.model_source import ModelSource, weights_kind
 
 #: what the state of a run must hold for a run of this kind to go on with it
 _NEEDED = {True: ("consumed_samples",), False: ("kl", "rollout")}
@@ -45,7 +49,7 @@ def find_beginning(run: Run, source: ModelSource) -> Beginning:
     config, group = run.config.actor_config, _group(run)
     if source.kind != "training" or config.finetune:
         return Beginning(source.weights, 0)
-    record = _record(source.weights)
+    record = _record(source, group)
     iteration = record["iteration"]
     advice = f"set {group}.finetune: true to start from its weights"
     missing = [name for name in _NEEDED[run.config.is_supervised] if name not in record["run_state"]]
@@ -97,5 +101,76 @@ def _group(run: Run) -> str:
     return "megatron_training" if run.config.is_supervised else "actor_config"
 
 
-def _record(folder: Path) -> dict[str, Any]:
-    return json.loads((iteration_folder(folder) / "run_state.json").read_text(encoding="utf-8"))
+def _record(source: ModelSource, group: str) -> dict[str, Any]:
+    """What the checkpoint says of itself, after a look at its files that reads none of the large ones.
+
+    Raises:
+        ValueError: a file is missing, of another size than it was written with, or the record is no record.
+    """
+    folder = iteration_folder(source.weights, source.iteration)
+    advice = "load_previous: true goes on from the one before, load_iteration names another"
+    try:
+        sums = checksums.read(folder)
+        if sums is not None:
+            checksums.check_sizes(folder, sums)
+        checksums.verify(folder, only=lambda name: name == "run_state.json")
+        record = json.loads((folder / "run_state.json").read_text(encoding="utf-8"))
+        if not (isinstance(record, dict) and isinstance(record.get("iteration"), int) and "run_state" in record):
+            raise DamagedCheckpoint(f"{folder / 'run_state.json'} is no record of a run")
+    except (OSError, ValueError) as error:
+        words = error if isinstance(error, DamagedCheckpoint) else f"{folder / 'run_state.json'}: {error}"
+        raise ValueError(f"{group}.load: {words}; {advice}.") from None
+    return record
+
+
+def with_sound_checkpoint(run: Run) -> Run:
+    """The run with the iteration of the newest sound checkpoint where `load_previous` asks for one; else itself.
+
+    Every file of the checkpoint is read, and that of the critic of the same iteration with it. Checkpoints that are passed over
+    are named on the console.
+
+    Raises:
+        ValueError: no checkpoint is sound.
+    """
+    config, critic = run.config.actor_config, run.config.critic_config
+    if not config.load_previous or config.load is None or config.load_iteration is not None:
+        return run
+    folders = [Path(config.load).expanduser()]
+    if critic is not None and critic.load is not None and not critic.finetune:
+        folders.append(Path(critic.load).expanduser())
+    newest = newest_or_last(folders[0])
+    if newest is None or weights_kind(folders[0], newest) != "training":
+        return run
+    for iteration in [number for number in reversed(iterations(folders[0])) if number <= newest]:
+        try:
+            for folder in folders:
+                _check_whole(iteration_folder(folder, iteration))
+        except ValueError as error:
+            print(f"warning: iteration {iteration} is passed over (load_previous): {error}", flush=True)
+            continue
+        roles: dict[str, Any] = {
+            name: dataclasses.replace(role, load_iteration=iteration)
+            for name in ("megatron_training", "actor_config", "critic_config")
+            if isinstance(role := getattr(run.config, name), MegatronConfig)
+        }
+        return dataclasses.replace(run, config=dataclasses.replace(run.config, **roles))
+    raise ValueError(f"{_group(run)}.load_previous: no checkpoint in {folders[0]} is sound.")
+
+
+def newest_or_last(folder: Path) -> int | None:
+    """The iteration that is named newest, or the last that is there where the name is damaged or missing."""
+    try:
+        newest = newest_checkpoint(folder)
+    except ValueError as error:
+        print(f"warning: {error}", flush=True)
+        newest = None
+    if newest == "release":
+        return None
+    return int(newest) if newest is not None else max(iterations(folder), default=None)
+
+
+def _check_whole(folder: Path) -> None:
+    """Raises DamagedCheckpoint unless every file is what was written."""
+    if not (folder / "run_state.json").is_file():
+        raise DamagedCheckpoint(f"{folder / 'run_state.json'} is missing")
+    checksums.verify(folder)

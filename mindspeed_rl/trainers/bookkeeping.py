@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
+from mindspeed_rl.trainers.ending import Ending
 from mindspeed_rl.trainers.run_logger import RunLogger
 from mindspeed_rl.workers.reports import WorkerReport
 
@@ -16,10 +17,12 @@ class Bookkeeping:
 
     Attributes:
         metrics: of the iteration that runs.
+        ending: whether the run has been asked to end before its time.
     """
 
     def __init__(self, logger: RunLogger) -> None:
         self.logger = logger
+        self.ending = Ending()
         self.timers = Timers()
         self.metrics = Metrics()
         self._intervals: list[Interval] = []
@@ -33,6 +36,7 @@ class Bookkeeping:
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
         """The block is iteration `number` (the first is 1); what was collected in it is written at its end."""
+        self.ending.holds = True
         self.metrics, self._intervals = Metrics(), []
         with self.timers("all"):
             yield

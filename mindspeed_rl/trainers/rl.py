@@ -70,7 +70,10 @@ class RLTrainer(Bookkeeping):
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self.evaluator.run())
+            if self._ends_early(iteration):
+                break
         collect(actors.finish())
+        self.ending.wind_up()
 
     # ------------------------------------------------------------------ what needs no worker
 
@@ -81,6 +84,15 @@ class RLTrainer(Bookkeeping):
             self.logger.first = before.results()
             self.logger.started("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
+
+    def _ends_early(self, iteration: int) -> bool:
+        """True, with this iteration saved, where the run has been asked to end while others are left."""
+        if iteration + 1 == self.schedule.train_iters or not self.ending.requested:
+            return False
+        self.ending.is_followed = True
+        if not self.schedule.saves(iteration):
+            self.collect(self.actors.save(iteration + 1, self._state(iteration + 1)))
+        return True
 
     def _compute_advantages(self, iteration: int) -> None:
         """Rows have advantages, returns and loss masks."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
-from mindspeed_rl.trainers.beginning import find_beginning
+from mindspeed_rl.trainers.beginning import find_beginning, with_sound_checkpoint
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_plans import model_plans
@@ -75,6 +77,7 @@ class RLParts:
     """A reinforcement-learning run, put together piece by piece; see `start.started` for the order.
 
     Attributes:
+        beginning: where the run begins.
         num_devices: of the actors, and of a reward model that has its own.
         log_every: shows every so many iterations.
     """
@@ -87,6 +90,7 @@ class RLParts:
         Raises:
             ValueError: a key or file is wrong.
         """
+        run = with_sound_checkpoint(run)
         cfg, actor = run.config, run.config.actor_config
         _check_rewards(run)
         source = find_model(actor, "actor_config")
@@ -96,8 +100,8 @@ class RLParts:
         prompts, held_out = run_prompts(run, tokenizer)
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
-        self._beginning = find_beginning(run, source)
-        _check_models(run, self._inputs, source, self._beginning.iteration or None)
+        self.beginning = find_beginning(run, source)
+        _check_models(run, self._inputs, source, self.beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = run.plan.world_size + self._apart
 
@@ -111,8 +115,9 @@ class RLParts:
         beside = f" and {self._apart} for the reward model" if self._apart else ""
         epochs = self._run.config.actor_config.train_epochs
         length = f"\n{self._run.plan.train_iters} iterations are {epochs:g} passes over them" if epochs else ""
+        length += _missing_isolation(self._run)
         starting = f"starting {self._run.plan.world_size} workers{beside} on {self._run.platform} ..."
-        return f"{self._inputs.prompts.describe()}{length}\n{self._beginning}\n{starting}"
+        return f"{self._inputs.prompts.describe()}{length}\n{self.beginning}\n{starting}"
 
     def start(self, stack: contextlib.ExitStack, steps: StartSteps) -> Mapping[str, Any]:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
@@ -155,6 +160,17 @@ def count_prompts(run: Run) -> int:
     folder = actor.tokenizer_name_or_path or find_model(actor, "actor_config").hf_folder
     tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
     return len(run_prompts(run, tokenizer)[0])
+
+
+def _missing_isolation(run: Run) -> str:
+    """The line that says what the sandbox of the reward `code` lacks on this machine; nothing where it is complete."""
+    if "code" not in run.rl.verifier_function:
+        return ""
+    # a process of its own: the sandbox is only made by one without threads
+    command = [sys.executable, "-m", "mindspeed_rl.rewards.sandbox"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
+    missing = ", ".join(found.stdout.split()) if found.returncode == 0 else f"unknown: {found.stderr.strip()[-200:]}"
+    return f"\nwarning: programs of the model run without isolation of: {missing} (docs/security.md)" if missing else ""
 
 
 def with_length(run: Run, num_prompts: int) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
+from mindspeed_rl.trainers.ending import Terminated
 from mindspeed_rl.trainers.run_logger import RunLogger
 
 
@@ -54,8 +56,11 @@ class RunReport:
 def reported(run: Run) -> Iterator[RunReport]:
     """The run folder exists and takes the logs; a report with the outcome is in it when the block ends."""
     folder = run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    set_up_logging(folder / "run.log")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        set_up_logging(folder / "run.log")
+    except OSError as error:
+        raise ValueError(f"run_dir: {folder} cannot be written to: {error.strerror}") from None
     report = RunReport(run)
     outcome = "failed"
     try:
@@ -64,13 +69,26 @@ def reported(run: Run) -> Iterator[RunReport]:
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
+    except Terminated as error:
+        outcome = f"terminated: {error}"
+        raise
     except BaseException as error:
         outcome = f"failed: {type(error).__name__}: {error}"
-        with (folder / "run.log").open("a", encoding="utf-8") as log:
+        with _as_far_as_the_disk_goes(folder), (folder / "run.log").open("a", encoding="utf-8") as log:
             traceback.print_exc(file=log)  # the console shows one line
         raise
     finally:
-        report.write(outcome)
+        with _as_far_as_the_disk_goes(folder):
+            report.write(outcome)
+
+
+@contextlib.contextmanager
+def _as_far_as_the_disk_goes(folder: Path) -> Iterator[None]:
+    """What the disk does not take of the block is said, and hides no failure that is being reported."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: the report in {folder} could not be written: {error}", file=sys.stderr)
 
 
 def absolute_paths(cfg: RunConfig) -> RunConfig:

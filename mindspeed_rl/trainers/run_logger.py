@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,8 +61,10 @@ class RunLogger:
         return {}
 
     def close(self) -> None:
-        """Completes and closes the files."""
-        if self.page is not None:
-            self.page.close()
-        self._timeline.close()
-        self._trackers.close()
+        """Completes and closes the files; what a full disk does not take is said, so that it hides no other failure."""
+        closing = (self._timeline.close, self._trackers.close)
+        for close in closing if self.page is None else (self.page.close, *closing):
+            try:
+                close()
+            except OSError as error:
+                print(f"warning: {self.folder} could not be completed: {error}", file=sys.stderr)

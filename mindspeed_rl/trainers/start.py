@@ -12,6 +12,7 @@ from mindspeed_rl.config.notices import run_warnings
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.trainers.ending import Ending, Terminated
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_parts import RLParts
 from mindspeed_rl.trainers.run_folder import absolute_paths, reported
@@ -27,21 +28,29 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
     Everything that can be wrong in files and keys is found before Ray starts. When the block ends, however it ends, all
     processes are gone and the run folder has a report of the outcome.
 
+    SIGTERM is handled in the block; see `Ending`.
+
     Raises:
         ValueError: a key or file is wrong.
         WorkerFailed: a worker died or raised.
+        Terminated: SIGTERM came.
     """
     cfg, steps = run.config, StartSteps()
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
-    with reported(run) as report, contextlib.ExitStack() as stack:
+    ending = Ending(cfg.actor_config.sigterm_grace_s)
+    with ending.installed(), reported(run) as report, _whoever_ended_it(ending), contextlib.ExitStack() as stack:
         absolute_paths(cfg)
-        trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg))
+        goes_on_after = parts.beginning.iteration
+        trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg), goes_on_after=goes_on_after)
         steps.done("files and keys are checked")
         print(f"run folder: {run.folder}\n{parts.describe()}", flush=True)
         for text in run_warnings(cfg, run.num_nodes):
             print(f"warning: {text}", flush=True)
-        stack.enter_context(cluster(parts.num_devices, run.platform))
+        beside = (cfg.rl_config or RLConfig()).num_cpus_for_placement_group
+        logs = run.folder / "logs" / "ray"
+        stack.enter_context(cluster(parts.num_devices, run.platform, cpus_per_device=beside, logs=logs))
+        ending.install()
         steps.done("Ray runs")
         resumed = parts.start(stack, steps)
         start = resumed.get("iteration", 0)
@@ -52,4 +61,17 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         report.show(logger)
         logger.steps = steps
         stack.callback(logger.close)
-        yield parts.trainer()
+        trainer = parts.trainer()
+        trainer.ending = ending
+        yield trainer
+
+
+@contextlib.contextmanager
+def _whoever_ended_it(ending: Ending) -> Iterator[None]:
+    """Workers that got the same SIGTERM as the driver have not failed."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        if not ending.requested:
+            raise
+        raise Terminated(f"SIGTERM: the run ended before the iteration did: {error}") from error

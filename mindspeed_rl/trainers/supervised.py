@@ -45,7 +45,19 @@ class SupervisedTrainer(Bookkeeping):
                     self.collect(self.workers.save(iteration))
                 if self.evaluates(iteration):
                     self.collect(self.workers.evaluate())
+            if self._ends_early(iteration):
+                break
         self.collect(self.workers.finish())
+        self.ending.wind_up()
+
+    def _ends_early(self, iteration: int) -> bool:
+        """True, with this iteration saved, where the run has been asked to end while others are left."""
+        if iteration == self.train_iters or not self.ending.requested:
+            return False
+        self.ending.is_followed = True
+        if not self.saves(iteration):
+            self.collect(self.workers.save(iteration))
+        return True
 
     def saves(self, iteration: int) -> bool:
         """True every `save_interval` iterations and after the last; the first iteration is 1."""

@@ -12,7 +12,7 @@ from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
-from mindspeed_rl.trainers.beginning import find_beginning
+from mindspeed_rl.trainers.beginning import find_beginning, with_sound_checkpoint
 from mindspeed_rl.trainers.model_plans import model_plans
 from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
@@ -32,6 +32,7 @@ class SupervisedParts:
     """A supervised run, put together piece by piece; see `start.started` for the order.
 
     Attributes:
+        beginning: where the run begins.
         num_devices: of the workers.
         log_every: shows every so many iterations.
     """
@@ -42,11 +43,11 @@ class SupervisedParts:
         Raises:
             ValueError: a key or file is wrong.
         """
-        self._run = run
+        self._run = run = with_sound_checkpoint(run)
         config = run.config.actor_config
         source = find_model(config, "megatron_training")
         model_plans(run, source)
-        self._beginning = find_beginning(run, source)
+        self.beginning = find_beginning(run, source)
         for sentence in check_weights(config, source, is_scored=config.stage == "orm"):
             print(sentence, flush=True)
         load_tokenizer_of(config, source)  # raises where there is none
@@ -64,7 +65,7 @@ class SupervisedParts:
 
     def describe(self) -> str:
         """What is being started."""
-        return f"{self._beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."
+        return f"{self.beginning}\nstarting {self.num_devices} workers on {self._run.platform} ..."
 
     def start(self, stack: contextlib.ExitStack, steps: StartSteps) -> Mapping[str, Any]:
         """The workers run until the stack is closed; returns the state of a resumed run, else nothing.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +21,7 @@ from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import environment, platform_class
 
-#: logical CPUs of a cluster we start ourselves, beside one a worker: room for data plane, rewards and the driver's tasks
+#: logical CPUs of a cluster we start ourselves, beside the workers': room for data plane, rewards and the driver's tasks
 _SPARE_CPUS = 16
 #: looked for from the working directory, then beside the project's run files
 _DEFAULT_RUNTIME_ENV = RLConfig().runtime_env_path
@@ -38,32 +42,78 @@ def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
     quiet = quiet_environment(os.environ)
     if platform_name == "cpu":
         return quiet | platform.worker_env()
-    rl = cfg.rl_config
-    config = cfg.actor_config if rl is not None else cfg.megatron_training
+    rl, supervised = cfg.rl_config, cfg.is_supervised
+    config = cfg.megatron_training if supervised else cfg.actor_config
     return quiet | environment.worker_environment(
         environment.load_runtime_env(_runtime_env_file(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)),
-        "trainer" if rl is None else "integrated",
+        "trainer" if supervised else "integrated",
         platform,
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
         deterministic=config.npu_deterministic,
     )
 
 
+def local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> int:
+    """Logical CPUs of a cluster of our own: as many as its workers ask for, and some for everything beside them."""
+    wanted = num_devices * (1 if platform_class(platform_name).ray_resource is None else cpus_per_device)
+    return max(os.cpu_count() or 1, math.ceil(wanted)) + _SPARE_CPUS
+
+
 @contextlib.contextmanager
-def cluster(num_devices: int, platform_name: str, *, deadline_s: float = 120.0) -> Iterator[None]:
+def cluster(
+    num_devices: int,
+    platform_name: str,
+    *,
+    cpus_per_device: float = 1,
+    logs: Path | None = None,
+    deadline_s: float = 120.0,
+) -> Iterator[None]:
     """Connected to a Ray cluster with room for the run: the one RAY_ADDRESS names, or a local one that ends with the block.
+
+    Args:
+        cpus_per_device: Ray CPUs that the workers ask for beside each device. They count placements and bind no cores, so a
+            local cluster has as many as are asked for.
+        logs: where Ray's own logs of a local cluster are kept when the block fails; they are removed otherwise.
 
     Raises:
         TimeoutError: the devices do not show up in time.
     """
     owned = not os.environ.get("RAY_ADDRESS")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_ray_folder(logs)) if owned else ""
+        cpus = local_cpus(num_devices, platform_name, cpus_per_device)
+        stack.enter_context(_connected(num_devices, platform_name, folder, cpus, deadline_s))
+        yield
+
+
+@contextlib.contextmanager
+def _ray_folder(logs: Path | None) -> Iterator[str]:
+    """A temporary folder for a local Ray; gone with the block, but for the logs of one that fails."""
+    # short, and below the system's own: the paths of the Unix sockets in it may have 107 bytes
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    try:
+        yield folder
+    except BaseException:
+        if logs is not None:
+            with contextlib.suppress(OSError, shutil.Error):
+                for session in Path(folder).glob("session_2*"):
+                    shutil.copytree(session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                print(f"Ray's logs are in {logs}", file=sys.stderr)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _connected(num_devices: int, platform_name: str, folder: str, cpus: int, deadline_s: float) -> Iterator[None]:
+    """Ray runs in `folder` with so many CPUs, or, where that is empty, is the cluster that RAY_ADDRESS names."""
     resource = platform_class(platform_name).ray_resource
-    if owned:
-        cpus = max(os.cpu_count() or 1, num_devices) + _SPARE_CPUS
+    if folder:
         extra: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False}
         if os.environ.get("MINDSPEED_RL_FAKE_DEVICES") and resource:
             extra["resources"] = {resource: int(os.environ["MINDSPEED_RL_FAKE_DEVICES"])}
         extra["object_store_memory"] = 256 << 20
+        extra["_temp_dir"] = folder
         ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **extra)
     else:
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)

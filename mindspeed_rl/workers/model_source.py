@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl.checkpoint.hf import read_json, stored_tensor_names
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
+from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig, Run, RunConfig
 from mindspeed_rl.config.model_facts import HF_FILES
@@ -36,11 +36,13 @@ class ModelSource:
         weights: folder the weights are read from.
         kind: "hf" for a Hugging Face folder, "training" for a checkpoint of ours, "megatron" for a checkpoint in another
             Megatron layout.
+        iteration: which checkpoint of the folder; None for the newest.
     """
 
     hf_folder: Path
     weights: Path
     kind: WeightsKind
+    iteration: int | None = None
 
 
 def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -> ModelSource:
@@ -59,11 +61,15 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     candidates = [(key, getattr(config, key)) for key in ("load", "pretrained_checkpoint") if getattr(config, key)]
     if not candidates:
         raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
-    weights: tuple[Path, WeightsKind] | None = None
+    weights: tuple[Path, WeightsKind, int | None] | None = None
     for key, value in candidates:
-        kind = weights_kind(Path(value).expanduser())
+        asked = config.load_iteration if key == "load" else None
+        try:
+            kind = weights_kind(Path(value).expanduser(), asked)
+        except ValueError as error:
+            raise ValueError(f"{role}.{key}: {error}") from None
         if kind is not None:
-            weights = (Path(value).expanduser(), kind)
+            weights = (Path(value).expanduser(), kind, asked)
             break
         if key == candidates[-1][0]:
             named = load_key if key == "load" and load_key else f"{role}.{key}"
@@ -105,13 +111,22 @@ def base_of(config: MegatronConfig, role: str) -> ModelSource:
     return ModelSource(folder, folder, kind)
 
 
-def weights_kind(folder: Path) -> WeightsKind | None:
-    """What a folder holds, None for nothing usable."""
-    latest = folder / LATEST_NAME
-    if latest.is_file():
-        iteration = latest.read_text().strip()
-        name = f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration
-        return "training" if (folder / name / "run_state.json").is_file() else "megatron"
+def weights_kind(folder: Path, iteration: int | None = None) -> WeightsKind | None:
+    """What a folder holds, None for nothing usable.
+
+    Args:
+        iteration: which of its checkpoints is meant; None for the newest.
+
+    Raises:
+        ValueError: what names the newest checkpoint is missing beside checkpoints or names none, or the one meant is absent.
+    """
+    newest = newest_checkpoint(folder) if iteration is None else str(iteration)
+    if newest is not None:
+        found = folder / ("release" if newest == "release" else f"iter_{int(newest):07d}")
+        if not found.is_dir():
+            held = ", ".join(map(str, iterations(folder)[-5:])) or "none"
+            raise ValueError(f"{folder} has no checkpoint of iteration {newest} (load_iteration); it has {held}")
+        return "training" if (found / "run_state.json").is_file() else "megatron"
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return "hf"
     return None
@@ -203,6 +218,7 @@ def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
         config.load, config.pretrained_checkpoint = cfg.rl_config.reward_model, None
         if cfg.reward_config is None:
             config.tokenizer_name_or_path = None
+        config.load_iteration = None
     config.finetune, config.save, config.lora_target_modules = True, None, None
     return config
 
@@ -231,7 +247,7 @@ def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tup
     if mode and mode.ref_model_load_path:
         config = without_network_keys(config)  # which say what the group's own weights are
     config.load, config.pretrained_checkpoint, config.finetune = path, None, True
-    config.lora_target_modules = None
+    config.lora_target_modules, config.load_iteration = None, None
     config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
     config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
     same = path is not None and Path(path).expanduser() == actor.weights
@@ -270,6 +286,7 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
     if config.ref_model:
         reference = without_network_keys(reference)  # which say what the policy is
     reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
+    reference.load_iteration = config.load_iteration if path == config.load else None
     reference.save, reference.lora_target_modules = None, None
     if not config.ref_model and start.kind == "training" and not config.finetune and path == str(start.weights):
         raise ValueError(

@@ -72,6 +72,7 @@ class Role:
         self.config = config
         self.source = source
         self.resumed: dict[str, Any] | None = None
+        iteration = source.iteration if iteration is None else iteration
         self.model: BuiltModel = build_model(config, plan, trainable=steps_per_iteration is not None)
         self.engine = TrainEngine(
             config,
@@ -85,7 +86,7 @@ class Role:
         self._saver = CheckpointSaver(self.engine, config.save) if config.save else None
 
     def _load(self, steps_per_iteration: int | None, iteration: int | None) -> None:
-        if self.source.kind == "training" and not holds_base(self.source.weights):
+        if self.source.kind == "training" and not holds_base(self.source.weights, iteration):
             self._load_start(base_of(self.config, self.name))
         else:
             self._load_start(self.source, iteration)
@@ -169,8 +170,8 @@ class Role:
             if self.model.plan.network.head == "reward":  # transformers finds the scored token by the padding behind it
                 changes = {**as_reward_config(config), **changes, "pad_token_id": self.engine.shape.pad_id}
             with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:
-                writer.add_all(self.stream.named_tensors())
+                writer.add_all(self.stream.named_tensors(ranks=[0]))
         else:
-            for _ in self.stream.named_tensors():
+            for _ in self.stream.named_tensors(ranks=[0]):
                 pass
         dist.barrier()

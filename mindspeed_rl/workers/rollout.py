@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from torch import nn
 
 from mindspeed_rl import platform
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.resharding.proof import check_delivery, trained_sums
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
-from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.rollout.vllm_engine import LoadsWeights, VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
 
 
@@ -45,7 +49,6 @@ class RolloutReplica:
             min_p=keys.min_p,
         )
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self._kv_heads = network.num_query_groups
         self.engine = VllmEngine(
             source.hf_folder,
             config,
@@ -60,31 +63,33 @@ class RolloutReplica:
         self._group = _own_group(layout.replica_groups())
         # None where the ranks of the replica are all that hold its experts
         self._expert_group = _own_group(layout.expert_groups()) if layout.in_step else None
+        self._push: WeightPush | None = None
 
     # ------------------------------------------------------------------ weights and memory
 
     def load(self, stream: WeightStream, version: int) -> int:
         """The engine holds the weights of the stream; returns how many parameters were proven to have arrived."""
         self.engine.restore_weights()
-        self.engine.load_weights(stream.named_tensors(self.dtype), version)
-        trained = trained_sums(
-            list(stream.local_weights.values()),
-            stream.ops,
-            self.dtype,
-            owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-            owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
-        )
-        for copy, owner in stream.copies.items():
-            trained[copy] = trained[owner]
-        proof = check_delivery(
-            self.engine.read_model(),
-            trained,
-            infer_tp_size=self._layout.tensor,
-            group=self._group,
-            kv_heads=self._kv_heads,
-            expert_group=self._expert_group,
-        )
-        return proof.num_parameters
+        self.engine.write_weights(lambda model: self._write(model, stream), version)
+        assert self._push is not None
+        return self._push.prove(self.engine.read_model()).num_parameters
+
+    def _write(self, model: nn.Module, stream: WeightStream) -> None:
+        if self._push is None:  # the layouts do not change during a run
+            load = cast(LoadsWeights, model).load_weights
+            destinations = read_destinations(model, load, stream.shapes, self.dtype, skip=DERIVED)
+            repacked = self.engine.repacked_parameters(model)
+            bucket_bytes = self.run.generate.update_weights_bucket_mb << 20
+            self._push = WeightPush(
+                replace(stream.trained, bucket_bytes=bucket_bytes),
+                destinations,
+                world_exchange(),
+                replica=dist.get_rank() // (self._layout.tensor * self._layout.sharing),
+                derived=DERIVED,
+                repacked=repacked,
+                delta=self.run.generate.update_weight_mode == "delta",
+            )
+        self._push.write(model)
 
     @property
     def hands_memory_over(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -64,6 +65,22 @@ def save_many(setting: Setting, folder: str, iterations: list[int]) -> None:
         for iteration in iterations:
             saver.save(iteration, {})
         saver.finish()
+
+
+def save_under_a_limit(setting: Setting, folder: str, limit_bytes: int) -> str:
+    """What saving says when no file may be larger than this."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with engine_of(setting) as engine:
+        saver = CheckpointSaver(engine, folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+        try:
+            saver.save(1, {})
+            saver.finish()
+        except ValueError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "nothing"
 
 
 def killed_while_saving(setting: Setting, folder: str, iteration: int) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from training_jobs import KEYS, Setting, all_rows, my_rows, summary  # applies the adaptor, before Megatron is imported
 
 from mindspeed_rl import adaptors
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
 
 adaptors.apply("rollout")  # before vLLM is imported
 
@@ -30,61 +31,58 @@ from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.resharding.proof import WeightDeliveryError, check_delivery, trained_sums
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.proof import WeightDeliveryError
+from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 TEMPERATURE = 0.9
-KV_HEADS = 2
 
 _engines: dict[str, VllmEngine] = {}
-_groups: dict[int, dist.ProcessGroup] = {}
-_expert_groups: dict[int, dist.ProcessGroup] = {}
 
 
 @dataclass
 class Pair:
-    """A training engine and the rollout engine that it feeds.
-
-    Attributes:
-        group: the inference tensor-parallel group of this rank.
-        expert_group: the ranks that share experts with this one, None where these are those of `group`.
-    """
+    """A training engine and the rollout engine that it feeds."""
 
     engine: TrainEngine
     stream: WeightStream
     rollout: VllmEngine
     infer_tp: int
-    group: dist.ProcessGroup
-    expert_group: dist.ProcessGroup | None = None
+    delta: bool = False
     version: int = -1
+    _push: WeightPush | None = None
 
     def push(self) -> None:
         """The rollout engine holds the trained weights; not yet proven."""
         self.version += 1
-        self.rollout.load_weights(self.stream.named_tensors(torch.float32), self.version)
+        self.rollout.write_weights(self._write, self.version)
+
+    def _write(self, model: Any) -> None:
+        if self._push is None:
+            found = read_destinations(model, model.load_weights, self.stream.shapes, torch.float32, skip=DERIVED)
+            repacked = self.rollout.repacked_parameters(model)
+            layout = self.rollout.layout
+            replica = dist.get_rank() // (layout.tensor * layout.sharing)
+            self._push = WeightPush(
+                self.stream.trained,
+                found,
+                world_exchange(),
+                replica=replica,
+                derived=DERIVED,
+                repacked=repacked,
+                delta=self.delta,
+            )
+        self._push.write(model)
 
     def prove(self) -> int:
         """The number of engine parameters that were compared."""
-        trained = trained_sums(
-            list(self.stream.local_weights.values()),
-            self.stream.ops,
-            torch.float32,
-            owns_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-            owns_expert_replica=parallel_state.get_expert_data_parallel_rank() == 0,
-        )
-        model = self.rollout.read_model()
-        proof = check_delivery(
-            model,
-            trained,
-            infer_tp_size=self.infer_tp,
-            group=self.group,
-            kv_heads=KV_HEADS,
-            expert_group=self.expert_group,
-        )
-        return proof.num_parameters
+        assert self._push is not None
+        return self._push.prove(self.rollout.read_model()).num_parameters
 
     def generate(self, iteration: int = 0) -> list[Completion]:
         """Two responses to each of the eight prompts, the same on every rank."""
@@ -152,9 +150,6 @@ def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None) -> Iter
     """
     config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)
-    if not _groups:
-        for first in range(0, dist.get_world_size(), infer_tp):
-            _groups[first] = dist.new_group(list(range(first, first + infer_tp)), backend="gloo")
     plan = plan_model(config, setting.folder)
     parallel.init_model_parallel(config, plan.layout.vpp, 120)
     try:
@@ -165,23 +160,11 @@ def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None) -> Iter
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
         rollout = _rollout_of(setting.folder, infer_tp, sharing)
-        mine = _groups[dist.get_rank() // infer_tp * infer_tp]
-        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, mine, _expert_group(rollout))
+        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp)
         dist.barrier()
     finally:
         parallel_state.destroy_model_parallel()
         gc.collect()
-
-
-def _expert_group(rollout: VllmEngine) -> dist.ProcessGroup | None:
-    """This rank's, made once."""
-    if not rollout.layout.in_step:
-        return None
-    if not _expert_groups:
-        for ranks in rollout.layout.expert_groups():
-            _expert_groups[ranks[0]] = dist.new_group(ranks, backend="gloo")
-    size = rollout.layout.expert_ranks
-    return _expert_groups[dist.get_rank() // size * size]
 
 
 def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:

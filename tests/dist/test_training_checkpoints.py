@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -189,3 +190,32 @@ def test_a_damaged_pointer_is_named(tmp_path: Path, text: str, message: str) -> 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(ValueError, match=message):
         latest_iteration(tmp_path)
+
+
+def test_a_damaged_file_is_refused_by_name_on_every_rank(
+    ranks: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path
+) -> None:
+    setting = Setting(str(models["tied"]), SP)
+    ranks(2).run(jobs.save_many, setting=setting, folder=str(tmp_path), iterations=[1, 2])
+    folder = tmp_path / "iter_0000002"
+    listed = json.loads((folder / "checksums.json").read_text())
+    assert listed.keys() == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"checksums.json"}
+    largest = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[4096:4160] = bytes(255 - byte for byte in content[4096:4160])
+    largest.write_bytes(content)
+    for said in ranks(2).run(jobs.refusal, setting=setting, folder=str(tmp_path)):
+        assert f"load: {largest} is damaged: its checksum is" in said and "load_previous: true" in said
+    report = ranks(2).run(jobs.load_then_train, setting=setting, folder=str(tmp_path), steps=1, iteration=1)
+    assert report[0]["loaded"]["iteration"] == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_limit_on_files_fails_the_save_in_a_sentence_and_leaves_nothing(
+    ranks: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path, background: bool
+) -> None:
+    setting = Setting(str(models["tied"]), {"async_save": background})
+    said = ranks(1).run(jobs.save_under_a_limit, setting=setting, folder=str(tmp_path), limit_bytes=20_000)[0]
+    why = "a file may have 20000 bytes here (ulimit -f), which is too little."
+    assert said == f"save: {tmp_path / 'iter_0000001'} could not be written: {why}"
+    assert not list(tmp_path.iterdir())

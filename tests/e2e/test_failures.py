@@ -70,6 +70,23 @@ def test_ctrl_c_ends_everything(task: Path, tmp_path: Path, moment: str) -> None
         assert command.leftovers() == []
 
 
+def test_sigterm_lets_the_iteration_be_saved_and_the_same_command_goes_on(task: Path, tmp_path: Path) -> None:
+    rarely = "megatron_training.save_interval=1000"
+    with running(task, tmp_path, *ONE_PROCESS, LONG, rarely) as command:
+        command.wait_until(lambda: command.metrics)
+        command.process.terminate()
+        assert command.wait(90) == 143
+        assert "Traceback" not in command.output and "SIGABRT" not in command.output and "***" not in command.output
+        last = command.metrics[-1]["iteration"]
+        assert command.output.strip().splitlines()[-1] == f"to go on after iteration {last}, give the same command again."
+        assert not list((tmp_path / "save").glob("*.partial"))
+        assert command.leftovers() == []
+    with running(task, tmp_path, *ONE_PROCESS, rarely, f"megatron_training.train_iters={last + 1}") as command:
+        assert command.wait(300) == 0
+        assert f"goes on after iteration {last} of" in command.output
+        assert [record["iteration"] for record in command.metrics] == list(range(1, last + 2))
+
+
 SILENT = """
 from mindspeed_rl.rewards import register
 

@@ -34,6 +34,10 @@ ROWS = (
     ("MindSpeed bf16: EP2", "MindSpeed bf16：EP2", ("test_mindspeed.test_expert_parallelism",)),
     ("MindSpeed's grouped expert product: Qwen3-MoE, DeepSeek-V3", "MindSpeed 分组专家矩阵乘：Qwen3-MoE、DeepSeek-V3",
      ("test_mindspeed.test_experts_on",)),
+    ("vllm-ascend 0.23 alone: log-probs of transformers, sleep and wake-up, new weights, TP2, experts",
+     "单独运行 vllm-ascend 0.23：与 transformers 的对数概率一致、睡眠与唤醒、更新权重、TP2、专家", ("test_rollout.",)),
+    ("GRPO as a command: Ray, MindSpeed, vllm-ascend, offload, proven pushes, resume",
+     "以命令运行 GRPO：Ray、MindSpeed、vllm-ascend、卸载、有校验的权重更新、续训", ("test_training.",)),
     ("`tools/npu_smoke.sh`: device, HCCL, training steps", "`tools/npu_smoke.sh`：设备、HCCL、训练步", ("test_smoke.",)),
 )  # fmt: skip
 
@@ -41,7 +45,7 @@ ROWS = (
 HARDWARE = (
     ("Kernel numerics and speed", "算子精度与性能"),
     ("HCCL over real links, several nodes", "真实链路与多机 HCCL"),
-    ("vllm-ascend rollout, sleep and wake-up, weight update", "vllm-ascend 推理、睡眠与唤醒、权重更新"),
+    ("vllm-ascend's compiled operators, Triton kernels, latent attention", "vllm-ascend 的编译算子、Triton 算子、潜在注意力"),
     ("ACL graphs, EPLB, swap_attention, reuse_fp32_param", "ACL 图、EPLB、swap_attention、reuse_fp32_param"),
 )
 

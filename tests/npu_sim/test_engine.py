@@ -40,7 +40,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+#: the others take half a minute each
+SHORT = ("one process", "TP2 with sequence parallelism")
+
+
+@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_training_on_the_npu_equals_training_on_the_cpu(name: str, expected: list[tuple[float, float]]) -> None:
     size, layout = LAYOUTS[name]
     reports = run_ranks("engine", size, {"mode": "npu", "steps": 4, "layout": layout})

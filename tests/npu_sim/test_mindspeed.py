@@ -51,6 +51,7 @@ def test_every_layer_runs_on_fused_kernels(one_process: list[dict[str, Any]]) ->
         assert fused[f"npu::npu_{forward}"] == fused[f"npu::npu_{backward}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_like_one_process(name: str, one_process: list[dict[str, Any]]) -> None:
     size, layout = LAYOUTS[name]
@@ -61,6 +62,7 @@ def test_every_layout_trains_like_one_process(name: str, one_process: list[dict[
     assert all(report["fused"]["npu::npu_rms_norm"] > 0 for report in reports)
 
 
+@pytest.mark.slow
 def test_ring_attention_calls_the_fused_kernel_once_a_block(one_process: list[dict[str, Any]]) -> None:
     size, layout = LAYOUTS["CP2 ring"]
     reports = run_ranks("engine", size, {"mode": "mindspeed", "steps": 1, "layout": layout})
@@ -75,7 +77,7 @@ def test_expert_parallelism_trains_like_one_process() -> None:
         assert got[0] == pytest.approx(want[0], rel=BF16)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek3"])
+@pytest.mark.parametrize("model", ["qwen3_moe", pytest.param("deepseek3", marks=pytest.mark.slow)])
 def test_experts_on_the_grouped_matrix_product_equal_the_cpu(model: str) -> None:
     settings = {"steps": 2, "model": model, "bf16": True, "layout": {"moe_grouped_gemm": True}}
     on_cpu = losses(run_ranks("engine", 1, {"mode": "cpu", **settings}))

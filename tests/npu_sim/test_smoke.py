@@ -27,6 +27,7 @@ def test_the_smoke_script_passes_and_reports_device_and_collectives(tmp_path: Pa
     assert report.count("| passed |") == 2 and "2 ranks agree" in report and "**simulated**" in report
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("MINDSPEED_SRC" not in os.environ, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed")
 def test_the_smoke_script_compares_training_steps_with_the_cpu(tmp_path: Path) -> None:
     code, report = smoke(tmp_path / "report.md", "engine")

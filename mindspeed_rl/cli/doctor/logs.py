@@ -116,6 +116,14 @@ def _exceptions(path: str, lines: list[str]) -> list[LogFinding]:
 
 
 def read_logs(paths: Iterable[str | Path]) -> list[LogFinding]:
-    """The known failures of all files; where time stamps tell, the earliest comes first: later ones follow from it."""
+    """The known failures of all files; where time stamps tell, the earliest comes first: later ones follow from it.
+
+    Raises:
+        ValueError: one of them is not a file.
+    """
+    paths = list(paths)
+    for path in paths:  # a pipe would be read without end
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError(f"--log {path} is no plain file")
     findings = [finding for path in paths for finding in read_log(path)]
     return sorted(findings, key=lambda finding: (finding.time == "", finding.time))

@@ -1,4 +1,5 @@
-"""Builds the simulated CANN runtime next to an installed torch_npu wheel: one shared library under ten names.
+"""Builds the simulated CANN runtime next to an installed torch_npu wheel: one shared library under ten names, and the
+extension that vllm-ascend's sleep mode needs.
 
 python build.py OUTPUT_FOLDER
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -83,6 +85,9 @@ def build(output: Path) -> list[str]:
         link = output / f"{name}.so"
         link.unlink(missing_ok=True)
         link.symlink_to(library.name)
+    python = ["-isystem", sysconfig.get_paths()["include"]]
+    extension = ["-shared", str(HERE / "camem.cpp"), "-o", str(output / "vllm_ascend_C.so"), f"-L{output}", "-lascendcl"]
+    subprocess.run([*CPLUSPLUS, *flags, *python, *extension], check=True)
     return missing
 
 

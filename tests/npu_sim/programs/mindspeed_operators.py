@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 
 import torch
@@ -40,16 +39,8 @@ OPERATORS = {
 }
 
 
-class _PyAcl(types.ModuleType):
-    """pyACL, which comes with CANN: MindSpeed's expert modules import it, and what they would call is not simulated."""
-
-    def __getattr__(self, name: str) -> object:
-        raise AttributeError(f"acl.{name} is not simulated")  # MindSpeed's patcher asks every module for every name
-
-
 def install() -> None:
     """Replaces the builders' compile step; an operator without a stand-in is an error that names it."""
-    sys.modules.setdefault("acl", _PyAcl("acl"))
     from mindspeed.op_builder import builder
 
     def load(self: object, verbose: bool = True) -> types.SimpleNamespace:

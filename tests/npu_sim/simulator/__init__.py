@@ -24,10 +24,13 @@ _installed = False
 def install() -> None:
     """Gives every operator of the npu device a CPU kernel; a second call changes nothing."""
     global _installed
+    import torch  # loads torch_npu, after which the hook of `site` has called this function already
+
     if _installed:
         return
-    from simulator import aten, fused
+    from simulator import aten, fused, rollout
 
     aten.install()
     fused.install()
+    rollout.install()
     _installed = True

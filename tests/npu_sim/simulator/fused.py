@@ -246,8 +246,8 @@ def _kernel(name: str, function: Callable) -> Callable:
             return value
 
         result = function(*(to_cpu(value) for value in args), **{key: to_cpu(value) for key, value in kwargs.items()})
-        if isinstance(result, tuple):
-            return tuple(device_copy(value, device) if isinstance(value, Tensor) else value for value in result)
+        if isinstance(result, (tuple, list)):
+            return type(result)(device_copy(value, device) if isinstance(value, Tensor) else value for value in result)
         return device_copy(result, device)
 
     return run

@@ -98,9 +98,7 @@ def test_megatrons_linear_layers_multiply_by_onednn_in_both_directions(frozen: b
         if frozen:
             out = layers.linear_with_frozen_weight(x, weight, None, False, False, False, group)
         else:
-            out = layers.linear_with_grad_accumulation_and_async_allreduce(
-                x, weight, None, False, False, False, tp_group=group
-            )
+            out = layers.linear_with_grad_accumulation_and_async_allreduce(x, weight, None, False, False, False, tp_group=group)
         out.backward(seed)
 
     seed = random(512, 2, 96)

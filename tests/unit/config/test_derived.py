@@ -121,7 +121,8 @@ def test_a_rollout_that_takes_many_rounds_is_warned_of() -> None:
 
 def test_a_file_that_would_be_refused_is_not_called_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.yaml").write_text(
-        "platform: cpu\nmegatron_training: {stage: ray_grpo, global_batch_size: 16, micro_batch_size: 16, bf16: false}\n"
+        "platform: cpu\nactor_config: {}\n"
+        "megatron_training: {stage: ray_grpo, global_batch_size: 16, micro_batch_size: 16, bf16: false}\n"
         "rl_config: {actor_resource: {num_npus: 2}, mini_batch_size: 16, n_samples_per_prompt: 4,\n"
         "  verifier_function: [exact_match]}\n"
         "generate_config: {dtype: float32}\n"

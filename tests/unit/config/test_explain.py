@@ -113,7 +113,7 @@ def write_tiny(folder: Path) -> None:
 
 def test_the_guides_second_example_is_explained_with_its_fraction(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "guide.yaml").write_text(
-        "megatron_training:\n  stage: ray_grpo\n  tensor_model_parallel_size: 2\n"
+        "actor_config: {}\nmegatron_training:\n  stage: ray_grpo\n  tensor_model_parallel_size: 2\n"
         "  micro_batch_size: 1\n  global_batch_size: 16\n"
         "rl_config:\n  num_generations: 4\n  steps_per_generation: 2\n  actor_resource: {num_npus: 16}\n"
         "generate_config:\n  infer_tensor_parallel_size: 2\n"

@@ -19,9 +19,9 @@ from mindspeed_rl.config import (
     SamplingConfig,
     reference,
 )
+from mindspeed_rl.config.bounds import RANGES
 from mindspeed_rl.config.errors import reference as pointer
 from mindspeed_rl.config.loader import TOP_LEVEL
-from mindspeed_rl.config.run_rules import RANGES
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)

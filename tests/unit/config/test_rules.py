@@ -201,7 +201,7 @@ def with_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> R
         ({M: {"global_batch_size": 30}}, "prompts_per_dp"),
         ({M: {"global_batch_size": 40}, R: {"mini_batch_size": 40}}, "prompts_per_replica"),
         ({M: {"micro_batch_size": 3}}, "samples_per_dp_in_micro_batches"),
-        ({M: {"micro_batch_size": 0}}, "positive"),
+        ({M: {"micro_batch_size": 0}}, "range"),
         ({R: {"actor_resource": {"num_npus": None}}}, "is_set"),
         ({M: {"global_batch_size": None}}, "is_set"),
     ],

@@ -13,7 +13,7 @@ from mindspeed_rl.engine.build import build_model
 from mindspeed_rl.engine.weights import load_weights, model_ops
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
-from mindspeed_rl.resharding.proof import bit_sum, trained_sums
+from mindspeed_rl.resharding.proof import bit_sum, piece_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 DEEPSEEK3 = {
@@ -41,7 +41,7 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     pushed = dict(stream.named_tensors(torch.bfloat16))
     assert pushed[BIAS].dtype == torch.float32 and torch.equal(pushed[BIAS], tensors[BIAS])
     assert pushed["model.norm.weight"].dtype == torch.bfloat16
-    sums = trained_sums(
-        list(stream.local_weights.values()), stream.ops, torch.bfloat16, owns_replica=True, owns_expert_replica=True
-    )
+    plan, dtypes = stream.whole_plan(torch.bfloat16)
+    pieces = piece_sums(plan, stream.sources, dtypes, torch.distributed.group.WORLD, torch.device("cpu"))
+    sums = {plan.tensors[piece.tensor].name: value for piece, value in zip(plan.pieces, pieces)}  # one process, one piece
     assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}

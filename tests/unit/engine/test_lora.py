@@ -26,7 +26,7 @@ from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights, local_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
-from mindspeed_rl.resharding.proof import bit_sum, trained_sums
+from mindspeed_rl.resharding.proof import bit_sum, piece_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 pytestmark = pytest.mark.usefixtures("training_world")
@@ -165,9 +165,9 @@ def test_a_push_sees_merged_weights_and_leaves_the_base_as_it_was(dense: Path) -
     before = base_of(engine)
     stream = WeightStream(engine.model)
     pushed = dict(stream.named_tensors(torch.bfloat16))
-    sums = trained_sums(
-        list(stream.local_weights.values()), stream.ops, torch.bfloat16, owns_replica=True, owns_expert_replica=True
-    )
+    plan, dtypes = stream.whole_plan(torch.bfloat16)
+    pieces = piece_sums(plan, stream.sources, dtypes, torch.distributed.group.WORLD, torch.device("cpu"))
+    sums = {plan.tensors[piece.tensor].name: value for piece, value in zip(plan.pieces, pieces)}  # one process, one piece
     assert_same(base_of(engine), before)
     name = "model.layers.0.mlp.down_proj.weight"
     base = before["decoder.layers.0.mlp.linear_fc2.weight"]

@@ -97,6 +97,16 @@ def test_a_run_files_weights_and_data_are_checked_on_all_nodes() -> None:
     assert launch.run_paths(["doctor", "--json"]) == []
 
 
+def test_a_load_folder_that_the_run_will_write_is_not_asked_for(tmp_path: Path) -> None:
+    later, now = tmp_path / "later", tmp_path / "now"
+    now.mkdir()
+    command = ["train", "--config-name", "grpo_qwen25_7b_A3", "actor_config.pretrained_checkpoint=/ckpt/qwen"]
+    assert str(later) not in launch.run_paths([*command, f"actor_config.load={later}"])
+    assert {str(now), "/ckpt/qwen"} <= set(launch.run_paths([*command, f"actor_config.load={now}"]))
+    without = ["train", "--config-name", "grpo_qwen25_7b_A3", f"actor_config.load={later}"]
+    assert str(later) in launch.run_paths(without), "nothing else gives weights"
+
+
 def test_the_head_and_the_workers_start_ray_differently() -> None:
     head = launch._ray_command(settings(cpus=2), "/tmp/x")
     worker = launch._ray_command(settings(node_rank=2, hosts=("10.0.0.4", "10.0.0.5", "10.0.0.6")), "/tmp/x")

@@ -25,7 +25,7 @@ def test_mindspeeds_own_context_parallelism_stays_off() -> None:
 
 def test_memory_features_of_the_run_file_are_passed_on() -> None:
     config = MegatronConfig(swap_optimizer=True, swap_attention=True, use_distributed_optimizer=True)
-    keys = mindspeed.settings(config)
+    keys = mindspeed.settings(config, megatron_training=True)
     assert keys["swap_optimizer"] and keys["swap_attention"] and keys["use_distributed_optimizer"]
     assert "reuse_fp32_param" not in keys
 
@@ -87,3 +87,16 @@ def test_the_groups_are_those_that_megatron_asks_options_for() -> None:
     core = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0])
     asked = re.findall(r"get_nccl_options\(\s*\"(\w+)\"", (core / "parallel_state.py").read_text())
     assert set(hccl_buffers.GROUPS) == set(asked)
+
+
+@pytest.mark.parametrize("key", ["recompute_activation_function", "reuse_fp32_param", "swap_attention", "use_ascend_coc"])
+def test_a_key_that_the_install_cannot_serve_is_left_off_and_says_so(key: str) -> None:
+    config = MegatronConfig(**{key: True})
+    with pytest.warns(UserWarning, match=f"{key}: left off; MindSpeed needs a Megatron-LM source tree"):
+        keys = mindspeed.settings(config)
+    assert key not in keys and not any(name.startswith("coc_") for name in keys)
+    assert mindspeed.settings(config, megatron_training=True)[key] is True
+
+
+def test_determinism_is_the_engines_own_and_not_asked_of_mindspeed() -> None:
+    assert "npu_deterministic" not in mindspeed.settings(MegatronConfig(npu_deterministic=True), megatron_training=True)

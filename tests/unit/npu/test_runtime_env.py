@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli.doctor import variables as doctor_variables
+from mindspeed_rl.config import load_run_config
 from mindspeed_rl.platform.cpu import CpuPlatform
 from mindspeed_rl.platform.environment import load_runtime_env, worker_environment
 from mindspeed_rl.platform.npu import NpuPlatform
+from mindspeed_rl.workers import cluster
 
 FILE = Path(__file__).parents[3] / "configs" / "envs" / "runtime_env.yaml"
 
@@ -153,3 +155,19 @@ def test_the_launcher_gives_npu_workers_the_fitted_file_from_any_folder(
     assert doctor_variables.problems({name: value for name, value in rl.items() if name in doctor_variables.NAMES}) == []
     supervised = cluster.worker_environment(load_run_config("dpo_qwen3_30b_a3b_A3"), "npu")
     assert supervised["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_supervised_run_takes_its_file_from_the_same_key(tmp_path: Path) -> None:
+    path = tmp_path / "runtime_env.yaml"
+    path.write_text("env_vars:\n  MY_VARIABLE: 'here'\n  PYTORCH_NPU_ALLOC_CONF: 'expandable_segments:True'\n")
+    overrides = ["platform=npu", f"+rl_config.runtime_env_path={path}", "megatron_training.npu_deterministic=true"]
+    cfg = load_run_config("sft_tiny_cpu", None, overrides)
+    environment = cluster.worker_environment(cfg, "npu")
+    assert environment["MY_VARIABLE"] == "here" and environment["HCCL_DETERMINISTIC"] == "true"
+    # a trainer without a rollout engine keeps what sleep mode could not live with
+    assert environment["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_local_cluster_has_the_logical_cpus_that_its_workers_ask_for() -> None:
+    assert cluster.local_cpus(16, "npu", 8) >= 16 * 8 + 16
+    assert cluster.local_cpus(4, "cpu", 8) < 4 * 8 + 16, "CPU workers ask for one each"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,3 +228,16 @@ def test_a_release_is_read_from_a_version() -> None:
 def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         vllm_ascend.check_environment(environment)
+
+
+def test_a_placeholder_among_the_modules_is_not_found_as_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    placeholder = types.ModuleType("flash_attn")
+    placeholder.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # what MindSpeed leaves
+    monkeypatch.setitem(sys.modules, "flash_attn", placeholder)
+    rotary = types.ModuleType("vllm.model_executor.layers.rotary_embedding.common")
+    monkeypatch.setitem(sys.modules, rotary.__name__, rotary)
+    for parent in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.rotary_embedding"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    vllm_ascend.VllmAscendHooks().before_build("run")
+    assert rotary.find_spec("flash_attn") is None
+    assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None

@@ -33,12 +33,6 @@ def test_every_run_has_a_jsonl_of_its_metrics(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_resumed_run_appends_to_its_metrics(tmp_path):
-    tracker_files(tmp_path, RLConfig())
-    tracker_files(tmp_path, RLConfig())
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-
-
 def test_tensorboard_reads_the_scalars_back(tmp_path):
     tracker_files(tmp_path, RLConfig(use_tensorboard=True))
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -1,123 +1,247 @@
-"""Buckets: every weight once, in order, within the limit, from the stage and the ranks that hold it."""
+"""Hundreds of layout pairs: every rank ends with exactly its bytes, none of which moves twice or from further than needed."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import pytest
-from transformers import Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
 
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.weights import WeightOp
-from mindspeed_rl.resharding.plan import Bucket, HeldWeight, expert_siblings, plan_buckets
+from mindspeed_rl.resharding.boxes import Box, intersection, lengths, parts, volume, whole
+from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places
+from mindspeed_rl.resharding.plan import Plan, PlanError, TensorInfo, plan_transfer
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "head_dim": 4}
+CONFIGS: dict[str, tuple[str, Any]] = {
+    "tied": ("Qwen2ForCausalLM", Qwen2Config(**_DENSE, tie_word_embeddings=True)),
+    "few heads": ("Qwen2ForCausalLM", Qwen2Config(**_DENSE | {"num_key_value_heads": 2}, tie_word_embeddings=False)),
+    "moe": ("Qwen3MoeForCausalLM", Qwen3MoeConfig(**_DENSE, **_EXPERTS)),
+    "shared experts": (
+        "Qwen2MoeForCausalLM",
+        Qwen2MoeConfig(**_DENSE, **_EXPERTS | {"shared_expert_intermediate_size": 16}),
+    ),
+    "latent": (
+        "DeepseekV3ForCausalLM",
+        DeepseekV3Config(
+            **_DENSE | {"num_key_value_heads": 8},
+            q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, n_routed_experts=8,
+            num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1, n_group=2, topk_group=1,
+            first_k_dense_replace=1,
+        ),
+    ),
+}  # fmt: skip
 
 
-def dense_ops(tied: bool) -> list[WeightOp]:
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    ).to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
-    architecture = architecture_for(config)
-    return architecture.weight_ops(architecture.network(config))
+@dataclass
+class Pair:
+    """A model, where its weights are trained and where they are needed."""
+
+    tensors: list[TensorInfo]
+    held: Mapping[str, Mapping[Box, Sequence[int]]]
+    needed: Mapping[str, Mapping[Box, Sequence[int]]]
+    bucket: int
+    node_size: int
+
+    def plan(self) -> Plan:
+        return plan_transfer(
+            self.tensors, self.held, self.needed, bucket_bytes=self.bucket, node_of=lambda rank: rank // self.node_size
+        )
 
 
-def moe_ops(packing: ExpertPacking) -> list[WeightOp]:
-    config = Qwen3MoeConfig(
-        vocab_size=40,
-        hidden_size=8,
-        moe_intermediate_size=4,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    ).to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
-    architecture = architecture_for(config)
-    return architecture.weight_ops(architecture.network(config), packing)
+def ops_of(name: str, packing: ExpertPacking | None = None, **network_changes: Any) -> list[WeightOp]:
+    entry, config = CONFIGS[name]
+    values = config.to_dict() | {"architectures": [entry]}
+    if name == "latent":  # the prediction layer is no part of what an engine takes
+        values["num_nextn_predict_layers"] = 0
+    architecture = architecture_for(values)
+    return architecture.weight_ops(architecture.network(values), packing)
 
 
-def held(ops: list[WeightOp], tp: int, etp: int, dtype: str = "float32") -> dict[str, HeldWeight]:
-    return {op.mcore: HeldWeight(op.mcore, op.shard_shape(etp if op.axis == "etp" else tp), dtype) for op in ops}
+def draw(seed: int) -> Pair | None:
+    """A pair of layouts; None where what was drawn cannot be cut."""
+    dice = random.Random(seed)
+    name = dice.choice(list(CONFIGS))
+    moe = name not in ("tied", "few heads")
+    tp, pp, cp, dp = (dice.choice((1, 1, 2, 4)), dice.choice((1, 2, 4)), dice.choice((1, 1, 2)), dice.choice((1, 2, 3)))
+    ep, etp = (dice.choice((1, 2, 4)), dice.choice((1, tp))) if moe else (1, 1)
+    world = tp * pp * cp * dp
+    vpp = 2 if pp == 2 and dice.random() < 0.3 else 1
+    infer_tp = dice.choice((1, 2, 4, 8))
+    disjoint = dice.random() < 0.3
+    infer_world = dice.choice((1, 2, 4)) * infer_tp if disjoint else world
+    expert_parallel = moe and dice.random() < 0.6
+    sharing = dice.choice((1, 2, 4)) if expert_parallel else 1
+    if max(world, infer_world) > 16 or world % (pp * ep * etp) or infer_world % (infer_tp * sharing):
+        return None
+    layout = Layout(num_layers=4, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, num_experts=8 if moe else 0)
+    ops = ops_of(name, ExpertPacking("grouped", ep) if moe and dice.random() < 0.5 else None)
+    first = world if disjoint else 0
+    infer = InferenceLayout(infer_tp, infer_world // infer_tp, expert_parallel, sharing)
+    try:
+        for op in ops:
+            op.check_divisible(layout.expert_tp_size if op.axis == "etp" else tp)
+        needed = inference_boxes(ops, infer, num_experts=8 if moe else 0, first_rank=first)
+        places = training_places(layout, world, cp=cp, order=dice.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")))
+    except (ValueError, AssertionError):
+        return None
+    held = training_boxes(ops, layout, places)
+    shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
+    tensors = [TensorInfo(name, shape, 2 if "bias" not in name else 4) for name, shape in shapes.items()]
+    return Pair(tensors, held, needed, dice.choice((300, 1 << 12, 1 << 14, 1 << 20)), dice.choice((2, 4, 1000)))
 
 
-def delivered(buckets: list[Bucket], ops: list[WeightOp]) -> list[str]:
-    """HF names in the order in which the buckets hand them out."""
-    by_name = {op.mcore: op for op in ops}
-    return [hf for b in buckets for item in b.items for name in dict.fromkeys(item.names) for hf in by_name[name].hf]
+@functools.cache
+def pairs() -> dict[int, tuple[Pair, Plan]]:
+    """Seed -> the layouts that were drawn, and their plan."""
+    drawn = {seed: draw(seed) for seed in range(600)}
+    return {seed: (pair, pair.plan()) for seed, pair in drawn.items() if pair is not None}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 30])
-def test_every_hf_tensor_travels_once_and_no_bucket_exceeds_the_limit(tied: bool, bucket_bytes: int) -> None:
-    ops = dense_ops(tied)
-    buckets = plan_buckets(ops, held(ops, 2, 1), Layout(num_layers=4, tp=2), bucket_bytes=bucket_bytes)
-    names = delivered(buckets, ops)
-    wanted = [name for op in ops if not op.copy_of_tied for name in op.hf]
-    assert names == wanted and len(set(wanted)) == len(wanted)
-    assert ("lm_head.weight" in names) is not tied
-    for bucket in buckets:
-        assert bucket.numel * 4 <= bucket_bytes or len(bucket.items) == 1
-        ends = [item.offset + item.numel for item in bucket.items]
-        assert [item.offset for item in bucket.items] == [0, *ends[:-1]] and ends[-1] == bucket.numel
+def counted(shape: tuple[int, ...], boxes: Iterable[Box]) -> numpy.ndarray:
+    """How often each element is in one of the boxes."""
+    times = numpy.zeros(shape, dtype=numpy.int16)
+    for box in boxes:
+        times[tuple(slice(*side) for side in box)] += 1
+    return times
 
 
-def test_a_bucket_belongs_to_the_stage_that_holds_its_weights() -> None:
-    ops = dense_ops(tied=False)
-    layout = Layout(num_layers=4, pp=2, num_layer_list=(1, 3))
-    buckets = plan_buckets(ops, held(ops, 1, 1), layout, bucket_bytes=1 << 30)
-    stages = {name: bucket.stage for bucket in buckets for item in bucket.items for name in item.names}
-    assert stages["embedding.word_embeddings.weight"] == 0 and stages["output_layer.weight"] == 1
-    assert [stages[f"decoder.layers.{layer}.mlp.linear_fc2.weight"] for layer in range(4)] == [0, 1, 1, 1]
+def ranks_by_box(boxes: Mapping[Box, Sequence[int]]) -> dict[int, list[Box]]:
+    found: dict[int, list[Box]] = {}
+    for box, ranks in boxes.items():
+        for rank in ranks:
+            found.setdefault(rank, []).append(box)
+    return found
 
 
-def test_weights_of_another_type_get_buckets_of_their_own() -> None:
-    ops = dense_ops(tied=True)
-    shards = held(ops, 1, 1)
-    name = "decoder.final_layernorm.weight"
-    shards[name] = replace(shards[name], dtype="bfloat16")
-    buckets = plan_buckets(ops, shards, Layout(num_layers=4), bucket_bytes=1 << 30)
-    assert [item.names for bucket in buckets if bucket.dtype == "bfloat16" for item in bucket.items] == [(name,)]
+def test_every_rank_ends_with_exactly_its_bytes() -> None:
+    """A simulation element by element: what is held and what arrives is what is needed, and arrives once."""
+    assert len(pairs()) > 200
+    for seed, (pair, plan) in pairs().items():
+        arrived: dict[tuple[int, int], list[Box]] = {}
+        local: dict[tuple[int, int], list[Box]] = {}
+        holds = {info.name: ranks_by_box(pair.held[info.name]) for info in plan.tensors}
+        for number, rank in plan.copies:
+            piece = plan.pieces[number]
+            local.setdefault((rank, piece.tensor), []).append(piece.box)
+        for move in plan.moves:
+            piece = plan.pieces[move.piece]
+            assert intersection(move.box, piece.box) == move.box
+            arrived.setdefault((move.target, piece.tensor), []).append(move.box)
+            sources = holds[plan.tensors[piece.tensor].name][move.source]
+            assert any(intersection(box, move.box) == move.box for box in sources), "sent by a rank that does not hold it"
+        for tensor, info in enumerate(plan.tensors):
+            for rank, boxes in ranks_by_box(pair.needed.get(info.name, {})).items():
+                wanted = counted(info.shape, boxes).clip(max=1)
+                here = counted(info.shape, holds[info.name].get(rank, [])).clip(max=1)
+                got = counted(info.shape, arrived.pop((rank, tensor), []))
+                copied = counted(info.shape, local.pop((rank, tensor), []))
+                assert (got == wanted * (1 - here)).all(), f"seed {seed}, {info.name}, rank {rank}"
+                assert (copied == wanted * here).all(), f"seed {seed}, {info.name}, rank {rank}"
+        assert not arrived and not local, "a rank got what it does not need"
 
 
-@pytest.mark.parametrize("kind", ["local", "grouped"])
-@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 2, 1), (2, 2, 1), (2, 2, 2), (1, 1, 1), (2, 1, 2)])
-def test_every_expert_travels_once_whatever_the_expert_layout(kind: str, tp: int, ep: int, etp: int) -> None:
-    ops = moe_ops(ExpertPacking(kind, ep if kind == "grouped" else 1))
-    layout = Layout(num_layers=2, tp=tp, ep=ep, etp=etp, num_experts=4)
-    buckets = plan_buckets(ops, held(ops, tp, etp), layout, bucket_bytes=1 << 30)
-    names = delivered(buckets, ops)
-    assert sorted(names) == sorted(name for op in ops for name in op.hf)
-    widths = {len(item.names) for bucket in buckets if bucket.group == "expert" for item in bucket.items}
-    assert widths == {ep * etp}
+def test_buckets_hold_their_bytes_on_each_rank() -> None:
+    for seed, (pair, plan) in pairs().items():
+        load: Counter[tuple[int, int]] = Counter()
+        for move in plan.moves:
+            size = volume(move.box) * plan.tensors[plan.pieces[move.piece].tensor].itemsize
+            assert move.num_bytes == size
+            load[move.source, move.bucket] += size
+            load[move.target, move.bucket] += size
+            assert 0 <= move.bucket < plan.num_buckets
+        assert max(load.values(), default=0) <= pair.bucket, f"seed {seed}"
+        total: Counter[int] = Counter()
+        for (rank, _), size in load.items():
+            total[rank] += size
+        busiest = max(total.values(), default=0)
+        # first fit: two half-empty buckets follow each other at most, on either end of a message
+        assert plan.num_buckets <= 1 + 6 * busiest / pair.bucket, f"seed {seed}"
 
 
-def test_ranks_of_the_expert_group_hold_consecutive_experts_with_the_tensor_rank_fastest() -> None:
-    ops = moe_ops(ExpertPacking("local"))
-    layout = Layout(num_layers=2, tp=2, ep=2, etp=2, num_experts=4)
-    experts = {("layer", op.layer, kind_of(op), op.experts[0]): op.mcore for op in ops if op.axis == "etp"}
-    second_local = next(op for op in ops if op.experts == (1,) and op.layer == 0 and "fc1" in op.mcore)
-    stem = "decoder.layers.0.mlp.experts.local_experts"
-    expected = [f"{stem}.{expert}.linear_fc1.weight" for expert in (1, 1, 3, 3)]
-    assert list(expert_siblings(second_local, experts, layout)) == expected
+def test_senders_are_the_nearest_and_differ_by_less_than_a_bucket() -> None:
+    for seed, (pair, plan) in pairs().items():
+        sent = plan.sent()
+        holders_of = [
+            next(ranks for box, ranks in pair.held[plan.tensors[p.tensor].name].items() if intersection(box, p.box) == p.box)
+            for p in plan.pieces
+        ]
+        for move in plan.moves:
+            holders = holders_of[move.piece]
+            assert move.target not in holders
+            near = [rank for rank in holders if rank // pair.node_size == move.target // pair.node_size]
+            assert move.source in (near or holders), f"seed {seed}"
+            least = min(sent.get(rank, 0) for rank in near or holders)
+            assert sent[move.source] - least <= min(pair.bucket, move.num_bytes), f"seed {seed}"
 
 
-def kind_of(op: WeightOp) -> str:
-    """An expert weight's name without its numbers."""
-    return ".".join(part for part in op.mcore.split(".") if not part.isdigit())
+def test_equal_layouts_move_nothing() -> None:
+    ops = ops_of("few heads")
+    layout = Layout(num_layers=4, tp=2)
+    held = training_boxes(ops, layout, training_places(layout, 4))
+    tensors = [TensorInfo(name, shape, 2) for op in ops for name, shape in zip(op.hf, op.shapes)]
+    plan = plan_transfer(tensors, held, inference_boxes(ops, InferenceLayout(2, 2)), bucket_bytes=1 << 20)
+    moved = {plan.tensors[plan.pieces[move.piece].tensor].name for move in plan.moves}
+    assert moved == {"model.embed_tokens.weight", "lm_head.weight"}  # the engine pads 40 rows to 64, the trainer does not
 
 
-def test_a_weight_nobody_holds_is_an_error_that_names_it() -> None:
-    ops = dense_ops(tied=True)
-    shards = held(ops, 1, 1)
-    del shards["decoder.final_layernorm.weight"]
-    with pytest.raises(RuntimeError, match="no rank holds decoder.final_layernorm.weight"):
-        plan_buckets(ops, shards, Layout(num_layers=4), bucket_bytes=1 << 30)
+def test_a_rank_of_a_pipeline_gets_the_other_stages_and_nothing_else() -> None:
+    ops = ops_of("few heads")
+    layout = Layout(num_layers=4, pp=2)
+    held = training_boxes(ops, layout, training_places(layout, 2))
+    shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
+    tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
+    plan = plan_transfer(tensors, held, inference_boxes(ops, InferenceLayout(1, 2)), bucket_bytes=1 << 20)
+    size = {name: 2 * volume(whole(shape)) for name, shape in shapes.items()}
+    second = [
+        name for name in size if "layers.2." in name or "layers.3." in name or name in ("model.norm.weight", "lm_head.weight")
+    ]
+    assert plan.received() == {
+        0: sum(size[name] for name in second),
+        1: sum(size.values()) - sum(size[name] for name in second),
+    }
+
+
+def test_copies_on_data_parallel_ranks_share_the_sending() -> None:
+    tensors = [TensorInfo("w", (64, 8), 2)]
+    held = {"w": {whole((64, 8)): [0, 1, 2, 3]}}
+    needed = {"w": {whole((64, 8)): list(range(4, 8))}}
+    plan = plan_transfer(tensors, held, needed, bucket_bytes=512)
+    assert plan.sent() == dict.fromkeys(range(4), 1024) and plan.received() == dict.fromkeys(range(4, 8), 1024)
+
+
+def test_a_tensor_that_is_larger_than_a_bucket_is_split_evenly() -> None:
+    tensors = [TensorInfo("w", (10, 6), 4)]
+    plan = plan_transfer(tensors, {"w": {whole((10, 6)): [0]}}, {"w": {whole((10, 6)): [1]}}, bucket_bytes=200)
+    assert sum(move.num_bytes for move in plan.moves) == 240
+    assert {lengths(move.box) for move in plan.moves} == {(2, 6)} and plan.num_buckets == 2
+
+
+def test_parts_follow_the_order_of_the_elements() -> None:
+    box = ((2, 5), (1, 8))
+    assert parts(box, 3)[:4] == [((2, 3), (1, 3)), ((2, 3), (3, 5)), ((2, 3), (5, 8)), ((3, 4), (1, 3))]
+    assert parts(box, 21) == [box]
+
+
+def test_what_nobody_holds_is_an_error_that_names_it() -> None:
+    tensors = [TensorInfo("w", (4,), 2)]
+    with pytest.raises(PlanError, match=r"ranks \[1\] need \(\(0, 4\),\) of w, of which training ranks hold 2 of 4"):
+        plan_transfer(tensors, {"w": {((0, 2),): [0]}}, {"w": {((0, 4),): [1]}}, bucket_bytes=100)
+
+
+def test_ranks_that_cannot_hold_the_layout_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 ranks cannot hold tensor 4"):
+        training_places(Layout(num_layers=4, tp=4), 6)

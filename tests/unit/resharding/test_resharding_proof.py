@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
 import pytest
 import torch
-from torch import nn
+from engine_model import EngineModel, EngineRank
 
-from mindspeed_rl.resharding.proof import WeightDeliveryError, bit_sum, check_delivery
+from mindspeed_rl.resharding.boxes import Box, whole
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, bit_sum, ordered_sum
+from mindspeed_rl.resharding.push import Trained, WeightPush
+from mindspeed_rl.resharding.sources import Sources
 
 
 def test_the_sum_is_that_of_a_function_of_the_bit_patterns_modulo_two_to_the_64() -> None:
@@ -50,92 +59,113 @@ def test_every_single_bit_matters() -> None:
             assert bit_sum(bits.view(torch.float32)) != bit_sum(tensor)
 
 
-class Holder(nn.Module):
-    """Parameters under dotted names, as an engine's modules hold them."""
+def test_an_ordered_sum_sees_what_a_bit_sum_does_not() -> None:
+    tensor = torch.randn(5, 4)
+    swapped = tensor.clone()
+    swapped[0, 0], swapped[3, 2] = tensor[3, 2], tensor[0, 0]
+    assert bit_sum(swapped) == bit_sum(tensor) and ordered_sum([swapped]) != ordered_sum([tensor])
+    assert ordered_sum([tensor[:2], tensor[2:]]) == ordered_sum([tensor]) != ordered_sum([tensor[2:], tensor[:2]])
 
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.tensors = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+@pytest.fixture(scope="module")
+def group(one_process_world: None) -> None:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo")
 
-    def named_parameters(self, *args: object, **kwargs: object):
-        return iter(self.tensors.items())
+
+@dataclass(frozen=True)
+class Held:
+    """HF tensors that this process holds whole."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        for _, view in self.views(name, box):
+            out.copy_(view)
+
+    def views(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        yield box, self.tensors[name][tuple(slice(*side) for side in box)]
+
+    def forget_merged(self) -> None:
+        pass
 
 
 def trained_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"q_proj": (8, 8), "k_proj": (4, 8), "v_proj": (4, 8)}
     names = {f"layers.{n}.{part}.weight": shape for n in range(2) for part, shape in shapes.items()}
-    names |= {"layers.0.norm.weight": (8,), "embed.weight": (10, 8)}
-    names |= {f"layers.0.experts.{e}.{part}.weight": (6, 8) for e in range(3) for part in ("gate_proj", "up_proj")}
+    names |= {"layers.0.norm.weight": (8,), "embed_tokens.weight": (10, 8)}
+    for expert in range(3):
+        names |= {f"layers.0.experts.{expert}.{part}.weight": (6, 8) for part in ("gate_proj", "up_proj")}
+        names[f"layers.0.experts.{expert}.down_proj.weight"] = (8, 6)
     return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
-def engine_tensors(trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same weights as an engine fuses, transposes and pads them."""
-    engine = {
-        f"layers.{n}.qkv_proj.weight": torch.cat([trained[f"layers.{n}.{part}_proj.weight"] for part in "qkv"])
-        for n in range(2)
-    }
-    engine["layers.0.norm.weight"] = trained["layers.0.norm.weight"].clone()
-    engine["embed.weight"] = torch.cat([trained["embed.weight"], torch.zeros(6, 8)])
-    stacked = [trained[f"layers.0.experts.{e}.{part}.weight"] for e in range(3) for part in ("gate_proj", "up_proj")]
-    engine["layers.0.experts.w13_weight"] = torch.stack(stacked).transpose(1, 2).contiguous()
-    return engine
+def pushed(trained: dict[str, torch.Tensor]) -> tuple[WeightPush, EngineModel]:
+    """An engine that fuses, pads, stacks and transposes, filled from these tensors."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
+    engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3, transposed=True))
+    held = {name: {whole(shape): [0]} for name, shape in shapes.items()}
+    sources = cast(Sources, Held(trained))
+    push = WeightPush(
+        Trained(held, shapes, sources, torch.device("cpu"), 1 << 20),
+        read_destinations(engine, engine.load_weights, shapes, torch.float32),
+        world_exchange(),
+    )
+    push.write(engine)
+    return push, engine
 
 
-def check(engine: dict[str, torch.Tensor], trained: dict[str, torch.Tensor]) -> int:
-    sums = {name: bit_sum(tensor) for name, tensor in trained.items()}
-    return check_delivery(Holder(engine), sums, infer_tp_size=1, group=None, kv_heads=2).num_parameters
+NAMES = ("layers.0.qkv_proj.weight", "layers.1.qkv_proj.weight", "layers.0.norm.weight", "embed_tokens.weight",
+         "layers.0.experts.w13_weight", "layers.0.experts.w2_weight")  # fmt: skip
 
 
-def test_fused_padded_and_transposed_weights_pass() -> None:
-    trained = trained_tensors()
-    assert check(engine_tensors(trained), trained) == 5
+def test_fused_padded_and_transposed_weights_pass(group: None) -> None:
+    push, engine = pushed(trained_tensors())
+    assert push.prove(engine) == DeliveryProof(num_parameters=6, num_tensors=len(trained_tensors()))
+    assert {name for name, _ in engine.named_parameters()} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", list(engine_tensors(trained_tensors())))
-def test_one_damaged_element_is_named(name: str) -> None:
-    trained = trained_tensors()
-    engine = engine_tensors(trained)
-    flat = engine[name].view(-1)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_damaged_element_is_named(group: None, name: str) -> None:
+    push, engine = pushed(trained_tensors())
+    flat = dict(engine.named_parameters())[name].data.view(-1)
     flat[3] = torch.nextafter(flat[3], torch.tensor(9.0))
     with pytest.raises(WeightDeliveryError, match=rf"1 parameters .* differ from those trained: {name}\."):
-        check(engine, trained)
+        push.prove(engine)
 
 
-def test_a_swap_between_layers_is_named_on_both_sides() -> None:
-    trained = trained_tensors()
-    engine = engine_tensors(trained)
-    first, second = "layers.0.qkv_proj.weight", "layers.1.qkv_proj.weight"
-    engine[first], engine[second] = engine[second], engine[first]
+def test_a_swap_between_layers_is_named_on_both_sides(group: None) -> None:
+    push, engine = pushed(trained_tensors())
+    first, second = NAMES[:2]
+    parameters = dict(engine.named_parameters())
+    kept = parameters[first].data.clone()
+    parameters[first].data.copy_(parameters[second].data)
+    parameters[second].data.copy_(kept)
     with pytest.raises(WeightDeliveryError, match=f"{first}, {second}"):
-        check(engine, trained)
+        push.prove(engine)
 
 
-def test_a_stale_tensor_is_named() -> None:
+def test_a_stale_tensor_is_named(group: None) -> None:
     trained = trained_tensors()
-    engine = engine_tensors(trained)
-    trained["layers.0.norm.weight"] = trained["layers.0.norm.weight"] + 1e-3
+    push, engine = pushed(trained)
+    trained["layers.0.norm.weight"].add_(1e-3)
     with pytest.raises(WeightDeliveryError, match=r"layers\.0\.norm\.weight"):
-        check(engine, trained)
+        push.prove(engine)
 
 
-def test_a_lost_tensor_is_named_whether_the_engine_or_the_trainer_lacks_it() -> None:
+def test_a_tensor_without_a_place_and_a_place_without_a_tensor_are_named(group: None) -> None:
     trained = trained_tensors()
-    engine = engine_tensors(trained)
-    without = {name: tensor for name, tensor in engine.items() if name != "embed.weight"}
-    with pytest.raises(WeightDeliveryError, match=r"no parameter for 1 tensors, for example embed\.weight"):
-        check(without, trained)
-    fewer = {name: tensor for name, tensor in trained.items() if name != "embed.weight"}
-    with pytest.raises(WeightDeliveryError, match=r"embed\.weight \(no trained tensor has this name\)"):
-        check(engine, fewer)
-
-
-def test_a_missing_part_of_a_fused_parameter_is_found() -> None:
-    trained = trained_tensors()
-    engine = engine_tensors(trained)
-    engine["layers.1.qkv_proj.weight"][-4:] = 0.0  # the value projection never arrived
-    with pytest.raises(WeightDeliveryError, match=r"layers\.1\.qkv_proj\.weight"):
-        check(engine, trained)
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
+    engine = EngineModel({k: v for k, v in shapes.items() if k != "embed_tokens.weight"}, EngineRank(1, 0, num_experts=3))
+    found = read_destinations(engine, engine.load_weights, shapes, torch.float32)
+    held = {name: {whole(shape): [0]} for name, shape in shapes.items()}
+    side = Trained(held, shapes, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
+    with pytest.raises(WeightDeliveryError, match=r"no parameter for 1 tensors, for example embed_tokens\.weight"):
+        WeightPush(side, found, world_exchange())
+    engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3))
+    fewer = {name: shape for name, shape in shapes.items() if name != "embed_tokens.weight"}
+    side = Trained(held, fewer, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
+    found = read_destinations(engine, engine.load_weights, fewer, torch.float32)
+    with pytest.raises(WeightDeliveryError, match=r"1 parameters .* got no tensor, for example embed_tokens\.weight"):
+        WeightPush(side, found, world_exchange())

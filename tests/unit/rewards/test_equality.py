@@ -126,11 +126,14 @@ WITH_LABEL = (
     multiple_choice,
 )  # fmt: skip
 ALONE = (think_answer, strict_format, step, json_format)
-PIECES = r"""
+PIECES = (
+    r"""
     \frac{ \sqrt{ } { ( ) [ ] \{ \} , ; ^ _ ! + - * / = < > \le \cup \pm \log \ln \sin \pi \infty x y n 1 2 7 10 99 0.5 3e5
     1,000 $ \boxed{ <answer> </answer> <think> </think> #### % \% \text{ cm six and or \begin{pmatrix} \end{pmatrix} & \\
     \binom{ \int_ \sum_{ \lim_{ | e E i ' " : . \left \right \overline{ \mod \circ
-""".split() + [" ", "\n", "\ud800", "\x00", "٣", "²", "½", "．", "。", "中", "9" * 5000]
+""".split()
+    + [" ", "\n", "\ud800", "\x00", "٣", "²", "½", "．", "。", "中", "9" * 5000]
+)
 #: what a model that lost its way writes, and what a parser or a big number would take for ever over
 DEGENERATE = (
     "", "\\boxed{" * 2000, "9" * 10_000, "#### " + "9" * 5000, "\\boxed{" + "9" * 5000 + "}", "(" * 3000, "\\frac{" * 3000,

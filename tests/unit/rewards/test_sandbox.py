@@ -1,15 +1,18 @@
 """The sandbox: untrusted programs end, and take nothing with them."""
 
 import os
+import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.rewards.sandbox import SandboxLimits, available_isolation, run_python
+from mindspeed_rl.rewards.sandbox import SandboxLimits, _run, available_isolation, run_python
 
 needs = {
     name: pytest.mark.skipif(name not in available_isolation(), reason=f"this machine gives no isolation of {name}")
-    for name in ("network", "processes", "files", "user")
+    for name in ("network", "processes", "files", "user", "sockets")
 }
 
 
@@ -20,7 +23,8 @@ def test_a_program_reads_its_input_and_writes_its_output() -> None:
 
 def test_what_the_machine_does_not_give_is_listed() -> None:
     missing = set(run_python("").missing)
-    assert missing == {"network", "processes", "files", "user"} - available_isolation()
+    landlock = {"files"} if "landlock" in available_isolation() else set()
+    assert missing == {"network", "processes", "files", "user", "sockets"} - available_isolation() - landlock
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,9 @@ def test_there_is_no_network_not_even_to_this_machine() -> None:
     program = (
         "import socket\ntry:\n socket.create_connection(('127.0.0.1', 80), 1)\nexcept OSError as error: print(error.errno)"
     )
-    assert run_python(program).output == b"101\n"  # ENETUNREACH: there is no interface at all
+    isolation = available_isolation() - {"sockets"}  # the filter would refuse the socket before the network is missed
+    result = _run(program, b"", SandboxLimits(), isolation)
+    assert result.output == b"101\n"  # ENETUNREACH: there is no interface at all
 
 
 @needs["processes"]
@@ -89,9 +95,153 @@ def test_a_fork_bomb_is_stopped_by_the_limit_on_processes() -> None:
     assert result.timed_out or b"Resource temporarily unavailable" in result.errors
 
 
+READS = """
+try:
+    print(open({path!r}).read())
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@needs["files"]
+def test_there_are_no_other_files_not_even_those_that_anybody_may_read(tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("42")
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    answers.chmod(0o644)
+    for path in (answers, Path(__file__), Path("/etc/passwd"), Path("/proc/self/environ"), Path("/proc/1/cmdline")):
+        assert run_python(READS.format(path=str(path))).output == b"FileNotFoundError\n", path
+    seen = run_python("import os; print(sorted(os.listdir('/home'))); print(os.listdir('/tmp')); print(os.path.exists('/etc'))")
+    assert seen.output == b"['program.py']\n[]\nFalse\n"
+
+
+@needs["files"]
+def test_packages_beside_the_standard_library_are_not_there() -> None:
+    program = """
+import os, sysconfig
+folder = os.path.join(sysconfig.get_path("stdlib"), "site-packages")
+print(os.path.isdir(folder) and os.listdir(folder) or [])
+"""
+    assert run_python(program).output == b"[]\n"
+
+
+@needs["files"]
+def test_the_old_root_is_gone_and_the_interpreter_cannot_be_changed() -> None:
+    program = """
+import os, sys
+for path in ("/..", "/home/../..", "/proc/self/root"):
+    print(sorted(set(os.listdir(path)) & {"etc", "proc", "sys", "var", "work"}) if os.path.exists(path) else "absent")
+for change in (lambda: open(os.__file__, "a"), lambda: os.chroot("/home"), lambda: os.mkdir("/etc")):
+    try:
+        change()
+        print("done")
+    except OSError as error:
+        print("refused")
+"""
+    assert run_python(program).output.decode().split() == ["[]", "[]", "absent", "refused", "refused", "refused"]
+
+
+@needs["sockets"]
+def test_no_socket_of_any_kind_can_be_made(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "door"))
+        listening.listen()
+        (tmp_path / "door").chmod(0o777)
+        program = """
+import socket
+for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK, socket.AF_VSOCK, socket.AF_PACKET):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
+        try:
+            socket.socket(family, kind)
+            print("made", family, kind)
+        except OSError as error:
+            assert error.errno == 1, error
+try:
+    socket.socketpair()
+    print("made a pair")
+except PermissionError:
+    print("none")
+"""
+        assert run_python(program).output == b"none\n"
+
+
+@needs["sockets"]
+@pytest.mark.parametrize(
+    "call",
+    [
+        "os.memfd_create('a')",
+        "ctypes.CDLL(None, use_errno=True).unshare(0x10000000) and (_ for _ in ()).throw(PermissionError())",
+        "ctypes.CDLL(None, use_errno=True).syscall(425, 8, ctypes.create_string_buffer(120)) < 0 and _refuse()",
+        "ctypes.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0) and _refuse()",
+        "ctypes.CDLL(None, use_errno=True).shmget(0, 1 << 20, 0o1777) < 0 and _refuse()",
+    ],
+)
+def test_ways_around_are_refused(call: str) -> None:
+    program = f"""
+import ctypes, os
+def _refuse():
+    assert ctypes.get_errno() == 1, ctypes.get_errno()
+    raise PermissionError
+try:
+    {call}
+    print("done")
+except PermissionError:
+    print("refused")
+"""
+    assert run_python(program).output == b"refused\n"
+
+
+@needs["processes"]
+def test_processes_together_have_the_memory_of_one() -> None:
+    program = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        break
+held = b"x" * (100 << 20)
+time.sleep(1000)
+"""
+    result = run_python(program, limits=SandboxLimits(wall_s=60.0, memory_mib=256))
+    assert result.out_of_memory and not result.timed_out and result.status == -9
+
+
+@needs["files"]
+def test_files_together_have_a_limit() -> None:
+    program = """
+total = 0
+try:
+    for number in range(1000):
+        with open(f"{number}", "wb") as file:
+            total += file.write(bytes(1 << 20))
+except OSError as error:
+    print(error.errno, total >> 20)
+"""
+    result = run_python(program, limits=SandboxLimits(disk_mib=8))
+    assert result.output.split()[0] == b"28" and int(result.output.split()[1]) <= 8
+
+
+@pytest.mark.skipif("files" not in available_isolation(), reason="where namespaces are missing, the other tests are Landlock's")
+def test_landlock_alone_keeps_other_files_closed(tmp_path: Path) -> None:
+    (tmp_path / "answers").write_text("42")
+    isolation = frozenset({"landlock"})
+    try:
+        works = _run("open('mine', 'w').write('a'); print(open('mine').read())", b"", SandboxLimits(), isolation)
+    except subprocess.SubprocessError:
+        pytest.skip("this kernel has no Landlock")
+    assert works.output == b"a\n" and "files" not in works.missing
+    for path in (tmp_path / "answers", Path(__file__), Path("/etc/passwd"), Path(pytest.__file__)):
+        assert _run(READS.format(path=str(path)), b"", SandboxLimits(), isolation).output == b"PermissionError\n", path
+
+
 @needs["user"]
 def test_roots_files_cannot_be_read(tmp_path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     secret.chmod(0o600)
-    assert b"PermissionError" in run_python(f"print(open({str(secret)!r}).read())").errors
+    assert b"Error" in run_python(f"print(open({str(secret)!r}).read())").errors
+
+
+def test_what_is_missing_can_be_asked_for_before_anything_is_scored() -> None:
+    said = subprocess.run([sys.executable, "-m", "mindspeed_rl.rewards.sandbox"], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == list(run_python("").missing)

@@ -39,7 +39,6 @@ platform.select("cpu")
 adaptors.apply("rollout")  # before vLLM is imported
 
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.resharding.proof import bit_sum, check_delivery
 from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -51,9 +50,6 @@ worst = []
 for push, factor in enumerate((1.0, -2.0)):
     changed = {name: value * factor if "kv_b_proj" in name else value for name, value in weights.items()}
     engine.load_weights(changed.items(), push)
-    trained = {name: bit_sum(value) for name, value in changed.items()}
-    proof = check_delivery(engine.read_model(), trained, infer_tp_size=1, group=None, kv_heads=4)
-    assert proof.num_tensors == len(weights)
     for name, parameter in reference.named_parameters():
         if "kv_b_proj" in name:
             parameter.data.copy_(changed[name])

@@ -12,9 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mindspeed_rl.checkpoint.checksums import join_parts
 from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
-from mindspeed_rl.trainers.beginning import find_beginning, how_to_go_on
-from mindspeed_rl.workers.model_source import ModelSource, check_critic_start, check_reward_start, rl_reference
+from mindspeed_rl.trainers.beginning import find_beginning, how_to_go_on, with_sound_checkpoint
+from mindspeed_rl.workers.model_source import (
+    ModelSource,
+    check_critic_start,
+    check_reward_start,
+    find_model,
+    rl_reference,
+)
 
 
 def run(
@@ -92,6 +99,65 @@ def test_a_run_with_nothing_left_to_do_is_refused(tmp_path: Path, stage: str, st
     with pytest.raises(ValueError, match=r"train_iters: 10, but the run would go on after iteration 10 of .* nothing is left"):
         find_beginning(run(stage), source)
     assert find_beginning(run(stage, iters=11), source).iteration == 10
+
+
+def sound_checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage: str) -> ModelSource:
+    """A checkpoint with sums, as a run writes it."""
+    source = checkpoint(folder, iteration, state, stage)
+    inside = folder / f"iter_{iteration:07d}"
+    record = json.loads((inside / "run_state.json").read_text()) | {"checksums": True}
+    (inside / "run_state.json").write_text(json.dumps(record))
+    (inside / "__0_0.distcp").write_bytes(b"weights" * 100)
+    join_parts(inside)
+    return source
+
+
+def test_a_truncated_or_missing_file_is_found_before_anything_starts(tmp_path: Path) -> None:
+    source = sound_checkpoint(tmp_path, 4, RL, "ray_grpo")
+    assert find_beginning(run("ray_grpo"), source).iteration == 4
+    file = tmp_path / "iter_0000004" / "__0_0.distcp"
+    file.write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"actor_config.load: .*__0_0.distcp has 7 bytes, but was written with 700"):
+        find_beginning(run("ray_grpo"), source)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"__0_0.distcp is missing; load_previous: true goes on from the one before"):
+        find_beginning(run("ray_grpo"), source)
+    file.write_bytes(b"weights" * 100)
+    for text in ("{", "[1]", '{"iteration": 4, "checksums": true}'):
+        (tmp_path / "iter_0000004" / "run_state.json").write_text(text)
+        with pytest.raises(ValueError, match=r"actor_config.load: .*run_state.json"):
+            find_beginning(run("ray_grpo"), source)
+
+
+def test_the_checkpoint_before_a_damaged_one_is_taken_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for iteration in (2, 4, 6):
+        source = sound_checkpoint(tmp_path, iteration, RL, "ray_grpo")
+    plain, asked = (run("ray_grpo", load=str(tmp_path), load_previous=wish) for wish in (False, True))
+    assert with_sound_checkpoint(plain) is plain
+    assert with_sound_checkpoint(asked).config.actor_config.load_iteration == 6
+    (tmp_path / "iter_0000006" / "__0_0.distcp").write_bytes(b"weighty" * 100)
+    (tmp_path / "iter_0000004" / "__0_0.distcp").unlink()
+    capsys.readouterr()
+    taken = with_sound_checkpoint(asked)
+    said = capsys.readouterr().out
+    assert "iteration 6 is passed over (load_previous): " in said and "__0_0.distcp is damaged" in said
+    assert "iteration 4 is passed over" in said and "__0_0.distcp is missing" in said
+    assert taken.config.actor_config.load_iteration == 2
+    source = ModelSource(tmp_path, tmp_path, "training", taken.config.actor_config.load_iteration)
+    assert find_beginning(taken, source).iteration == 2
+    (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=f"actor_config.load_previous: no checkpoint in {tmp_path} is sound"):
+        with_sound_checkpoint(asked)
+
+
+def test_a_run_does_not_begin_anew_beside_checkpoints_that_nobody_names(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10, RL, "ray_grpo")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    config = MegatronConfig(load=str(tmp_path), pretrained_checkpoint="/model")
+    with pytest.raises(ValueError, match=r"actor_config.load: .*checkpointed_iteration.txt: missing, but .* iterations 10"):
+        find_model(config, "actor_config")
+    with pytest.raises(ValueError, match=r"has no checkpoint of iteration 7 \(load_iteration\); it has 10"):
+        find_model(MegatronConfig(load=str(tmp_path), load_iteration=7), "actor_config")
 
 
 def test_only_an_evaluation_is_left_to_do_after_the_last_iteration(tmp_path: Path) -> None:

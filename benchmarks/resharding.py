@@ -1,0 +1,325 @@
+"""What a weight push costs: bytes, seconds and memory, beside gathering every tensor on every rank; and plans of real models.
+
+    python benchmarks/resharding.py measure --processes 2 4 --millions 10 100 300
+    python benchmarks/resharding.py plans
+
+`measure` starts processes that hold training shards and a model of an engine's layout (tests/engine_model.py), pushes both ways
+and prints a row a layout. Peaks are of resident memory above what was resident before. `plans` moves nothing: it prints what
+the planner says of models and clusters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "dist")]
+
+PUSHES = 3
+#: devices of a machine
+NODE = 16
+#: processes -> name, training sizes, inference tensor ranks
+LAYOUTS = {
+    2: [("TP2 -> TP2", {"tp": 2}, 2), ("TP2 -> TP1 x 2", {"tp": 2}, 1), ("PP2 -> TP2", {"pp": 2}, 2)],
+    4: [("TP2 PP2 -> TP1 x 4", {"tp": 2, "pp": 2}, 1), ("TP4 -> TP2 x 2", {"tp": 4}, 2)],
+}
+#: millions of parameters -> hidden, FFN, layers
+SIZES = {10: (320, 864, 6), 30: (512, 1408, 8), 100: (768, 2112, 12), 300: (1024, 2752, 22)}
+
+
+def config_of(millions: int) -> dict[str, Any]:
+    hidden, ffn, layers = SIZES[millions]
+    return {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 4096,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- measured
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory; with `peak` the most since `forget_peak`."""
+    wanted = "VmHWM:" if peak else "VmRSS:"
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(wanted))
+    return int(line.split()[1]) << 10
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def timed(work: Callable[[], object]) -> tuple[float, int]:
+    """Median seconds and the largest growth of memory of a few rounds that all processes begin together."""
+    import torch.distributed as dist
+
+    seconds, most = [], 0
+    for _ in range(PUSHES):
+        forget_peak()
+        before = resident()
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+        most = max(most, resident(peak=True) - before)
+    return statistics.median(seconds), most
+
+
+def measured(rank: int, processes: int, port: int, millions: int, layout: int, bucket_mb: int, results: Any) -> None:
+    """One process's part of a measurement."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+    from push_jobs import Case, Side, weights_of
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    _, train, infer_tp = LAYOUTS[processes][layout]
+    case = Case(config_of(millions), train, infer_tp, bucket_bytes=bucket_mb << 20, dtype=torch.bfloat16)
+    side = Side(case)
+    assert side.engine is not None
+    side.train(weights_of(side.ops, 0, torch.bfloat16))
+    engine = side.engine
+    side.push.write(engine)  # the first messages between two processes are slow
+    push = timed(lambda: side.push.write(engine))
+    proof = timed(lambda: side.push.prove(engine))
+    gather = timed(lambda: engine.load_weights(gathered(side)))
+    side.push.prove(engine)  # both ways end alike
+    received = side.push.received_bytes
+    whole = sum(torch.Size(shape).numel() * 2 for shape in side.trained.shapes.values())
+    row = {"push": push, "proof": proof, "gather": gather, "received": received, "bound": bound(side, rank), "whole": whole}
+    everyone: list[Any] = [None] * processes
+    dist.all_gather_object(everyone, row)
+    if rank == 0:
+        results.put(everyone)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def bound(side: Any, rank: int) -> int:
+    """Bytes that this rank's engine needs and its shards do not hold, counted element by element from the two layouts."""
+    import torch
+
+    missing = 0
+    for name, shape in side.trained.shapes.items():
+        wanted = torch.zeros(shape, dtype=torch.bool)
+        for tensor, box in side.destinations.needs():
+            if tensor == name:
+                wanted[tuple(slice(*edge) for edge in box)] = True
+        for box, ranks in side.trained.held[name].items():
+            if rank in ranks:
+                wanted[tuple(slice(*edge) for edge in box)] = False
+        missing += int(wanted.sum()) * 2
+    return missing
+
+
+def gathered(side: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor whole on every rank: gathered over the tensor ranks, then broadcast from the stage that holds it."""
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed_rl.resharding.layouts import stage_of
+
+    mine = {shard.op.mcore: shard for shard in side.shards}
+    groups = groups_of(side)
+    for op in side.ops:
+        stage = stage_of(op, side.layout)
+        shape = op.shard_shape(side.layout.tp)
+        shards = torch.empty(side.layout.tp, *shape, dtype=side.case.dtype)
+        if op.mcore in mine:
+            dist.all_gather_into_tensor(shards.view(-1), mine[op.mcore].tensor.reshape(-1), group=groups["tensor"])
+        if side.layout.pp > 1:
+            source = dist.get_global_rank(groups["stages"], stage)
+            dist.broadcast(shards, src=source, group=groups["stages"])
+        yield from op.shards_to_hf([*shards] if any(split.dim is not None for split in op.splits) else [shards[0]]).items()
+
+
+_GROUPS: dict[str, Any] = {}
+
+
+def groups_of(side: Any) -> dict[str, Any]:
+    """The process groups of a tensor-parallel replica's stage and of its pipeline."""
+    import torch.distributed as dist
+
+    if not _GROUPS:
+        places = side.places
+        for kind, key in (("tensor", lambda place: place.pp), ("stages", lambda place: place.tp)):
+            for value in sorted({key(place) for place in places}):
+                ranks = [rank for rank, place in enumerate(places) if key(place) == value]
+                group = dist.new_group(ranks)
+                if side.exchange.rank in ranks:
+                    _GROUPS[kind] = group
+    return _GROUPS
+
+
+def measure(processes: list[int], millions: list[int], bucket_mb: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    columns = (
+        "layout", "parameters", "received, MB a rank", "/ bound", "/ whole model", "push s", "proof s", "gather s",
+        "peak push MB", "peak gather MB",
+    )  # fmt: skip
+    print(heading(columns))
+    for count in processes:
+        for number, (name, _, _) in enumerate(LAYOUTS[count]):
+            for size in millions:
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", 0))
+                    port = free.getsockname()[1]
+                results = context.SimpleQueue()
+                arguments = [(rank, count, port, size, number, bucket_mb, results) for rank in range(count)]
+                started = [context.Process(target=measured, args=args, daemon=True) for args in arguments]
+                for process in started:
+                    process.start()
+                rows = results.get()
+                for process in started:
+                    process.join(60)
+                print(table_row(name, size, rows), flush=True)
+
+
+def heading(columns: tuple[str, ...]) -> str:
+    return f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
+
+
+def table_row(name: str, size: int, rows: list[dict[str, Any]]) -> str:
+    mb = 1e6
+    received, lowest = sum(row["received"] for row in rows), sum(row["bound"] for row in rows)
+    ratio = f"{received / lowest:.3f}" if lowest else "0 / 0"
+    times = [f"{max(row[kind][0] for row in rows):.3f}" for kind in ("push", "proof", "gather")]
+    peaks = [f"{max(row[kind][1] for row in rows) / mb:.0f}" for kind in ("push", "gather")]
+    share = received / sum(row["whole"] for row in rows)
+    cells = [name, f"{size} M", f"{received / len(rows) / mb:.1f}", ratio, f"{share:.2f}", *times, *peaks]
+    return "| " + " | ".join(cells) + " |"
+
+
+# ---------------------------------------------------------------------- computed
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A model and where it trains and generates."""
+
+    name: str
+    config: dict[str, Any]
+    train: dict[str, Any]
+    world: int
+    infer: dict[str, Any]
+
+
+_COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
+CLUSTERS = (
+    Cluster(
+        "Qwen2.5-32B, TP8 PP2 -> TP4 x 4, 16 devices",
+        _COMMON | {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648,
+            "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+            "tie_word_embeddings": False,
+        },
+        {"tp": 8, "pp": 2}, 16, {"tp": 4, "replicas": 4},
+    ),
+    Cluster(
+        "Qwen3-235B-A22B, PP4 EP16 -> TP4 EP8 x 8, 64 devices",
+        _COMMON | {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096, "head_dim": 128,
+            "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64,
+            "num_key_value_heads": 4, "vocab_size": 151936, "tie_word_embeddings": False, "num_experts": 128,
+            "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        },
+        {"pp": 4, "ep": 16, "num_layer_list": (24, 24, 23, 23)}, 64,
+        {"tp": 4, "replicas": 16, "expert_parallel": True, "sharing": 2},
+    ),
+    Cluster(
+        "DeepSeek-V3, TP2 PP8 EP16 -> TP4 EP64 x 4, 256 devices",
+        _COMMON | {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+            "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+            "num_key_value_heads": 128, "vocab_size": 129280, "tie_word_embeddings": False, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+            "moe_layer_freq": 1, "attention_bias": False, "num_nextn_predict_layers": 0,
+        },
+        {"tp": 2, "pp": 8, "ep": 16, "etp": 1, "num_layer_list": (8, 8, 8, 8, 8, 7, 7, 7)}, 256,
+        {"tp": 4, "replicas": 64, "expert_parallel": True, "sharing": 16},
+    ),
+)  # fmt: skip
+
+
+def plans(bucket_mb: int) -> None:
+    """Prints what the planner says of each cluster."""
+    from mindspeed_rl.models import architecture_for
+    from mindspeed_rl.models.layout import Layout
+    from mindspeed_rl.resharding.boxes import volume, whole
+    from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places
+    from mindspeed_rl.resharding.plan import TensorInfo, plan_transfer
+
+    columns = (
+        "model and layouts", "model, GB", "engine, GB a device", "received, GB a device: mean, most", "sent: most",
+        "/ gather all", "exchanges", "plan s",
+    )  # fmt: skip
+    print(heading(columns))
+    for cluster in CLUSTERS:
+        architecture = architecture_for(cluster.config)
+        network = architecture.network(cluster.config)
+        experts = network.num_moe_experts or 0
+        layout = Layout(num_layers=network.num_layers, num_experts=experts, **cluster.train)
+        ops = architecture.weight_ops(network)
+        shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
+        tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
+        held = training_boxes(ops, layout, training_places(layout, cluster.world))
+        needed = inference_boxes(ops, InferenceLayout(**cluster.infer), num_experts=experts)
+        start = time.perf_counter()
+        plan = plan_transfer(tensors, held, needed, bucket_bytes=bucket_mb << 20, node_of=lambda rank: rank // NODE)
+        seconds = time.perf_counter() - start
+        model = sum(2 * volume(whole(shape)) for shape in shapes.values())
+        share = [0] * cluster.world
+        for boxes in needed.values():
+            for box, ranks in boxes.items():
+                for rank in ranks:
+                    share[rank] += 2 * volume(box)
+        received, sent, gb = plan.received(), plan.sent(), 1e9
+        mean = sum(received.values()) / cluster.world
+        # every rank gets every tensor but for the shard of each that it holds
+        kept = [0] * cluster.world
+        for boxes in held.values():
+            for box, ranks in boxes.items():
+                for rank in ranks:
+                    kept[rank] += 2 * volume(box)
+        everything = sum(model - own for own in kept) / cluster.world
+        cells = [
+            cluster.name, f"{model / gb:.0f}", f"{max(share) / gb:.2f}", f"{mean / gb:.2f}, {max(received.values()) / gb:.2f}",
+            f"{max(sent.values()) / gb:.2f}", f"{mean / everything:.4f}", str(plan.num_buckets), f"{seconds:.1f}",
+        ]  # fmt: skip
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("measure")
+    command.add_argument("--processes", type=int, nargs="+", default=[2, 4], choices=list(LAYOUTS))
+    command.add_argument("--millions", type=int, nargs="+", default=[10, 100, 300], choices=list(SIZES))
+    commands.add_parser("plans")
+    for each in commands.choices.values():
+        each.add_argument("--bucket-mb", type=int, default=64 if each is command else 512)
+    arguments = parser.parse_args()
+    if arguments.command == "plans":
+        plans(arguments.bucket_mb)
+    else:
+        measure(arguments.processes, arguments.millions, arguments.bucket_mb)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Sums over the files of a training checkpoint: `checksums.json` says what each must be, so that damage is found by file name.
+
+CRC-32 of zlib: 6 GB/s a core where SHA-256 takes 2 and BLAKE2b 1.3, so reading decides; xxHash is faster still, but no
+dependency of ours. It finds accidents (inverted bits, truncation, a file of another checkpoint); it is no signature.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+NAME = "checksums.json"
+#: sums of the files of one rank, until they are joined: `<PARTS>/rank_00003.json`
+PARTS = "checksums"
+_BLOCK_BYTES = 8 << 20
+#: zlib lets other threads run, so that reading of one file and summing of another overlap
+_THREADS = 4
+
+#: file, relative to the folder of the checkpoint -> (bytes, CRC-32)
+Sums = dict[str, tuple[int, int]]
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is missing, truncated, changed, or of another checkpoint; the message names it."""
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file, read in blocks."""
+    size = total = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            size += len(block)
+            total = zlib.crc32(block, total)
+    return size, total
+
+
+def write_part(folder: Path, rank: int, names: Iterable[str]) -> None:
+    """`checksums/rank_<rank>.json` holds the sums of these files."""
+    path = folder / PARTS / f"rank_{rank:05d}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(_sums(folder, sorted(names))), encoding="utf-8")
+
+
+def join_parts(folder: Path) -> None:
+    """`checksums.json` holds the sums of all files of the folder: those of the ranks' parts, and of what no rank has summed."""
+    sums: Sums = {}
+    for part in sorted((folder / PARTS).glob("rank_*.json")):
+        sums.update({name: (size, crc) for name, (size, crc) in json.loads(part.read_text(encoding="utf-8")).items()})
+        part.unlink()
+    if (folder / PARTS).is_dir():
+        (folder / PARTS).rmdir()
+    sums |= _sums(folder, sorted(_files(folder) - sums.keys()))
+    (folder / NAME).write_text(json.dumps(dict(sorted(sums.items())), indent=0), encoding="utf-8")
+
+
+def read(folder: Path) -> Sums | None:
+    """What the files must be; None for a checkpoint of a version that wrote no sums.
+
+    Raises:
+        DamagedCheckpoint: the list is missing or damaged.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        if _promises_sums(folder):
+            raise DamagedCheckpoint(f"{path} is missing; the files of this checkpoint cannot be verified")
+        return None
+    try:
+        return {str(name): (int(size), int(crc)) for name, (size, crc) in json.loads(path.read_text("utf-8")).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {type(error).__name__}: {str(error)[:100]}") from None
+
+
+def _promises_sums(folder: Path) -> bool:
+    """True when the checkpoint says of itself that it has them."""
+    try:
+        record = json.loads((folder / "run_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and bool(record.get("checksums"))
+
+
+def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
+    """Every listed file is there in its size, and none that is not listed; reads no file.
+
+    Raises:
+        DamagedCheckpoint: naming the first that is not.
+    """
+    for name, (size, _) in sums.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path} is missing")
+        found = path.stat().st_size
+        if found != size:
+            raise DamagedCheckpoint(f"{path} has {found} bytes, but was written with {size}")
+    for name in sorted(_files(folder) - sums.keys() - {NAME}):
+        if name.endswith((".distcp", ".pt", ".safetensors")):
+            raise DamagedCheckpoint(f"{folder / name} is no file of this checkpoint ({NAME} does not know it)")
+
+
+def verify(folder: Path, *, share: int = 0, num_shares: int = 1, only: Callable[[str], bool] | None = None) -> bool:
+    """The files are what was written; False for a checkpoint of a version that wrote no sums.
+
+    Args:
+        share, num_shares: reads every `num_shares`-th file, beginning with number `share`; the ranks of a node divide the work.
+        only: which files are looked at; all when None.
+
+    Raises:
+        DamagedCheckpoint: naming the file.
+    """
+    sums = read(folder)
+    if sums is None:
+        return False
+    if only is not None:
+        sums = {name: value for name, value in sums.items() if only(name)}
+    else:
+        check_sizes(folder, sums)
+    mine = sorted(sums)[share::num_shares]
+    for name, found in _sums(folder, mine).items():
+        if found[1] != sums[name][1]:
+            raise DamagedCheckpoint(f"{folder / name} is damaged: its checksum is {found[1]:08x}, not {sums[name][1]:08x}")
+    return True
+
+
+def _sums(folder: Path, names: Iterable[str]) -> Sums:
+    names = list(names)
+    if not names:
+        return {}
+    with ThreadPoolExecutor(min(_THREADS, len(names))) as pool:
+        return dict(zip(names, pool.map(lambda name: checksum(folder / name), names), strict=True))
+
+
+def _files(folder: Path) -> set[str]:
+    """All files below the folder, relative to it."""
+    found = set()
+    for root, _, names in os.walk(folder):
+        found |= {os.path.relpath(os.path.join(root, name), folder) for name in names}
+    return found

@@ -1,0 +1,45 @@
+"""Which checkpoint of a folder is the newest: what `latest_checkpointed_iteration.txt` says, held against what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LATEST_NAME = "latest_checkpointed_iteration.txt"
+
+
+def newest_checkpoint(folder: str | Path) -> str | None:
+    """The digits of the newest iteration, or "release"; None for a folder without checkpoints.
+
+    Raises:
+        ValueError: the file that names it is missing beside checkpoints, is damaged, or names none that is there. A run that
+            took such a folder for an empty one would begin anew and write over what is there.
+    """
+    path = Path(folder, LATEST_NAME)
+    others = iterations(folder)
+    held = f"the folder holds iterations {', '.join(map(str, others[-5:]))}" if others else "the folder holds no checkpoint"
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        if not others:
+            return None
+        raise ValueError(
+            f"{path}: missing, but {held}; write the number to go on from into it, or name another folder."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error}); {held}.") from None
+    if text == "release":
+        name = text
+    elif text.isdecimal() and len(text) < 20:
+        text = str(int(text))
+        name = f"iter_{int(text):07d}"
+    else:
+        raise ValueError(f"{path}: holds {text[:40]!r}, not an iteration number; {held}.")
+    if not Path(folder, name).is_dir():
+        raise ValueError(f"{path}: names iteration {text}, but {Path(folder, name)} does not exist; {held}.")
+    return text
+
+
+def iterations(folder: str | Path) -> list[int]:
+    """Numbers of the finished checkpoints in a folder, in order."""
+    names = (path.name.removeprefix("iter_") for path in Path(folder).glob("iter_*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())

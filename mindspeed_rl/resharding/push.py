@@ -1,0 +1,221 @@
+"""A push: from the training layout into rollout engines, slice by slice, proven.
+
+Colocated ranks have sources and destinations. On disjoint ranks a trainer has sources only and an engine rank destinations
+only; both are members of one process group and call the same methods in the same order. Nothing here needs Megatron or vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mindspeed_rl.resharding.boxes import Box, volume, whole
+from mindspeed_rl.resharding.destinations import Destinations
+from mindspeed_rl.resharding.exchange import Exchange, Sinks, carry
+from mindspeed_rl.resharding.plan import Boxes, Plan, TensorInfo, plan_transfer
+from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, check_delivery, ordered_sums, piece_sums
+from mindspeed_rl.resharding.sources import Sources
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The training side of a push, as every member of the group knows it.
+
+    Attributes:
+        held: which member holds which box of which HF tensor (`layouts.training_boxes`).
+        shapes: of every HF tensor, in forward order.
+        sources: this member's shards; None on a member that trains nothing.
+        device: of the buckets: where this member's weights are.
+        bucket_bytes: most bytes in flight on a member in one exchange.
+        node_of: the machine of a member.
+        copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
+    """
+
+    held: Boxes
+    shapes: Mapping[str, tuple[int, ...]]
+    sources: Sources | None
+    device: torch.device
+    bucket_bytes: int
+    node_of: Callable[[int], int] = lambda rank: 0
+    copies: Mapping[str, str] | None = None
+
+
+class WeightPush:
+    """From the training layout into the rollout engines; all methods are collective over the group.
+
+    Attributes:
+        received_bytes: what this member got from others in the last push.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        destinations: Destinations | None,
+        exchange: Exchange,
+        *,
+        replica: int = 0,
+        derived: tuple[str, ...] = (),
+        repacked: Collection[str] = (),
+        delta: bool = False,
+    ) -> None:
+        """Makes the plan; it holds as long as the layouts do.
+
+        Args:
+            destinations: of this member's engine; None where it has none.
+            replica: number of the engine that this member is a part of.
+            derived: ends of names of parameters that the engine computes from others.
+            repacked: parameters that the engine lays out anew after each load, so they are filled as a whole or not at all.
+            delta: from the second push on only pieces whose bits have changed travel.
+
+        Raises:
+            WeightDeliveryError: a trained tensor, or a part of one, is taken by no engine, or a parameter takes no tensor.
+        """
+        self._trained, self._destinations, self._exchange = trained, destinations, exchange
+        self._replica, self._derived, self._delta = replica, derived, delta
+        self._delivered: list[int] | None = None
+        self.received_bytes = 0
+        everyone: list[Any] = [None] * exchange.size
+        dist.all_gather_object(everyone, _told_by(destinations, repacked), group=exchange.group)
+        told: list[_Told] = everyone
+        needed: dict[str, dict[Box, list[int]]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._bundles: dict[str, set[str]] = {}
+        for rank, said in enumerate(told):
+            for name, box in said.needs:
+                needed.setdefault(name, {}).setdefault(box, []).append(rank)
+            self._dtypes |= said.dtypes
+            for parameter, tensors in said.bundles.items():
+                self._bundles.setdefault(parameter, set()).update(tensors)
+        _check_filled([said.empty for said in told if said.empty is not None])
+        self._check_taken(needed)
+        tensors = [
+            TensorInfo(name, shape, self._dtypes[name].itemsize) for name, shape in trained.shapes.items() if name in needed
+        ]
+        self.plan: Plan = plan_transfer(
+            tensors, trained.held, needed, bucket_bytes=trained.bucket_bytes, node_of=trained.node_of
+        )
+
+    def _check_taken(self, needed: Mapping[str, Mapping[Box, object]]) -> None:
+        missing = [
+            name
+            for name, shape in self._trained.shapes.items()
+            if sum(map(volume, needed.get(name, {}))) < volume(whole(shape)) and name not in (self._trained.copies or {})
+        ]
+        if missing:
+            raise WeightDeliveryError(
+                f"weight push: the rollout engine has no parameter for {len(missing)} tensors, for example {min(missing)}."
+            )
+
+    def write(self, model: nn.Module | None) -> None:
+        """The engines' parameters hold the trained weights; not yet proven.
+
+        Args:
+            model: this member's engine, in the layout that its `load_weights` expects; None where it has none.
+        """
+        trained, sinks = self._trained, None
+        if model is not None:
+            assert self._destinations is not None
+            parameters = dict(model.named_parameters())
+            direct: dict[str, list[tuple[Box, Tensor]]] = {}
+            for entry in self._destinations.entries:
+                direct.setdefault(entry.tensor, []).append((entry.box, entry.view(parameters[entry.parameter].data)))
+            sinks = Sinks(direct, {name for names in self._destinations.whole.values() for name in names})
+        if trained.sources is not None:
+            trained.sources.forget_merged()
+        travels, present = self._what_travels()
+        self.received_bytes = sum(
+            move.num_bytes
+            for move in self.plan.moves
+            if move.target == self._exchange.rank and (travels is None or move.piece in travels)
+        )
+        self._delivered = None  # of no use if this push breaks off
+        arriving = carry(
+            self.plan, self._exchange, self._dtypes, trained.device, sources=trained.sources, sinks=sinks, travels=travels
+        )
+        if sinks is not None and sinks.gathered:
+            load: Any = model
+            load.load_weights(arriving)
+        for name, _ in arriving:
+            raise WeightDeliveryError(f"weight push: the rollout engine did not take {name}.")
+        self._delivered = present
+        if trained.sources is not None:
+            trained.sources.forget_merged()
+
+    def _what_travels(self) -> tuple[set[int] | None, list[int] | None]:
+        """The pieces that are carried (None for all of them), and the fingerprints of all pieces as they are now."""
+        if not self._delta:
+            return None, None
+        trained = self._trained
+        present = ordered_sums(self.plan, trained.sources, self._dtypes, self._exchange.group, trained.device)
+        if self._delivered is None:
+            return None, present
+        changed = {number for number, pair in enumerate(zip(self._delivered, present)) if pair[0] != pair[1]}
+        return self._with_bundles(changed), present
+
+    def _with_bundles(self, changed: set[int]) -> set[int]:
+        """The changed pieces and all others of the parameters that are filled as a whole."""
+        names = {self.plan.tensors[self.plan.pieces[number].tensor].name for number in changed}
+        grown, before = set[str](), -1
+        while len(grown) > before:  # a tensor may be in two such parameters
+            before = len(grown)
+            for tensors in self._bundles.values():
+                if tensors & (names | grown):
+                    grown |= tensors
+        numbers = {self.plan.tensor_numbers[name] for name in grown}
+        return changed | {number for number, piece in enumerate(self.plan.pieces) if piece.tensor in numbers}
+
+    def prove(self, model: nn.Module | None) -> DeliveryProof:
+        """Every parameter of every engine holds what was trained.
+
+        Args:
+            model: this member's engine, ready to generate; None where it has none.
+
+        Raises:
+            WeightDeliveryError: one does not.
+        """
+        trained, group = self._trained, self._exchange.group
+        sums = piece_sums(self.plan, trained.sources, self._dtypes, group, trained.device)
+        return check_delivery(
+            model, self.plan, sums, self._destinations, group=group, replica=self._replica, derived=self._derived
+        )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a member says of its engine when the plan is made.
+
+    Attributes:
+        bundles: parameter that is filled as a whole or not at all -> the tensors in it.
+        empty: parameters that take nothing; None where there is no engine.
+    """
+
+    needs: Sequence[tuple[str, Box]]
+    dtypes: Mapping[str, torch.dtype]
+    bundles: Mapping[str, Sequence[str]]
+    empty: Sequence[str] | None
+
+
+def _told_by(destinations: Destinations | None, repacked: Collection[str]) -> _Told:
+    if destinations is None:
+        return _Told([], {}, {}, None)
+    bundles = {name: list(tensors) for name, tensors in destinations.whole.items()}
+    for entry in destinations.entries:
+        if entry.parameter in repacked:
+            bundles.setdefault(entry.parameter, []).append(entry.tensor)
+    return _Told(destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
+
+
+def _check_filled(empty: Sequence[Sequence[str]]) -> None:
+    """Raises WeightDeliveryError where a parameter takes nothing on any engine rank."""
+    if not empty:
+        return
+    nowhere = set(empty[0]).intersection(*empty[1:])
+    if nowhere:
+        raise WeightDeliveryError(
+            f"weight push: {len(nowhere)} parameters of the rollout engine got no tensor, for example {min(nowhere)}."
+        )

@@ -1,0 +1,81 @@
+"""SIGTERM: the running iteration may end and be saved within a grace period; the command then ends with code 143."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+#: what shells say of a process that SIGTERM has ended
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class Terminated(BaseException):
+    """SIGTERM came: raised where the run is to be wound up. No Exception, as KeyboardInterrupt is none."""
+
+
+class Ending:
+    """Whether somebody has asked the run to end.
+
+    Attributes:
+        requested: SIGTERM came, and the loop has to end after this iteration.
+        is_followed: the loop ends before its last iteration because of it.
+        holds: the loop runs and looks at `requested`; before and after it SIGTERM ends the run at once.
+    """
+
+    def __init__(self, grace_s: float = 0.0) -> None:
+        self._grace_s = grace_s
+        self._is_over = False
+        self.requested = False
+        self.is_followed = False
+        self.holds = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """SIGTERM is handled in the block.
+
+        A second one, or the end of the grace period, raises `Terminated` where the main thread stands; one that comes while
+        the run is wound up does nothing.
+        """
+        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)
+        self.install()
+        try:
+            yield
+        finally:
+            self._is_over = True
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGTERM, before[0] or signal.SIG_DFL)
+            signal.signal(signal.SIGALRM, before[1] or signal.SIG_DFL)
+
+    def install(self) -> None:
+        """Takes SIGTERM (again: Ray takes it when it starts, and its handler ends in SIGABRT and a dump of native stacks)."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGALRM, self._on_deadline)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_over:
+            return
+        if self.requested or not self.holds or not self._grace_s:
+            self._raise("SIGTERM: all workers were ended.")
+        self.requested = True
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        print(f"SIGTERM: the run ends after this iteration, or in {self._grace_s:g} s (sigterm_grace_s).", flush=True)
+
+    def _on_deadline(self, signum: int, frame: FrameType | None) -> None:
+        if not self._is_over:
+            text = f"SIGTERM: the iteration did not end within {self._grace_s:g} s (sigterm_grace_s); all workers were ended."
+            self._raise(text)
+
+    def _raise(self, text: str) -> None:
+        self._is_over = True
+        raise Terminated(text)
+
+    def wind_up(self) -> None:
+        """Called behind the last iteration that runs.
+
+        Raises:
+            Terminated: iterations are left.
+        """
+        if self.is_followed:
+            self._raise("SIGTERM: the run ended after an iteration.")

@@ -1,0 +1,118 @@
+"""vllm-ascend as the rollout engine on the simulated NPU, alone: build, push, generate, sleep and wake up twice, new weights.
+
+Every drawn token's log-prob is computed once more by transformers on the CPU, which knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from engine import MODELS
+from ranks import rank_settings, report
+
+PROMPTS = ([11, 12, 13, 14, 15], [40, 41], [7] * 20, [100, 3, 9, 77, 5, 61, 33])
+NEW_TOKENS = 8
+
+
+def main() -> None:
+    """Ranks of one replica each; settings: model, dtype, tensor_parallel, rounds of sleep."""
+    settings = rank_settings()
+    rank = int(os.environ["RANK"])
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed_rl import adaptors, platform
+    from mindspeed_rl.config import GenerateConfig
+
+    device = platform.select("npu")
+    adaptors.apply("rollout")
+    device.set_device(rank)
+    dist.init_process_group("hccl")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
+    from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+    torch_dtype = getattr(torch, settings.get("dtype", "bfloat16"))
+    folder = Path(os.environ["NPU_SIM_REPORT_DIR"], f"model{rank}")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS[settings.get("model", "qwen2")]))
+    torch.manual_seed(5)
+    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.to(torch_dtype) * 4)  # far from uniform, and equal on both sides
+    reference.save_pretrained(folder / "weights")
+    tp = settings.get("tensor_parallel", 1)
+    config = GenerateConfig(
+        infer_tensor_parallel_size=tp,
+        max_num_seqs=8,
+        max_model_len=64,
+        max_num_batched_tokens=256,
+        dtype=settings.get("dtype", "bfloat16"),
+        gpu_memory_utilization=0.05,
+        enforce_eager=True,
+    )
+    engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="rollout", kv_bytes_per_token=4096)
+    requests = [GenerationRequest(list(prompt), 7 + number) for number, prompt in enumerate(PROMPTS)]
+
+    def used() -> int:
+        free, total = torch.npu.mem_get_info()
+        return (total - free) >> 20
+
+    def push(version: int, scale: float = 1.0) -> None:
+        from safetensors.torch import load_file
+
+        tensors = load_file(folder / "weights" / "model.safetensors")
+        scaled = lambda name: scale if "mlp" in name else 1.0  # noqa: E731
+        engine.load_weights(((name, (t * scaled(name)).to("npu", torch_dtype)) for name, t in tensors.items()), version)
+
+    def drawn() -> list[tuple[list[int], list[float]]]:
+        return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
+
+    result: dict[str, object] = {"built_mib": used()}
+    engine.restore_weights()
+    push(0)
+    engine.restore_cache()
+    first = drawn()
+    result["tokens"], memory, equal = [tokens for tokens, _ in first], [], []
+    # greedy responses, which must be what transformers decodes
+    greedy = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
+    same_greedy = []
+    for prompt, completion in zip(PROMPTS, greedy):
+        with torch.no_grad():
+            row = torch.tensor([[*prompt, *completion.token_ids]])
+            wanted = reference(row).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        same_greedy.append(wanted.tolist() == completion.token_ids)
+    result["same_greedy"] = same_greedy
+    worst = 0.0
+    for prompt, (tokens, log_probs) in zip(PROMPTS, first):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        worst = max(worst, (wanted - torch.tensor(log_probs)).abs().max().item())
+    result["worst"] = worst
+    for version in range(1, 1 + settings.get("rounds", 2)):
+        before = used()
+        engine.release_memory()
+        memory.append([before, used()])
+        engine.restore_weights()
+        push(version)
+        engine.restore_cache()
+        equal.append(drawn() == first)
+    result |= {"memory": memory, "equal": equal}
+    engine.release_memory()
+    engine.restore_weights()
+    push(9, 3.0)
+    engine.restore_cache()
+    result["other_weights_differ"] = drawn() != first
+    import simulator
+
+    result["calls"] = {name: count for name, count in simulator.calls.items() if not name.startswith("aten::")}
+    report(result)
+
+
+if __name__ == "__main__":
+    main()

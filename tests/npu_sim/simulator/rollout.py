@@ -1,0 +1,286 @@
+"""What vllm-ascend 0.23 asks for beyond torch_npu's own operators: paged attention, the atb operators, one Triton kernel.
+
+| stand-in | in place of |
+|---|---|
+| `atb::_npu_rotary_embedding`, `atb::_npu_reshape_and_cache`, `atb::_npu_matmul_add_fp32` | operators of NNAL's libatb |
+| `npu::npu_fused_infer_attention_score` (TND, paged or not, also latent attention's) | aclnnFusedInferAttentionScore |
+| `npu::npu_grouped_matmul`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
+| `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
+| slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
+| `vllm_ascend_C` | the wheel's extension: sleep mode's allocator only (`cann/camem.cpp`) |
+| all other custom operators (`_C_ascend`), Triton | said to be absent, so vllm-ascend takes its paths without them |
+
+All of it computes on CPU views of device memory. What is asked for in a form that is not here is an error that names it.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from simulator import calls
+from simulator.fused import Tensor, _kernel
+from simulator.memory import cpu_view
+
+_ATB = {
+    "_npu_rotary_embedding": "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor cos_sin_cache, "
+    "bool is_neox_style=True) -> ()",
+    "_npu_reshape_and_cache": "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor slot_indices) -> ()",
+    "_npu_matmul_add_fp32": "(Tensor x, Tensor weight, Tensor(a!) C) -> ()",
+}
+_libraries: list[torch.library.Library] = []
+
+
+# ---------------------------------------------------------------- atb
+
+
+def _rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+) -> None:
+    calls["atb::_npu_rotary_embedding"] += 1
+    cos, sin = cpu_view(cos_sin_cache).float()[cpu_view(positions).long()].chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    for tensor in (query, key):
+        view = cpu_view(tensor)
+        heads = view.float().reshape(view.shape[0], -1, head_size)
+        width = 2 * cos.shape[-1]
+        turned, rest = heads[..., :width], heads[..., width:]
+        first, second = turned.chunk(2, -1) if is_neox_style else (turned[..., ::2], turned[..., 1::2])
+        parts = (first * cos - second * sin, second * cos + first * sin)
+        rotated = torch.cat(parts, -1) if is_neox_style else torch.stack(parts, -1).flatten(-2)
+        view.copy_(torch.cat([rotated, rest], -1).reshape(view.shape))
+
+
+def _reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
+    calls["atb::_npu_reshape_and_cache"] += 1
+    slots = cpu_view(slot_indices).long()
+    kept = slots >= 0  # padding has no slot
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        rows = cpu_view(cache).flatten(0, 1)
+        rows[slots[kept]] = cpu_view(new)[: slots.numel()][kept].reshape(-1, *rows.shape[1:]).to(rows.dtype)
+
+
+def _matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:
+    calls["atb::_npu_matmul_add_fp32"] += 1
+    cpu_view(C).add_(cpu_view(x).float().t() @ cpu_view(weight).float())
+
+
+# ---------------------------------------------------------------- attention over a cache
+
+
+def _gathered(cache: Tensor, blocks: Tensor, length: int, heads: int) -> Tensor:
+    """[length, heads, d] of a sequence from a cache of blocks, [blocks, size, heads, d] or [blocks, size, heads * d]."""
+    rows = cache[blocks.long()]
+    return rows.reshape(rows.shape[0] * rows.shape[1], heads, -1)[:length]
+
+
+def _infer_attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Causal attention of each sequence's newest tokens on all that lies in front of them; layout TND."""
+    layout, mode = settings.get("input_layout", "BSH"), settings.get("sparse_mode", 0)
+    if layout != "TND" or mode not in (0, 3):
+        raise RuntimeError(f"npu_fused_infer_attention_score: layout {layout} with sparse_mode {mode} is not simulated")
+    refused = [name for name in ("pse_shift", "query_rope", "key_rope", "dequant_scale1") if settings.get(name) is not None]
+    if refused:
+        raise RuntimeError(f"npu_fused_infer_attention_score: {', '.join(refused)} is not simulated")
+    query_ends, key_lengths = list(settings["actual_seq_lengths"]), list(settings["actual_seq_lengths_kv"])
+    heads = settings.get("num_heads", 1)
+    key_heads = settings.get("num_key_value_heads", 0) or heads
+    table = settings.get("block_table")
+    out = torch.zeros(*query.shape[:-1], value.shape[-1] if table is None else query.shape[-1], dtype=query.dtype)
+    start = key_start = 0
+    for number, end in enumerate(query_ends):
+        if table is None:  # keys lie packed, their lengths are ends
+            keys, values = key[key_start : key_lengths[number]], value[key_start : key_lengths[number]]
+            key_start = key_lengths[number]
+        else:
+            blocks = table[number][: -(-key_lengths[number] // key.shape[1])]
+            keys, values = (_gathered(cache, blocks, key_lengths[number], key_heads) for cache in (key, value))
+        if end > start:
+            rows = query[start:end].float().transpose(0, 1)
+            repeat = heads // key_heads
+            keys, values = (part.float().transpose(0, 1).repeat_interleave(repeat, 0) for part in (keys, values))
+            scores = rows @ keys.transpose(1, 2) * settings.get("scale", 1.0)
+            if mode == 3:
+                forbidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(keys.shape[1] - rows.shape[1] + 1)
+                scores = scores.masked_fill(forbidden, float("-inf"))
+            out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(out.dtype)
+        start = end
+    return out, torch.zeros(1)
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+
+def _gating_top_k(
+    x: Tensor, *, k: int, k_group: int = 1, group_count: int = 1, group_select_mode: int = 0, renorm: int = 0,
+    norm_type: int = 0, out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
+    bias_opt: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Chosen experts of each token and their weights: the bias has a say in the choice and none in the weights."""
+    logits = x.float()
+    scores = logits.softmax(-1) if norm_type == 0 else logits.sigmoid()
+    choice = scores if bias_opt is None else scores + bias_opt.float()
+    if group_count > 1:
+        groups = choice.unflatten(-1, (group_count, -1))
+        standing = groups.topk(2, -1).values.sum(-1) if group_select_mode == 1 else groups.amax(-1)
+        kept = torch.zeros_like(standing).scatter(-1, standing.topk(k_group, -1).indices, 1.0).bool()
+        choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    chosen = choice.topk(k, -1).indices
+    weights = scores.gather(-1, chosen)
+    if renorm or norm_type == 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    return (weights * routed_scaling_factor).to(x.dtype), chosen.int(), scores
+
+
+def _init_routing(
+    x: Tensor, expert_idx: Tensor, *, scale: Tensor | None = None, offset: Tensor | None = None, active_num: int = -1,
+    expert_capacity: int = -1, expert_num: int = -1, drop_pad_mode: int = 0, expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False, quant_mode: int = -1, active_expert_range: list[int] | None = None,
+    row_idx_type: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Rows sorted by expert; where each (token, choice) went, -1 for experts of other ranks; rows of each own expert."""
+    if scale is not None or quant_mode != -1 or drop_pad_mode != 0 or expert_tokens_num_type != 1 or row_idx_type != 0:
+        raise RuntimeError("npu_moe_init_routing: quantized rows, capacities and other counts are not simulated")
+    first, end = active_expert_range or [0, expert_num]
+    experts = expert_idx.flatten().long()
+    mine = (experts >= first) & (experts < end)
+    order = torch.where(mine, experts, expert_num).argsort(stable=True)[: int(mine.sum())]
+    rows = torch.zeros(experts.numel(), x.shape[-1], dtype=x.dtype)
+    rows[: order.numel()] = x[order // expert_idx.shape[-1]]
+    places = torch.full((experts.numel(),), -1, dtype=torch.int32)
+    places[order] = torch.arange(order.numel(), dtype=torch.int32)
+    counts = torch.bincount(experts[mine] - first, minlength=end - first)
+    return rows, places, counts, torch.zeros(experts.numel())
+
+
+def _token_unpermute(
+    permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Each token's weighted sum over its experts' rows."""
+    if probs is None or padded_mode:
+        raise RuntimeError("npu_moe_token_unpermute: without weights or with padding it is not simulated")
+    rows = permuted_tokens[sorted_indices.long().clamp(0, len(permuted_tokens) - 1)].float()
+    total = (rows.unflatten(0, probs.shape) * probs.float()[..., None]).sum(1)
+    return total.to(permuted_tokens.dtype)
+
+
+def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> list[Tensor]:
+    """Each group of rows times its own matrix; one tensor of rows and one of matrices."""
+    known = ("bias", "split_item", "group_list", "group_type", "group_list_type")
+    refused = [name for name, value in settings.items() if value is not None and name not in known]
+    if refused or len(x) != 1 or len(weight) != 1 or settings.get("group_type") != 0:
+        raise RuntimeError(f"npu_grouped_matmul: this form is not simulated ({', '.join(refused) or 'several tensors'})")
+    (rows,), (matrices,), bias = x, weight, settings.get("bias")
+    counts = settings["group_list"].long()
+    if settings.get("group_list_type") == 0:
+        counts = counts.diff(prepend=torch.zeros(1, dtype=torch.long))
+    out, start = torch.zeros(len(rows), matrices.shape[-1]), 0
+    for group, count in enumerate(counts.tolist()):
+        part = rows[start : start + count].float() @ matrices[group].float()
+        out[start : start + count] = part if not bias else part + bias[0][group].float()
+        start += count
+    return [out.to(rows.dtype)]
+
+
+KERNELS = {
+    "npu_fused_infer_attention_score": _infer_attention,
+    "npu_moe_token_unpermute": _token_unpermute,
+    "npu_grouped_matmul": _grouped_matmul,
+}
+
+#: operators of vllm-ascend's own library that its paths for experts call in any case
+_CUSTOM = {
+    "moe_gating_top_k": (
+        "(Tensor x, *, int k, int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, int norm_type=0, "
+        "bool out_flag=False, float routed_scaling_factor=1.0, float eps=1e-20, Tensor? bias_opt=None) "
+        "-> (Tensor, Tensor, Tensor)",
+        _gating_top_k,
+    ),
+    "npu_moe_init_routing_custom": (
+        "(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, int active_num=-1, "
+        "int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
+        "bool expert_tokens_num_flag=False, int quant_mode=-1, int[]? active_expert_range=None, int row_idx_type=0) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+        _init_routing,
+    ),
+}
+
+
+# ---------------------------------------------------------------- what vllm-ascend finds and does not find
+
+
+class _SlotMapping:
+    """Called as a Triton kernel is: where in the cache each token of the batch goes."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> _SlotMapping:
+        return self
+
+    def __call__(
+        self, num_tokens: int, max_tokens: int, starts: Tensor, positions: Tensor, table: Tensor, stride: int,
+        block_size: int, slots: Tensor, **settings: Any,
+    ) -> None:  # fmt: skip
+        if settings["TOTAL_CP_WORLD_SIZE"] != 1:
+            raise RuntimeError("slot mapping with context parallelism is not simulated")
+        starts, positions, table, slots = (cpu_view(tensor) for tensor in (starts, positions, table, slots))
+        slots[num_tokens:max_tokens] = settings["PAD_ID"]
+        for row, (start, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:])):
+            if end > start:
+                at = positions[start:end].long()
+                slots[start:end] = (table[row][at // block_size].long() * block_size + at % block_size).to(slots.dtype)
+
+
+def _slot_mapping(module: ModuleType) -> None:
+    module._compute_slot_mapping_kernel = _SlotMapping()
+
+
+def _without_custom_operators(module: ModuleType) -> None:
+    module._CUSTOM_OP_ENABLED = False
+
+
+def _without_triton(module: ModuleType) -> None:
+    module.HAS_TRITON = False
+
+
+#: module of vllm or vllm-ascend -> what happens to it once it has run
+AFTER_IMPORT = {
+    "vllm_ascend.worker.block_table": _slot_mapping,
+    "vllm_ascend.utils": _without_custom_operators,
+    "vllm.triton_utils.importing": _without_triton,
+}
+
+
+def extension_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Where the stand-in for vllm-ascend's compiled extension lies."""
+    folder = next((path for path in os.environ["LD_LIBRARY_PATH"].split(":") if Path(path, "vllm_ascend_C.so").is_file()), None)
+    return None if folder is None else importlib.util.spec_from_file_location(name, Path(folder, "vllm_ascend_C.so"))
+
+
+def install() -> None:
+    """Registers the operators; needs no vllm-ascend."""
+    from torch_npu.op_plugin.atb import _atb_ops
+
+    _atb_ops._register_atb_extensions = lambda: None  # would open libatb
+    # transformers' image processors import torchvision, whose wheel is built for CUDA and then lacks its operators
+    vision = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        vision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    atb = torch.library.Library("atb", "DEF")
+    for name, schema in _ATB.items():
+        atb.define(name + schema)
+        atb.impl(name, globals()[name.removeprefix("_npu")], "PrivateUse1")
+    npu = torch.library.Library("npu", "IMPL")
+    for name, function in KERNELS.items():
+        npu.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
+    custom = torch.library.Library("_C_ascend", "DEF")
+    for name, (schema, function) in _CUSTOM.items():
+        custom.define(name + schema)
+        custom.impl(name, _kernel(name, function), "PrivateUse1")
+    _libraries.extend((vision, atb, npu, custom))

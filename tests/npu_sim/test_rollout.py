@@ -1,0 +1,61 @@
+"""vllm-ascend as the rollout engine on the simulated NPU against transformers on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+#: bf16 keeps 8 bits, and the test's weights are four times as large as a fresh model's
+BF16 = 0.3
+
+
+@pytest.fixture(autouse=True)
+def a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take their share of the device; 8 GiB keep that small."""
+    monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "8")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_MEMORY_GIB", "8")
+        (report,) = run_ranks("rollout", 1, {"dtype": "float32"})
+    return report
+
+
+def test_log_probs_and_greedy_tokens_are_those_of_transformers(alone: dict[str, Any]) -> None:
+    assert alone["worst"] < 1e-4
+    assert all(alone["same_greedy"]) and all(len(tokens) > 0 for tokens in alone["tokens"])
+
+
+def test_every_layer_runs_on_the_operators_of_the_device(alone: dict[str, Any]) -> None:
+    calls = alone["calls"]
+    assert calls["npu::npu_fused_infer_attention_score"] == calls["atb::_npu_reshape_and_cache"] > 0
+    assert calls["npu::npu_swiglu"] > 0 and calls["npu::npu_add_rms_norm"] > 0 and calls["atb::_npu_rotary_embedding"] > 0
+
+
+def test_sleep_gives_the_memory_back_and_waking_up_changes_no_token(alone: dict[str, Any]) -> None:
+    assert len(alone["memory"]) == 2
+    for awake, asleep in alone["memory"]:
+        assert asleep < 0.1 * awake
+    assert alone["equal"] == [True, True]
+
+
+def test_other_weights_give_other_responses(alone: dict[str, Any]) -> None:
+    assert alone["other_weights_differ"]
+
+
+@pytest.mark.slow
+def test_two_dies_of_one_replica_draw_the_same_tokens() -> None:
+    first, second = run_ranks("rollout", 2, {"tensor_parallel": 2, "rounds": 1})
+    assert first["tokens"] == second["tokens"] and first["worst"] < BF16
+    assert first["equal"] == second["equal"] == [True]
+
+
+def test_experts_are_loaded_again_after_every_sleep() -> None:
+    (report,) = run_ranks("rollout", 1, {"model": "qwen3_moe", "dtype": "float32"})
+    assert report["worst"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True, True] and report["other_weights_differ"]
+    assert report["calls"]["npu::npu_grouped_matmul"] > 0

@@ -1,0 +1,128 @@
+"""`mindspeed-rl train platform=npu` as a user starts it: Ray, MindSpeed, HCCL and vllm-ascend, all on simulated dies.
+
+Rollout and trainer compute every drawn token's log-prob on two different paths, and every push is proven; what the two
+libraries compute is compared with the CPU in test_rollout.py and test_mindspeed.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from grpo_command import Command, finished
+
+SOURCE = os.environ.get("MINDSPEED_SRC")
+pytestmark = pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0")
+
+#: log-probs of two libraries in bf16; the CPU's two differ by as much
+BF16 = 0.15
+ITERATIONS = 3
+#: a minute on two idle cores
+LIMIT_S = 900.0
+COMMON = (
+    "platform=npu",
+    f"rl_config.runtime_env_path={Path(__file__).parent / 'runtime_env.yaml'}",
+    f"megatron_training.train_iters={ITERATIONS}",
+    "megatron_training.bf16=true",
+    "megatron_training.save_interval=100",
+    "rl_config.log_probs_diff_limit=null",
+    "rl_config.wait_timeout_s=600",
+    "generate_config.dtype=bfloat16",
+    "generate_config.gpu_memory_utilization=0.3",
+    "generate_config.kv_cache_memory_gib=null",
+    "generate_config.max_num_seqs=32",
+    "generate_config.enforce_eager=true",
+    "generate_config.offload_train_optimizer=true",
+    "generate_config.offload_train_grad=true",
+    "generate_config.offload_train_param=true",
+)
+
+
+def layout(dies: int, tensor: int = 1, rollout: int = 1, **keys: object) -> tuple[str, ...]:
+    """Overrides of a layout: dies, tensor parallelism in training and in rollout, and further keys of the actor."""
+    return (
+        f"rl_config.actor_resource.num_npus={dies}",
+        f"actor_config.tensor_model_parallel_size={tensor}",
+        f"generate_config.infer_tensor_parallel_size={rollout}",
+        *(f"actor_config.{name}={value}" for name, value in keys.items()),
+    )
+
+
+EXPERTS = (
+    "+model.tiny_qwen25.num_experts=4",
+    "megatron_training.tokenizer_name_or_path={moe}",
+    "actor_config.pretrained_checkpoint={moe}",
+)
+ADAPTERS = layout(1, lora_r=4, lora_alpha=8, lora_target_modules="[linear_qkv,linear_proj,linear_fc1,linear_fc2]")
+slow = pytest.mark.slow
+RUNS = {
+    "TP2 to two engines": layout(2, tensor=2),
+    "one die": pytest.param(layout(1), marks=slow),
+    "TP2 to TP2": pytest.param(layout(2, tensor=2, rollout=2), marks=slow),
+    "DP2": pytest.param(layout(2), marks=slow),
+    "TP2 x DP2 to two engines of TP2": pytest.param(layout(4, tensor=2, rollout=2), marks=slow),
+    "experts, EP2 in training": pytest.param((*layout(2, expert_model_parallel_size=2), *EXPERTS), marks=slow),
+    "adapters": pytest.param(ADAPTERS, marks=slow),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines take a share of the device; Ray kills workers, so what their communicators leave goes with the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_MEMORY_GIB", "4")
+        patch.setenv("NPU_SIM_RUN_DIR", str(tmp_path_factory.mktemp("hccl")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tests' task, and a mixture of experts with the same tokenizer."""
+    import torch
+    from tiny_task import make_task
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = make_task(tmp_path_factory.mktemp("task"))
+    shutil.copytree(folder / "model", folder / "moe", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(2)
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=512, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder / "moe")
+    return folder
+
+
+def check(command: Command, iterations: int = ITERATIONS) -> None:
+    """The run did its iterations, each push was proven, and rollout and trainer agree."""
+    records = [record for record in command.metrics if "rollout/proven_parameters" in record]
+    assert len(records) == iterations
+    proven = {record["rollout/proven_parameters"] for record in records}
+    assert len(proven) == 1 and 0 not in proven
+    versions = [record["rollout/weight_version"] for record in records]
+    assert versions == sorted(set(versions))
+    assert all(record["rollout/log_probs_diff_max"] < BF16 for record in records)
+    assert any(record["actor/grad_norm"] > 0 for record in records)
+
+
+@pytest.mark.parametrize("changes", RUNS.values(), ids=list(RUNS))
+def test_grpo_runs_as_a_command(changes: tuple[str, ...], task: Path, tmp_path: Path) -> None:
+    check(finished(task, tmp_path, *COMMON, *(change.format(moe=task / "moe") for change in changes), timeout_s=LIMIT_S))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint(task: Path, tmp_path: Path) -> None:
+    changes = (*COMMON, *layout(2, tensor=2), "megatron_training.save_interval=1")
+    first = finished(task, tmp_path, *changes, "megatron_training.train_iters=1", timeout_s=LIMIT_S)
+    check(first, 1)
+    longer = ("megatron_training.train_iters=2", f"run_dir={tmp_path / 'again'}")
+    second = finished(task, tmp_path, *changes, *longer, timeout_s=LIMIT_S)
+    assert "goes on after iteration 1" in second.output
