@@ -125,6 +125,8 @@ def _for_time(cfg: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
         ]
         for count in range(1, len(left) + 1):
             yield {f"generate_config.{name}": True for name in left[:count]}, "copies to and from host memory in each iteration"
+        if generate.update_weights_bucket_mb > 128:
+            yield {"generate_config.update_weights_bucket_mb": 128}, "more exchanges in a push"
     if actor.loss_chunk_size > 256:
         yield {"actor_config.loss_chunk_size": actor.loss_chunk_size // 4}, "smaller products of the head"
     if not actor.recompute_activation_function and actor.recompute_granularity is None and not actor.moe_grouped_gemm:

@@ -29,7 +29,6 @@ MODEL_ERROR = 0.25
 FRAGMENTATION = 0.05
 #: buffers of a communicator: one to send, one to receive
 _HCCL_BUFFERS = 2
-_PUSH_BUCKET = 512 * MIB
 
 #: owners whose bytes are counted, not modelled
 EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "KV cache")
@@ -434,11 +433,10 @@ def _pass(run: _Run, model: _Model, plan: ModelPlan, stage: int, use: str) -> di
 
 
 def _push_bytes(run: _Run) -> int:
-    """A gathered bucket, and this rank's part of it; no bucket is larger than what is pushed."""
-    layout = run.actor.plan.layout
-    group = max(layout.tp, layout.num_expert_groups * layout.expert_tp_size if layout.num_experts else 1)
+    """One bucket on the way out and one on the way in, none larger than what a rank holds."""
+    assert run.generate is not None
     share = max(run.actor.weights(held) for held in run.actor.elements)
-    return min(_PUSH_BUCKET, share) * (group + 1 if group > 1 else 1)
+    return 2 * min(run.generate.update_weights_bucket_mb * MIB, share)
 
 
 def _communicators(run: _Run) -> int:
