@@ -1,4 +1,4 @@
-"""`mindspeed-rl plan memory`: whether a run fits, before a device is booked. Needs no device and no torch."""
+"""`mindspeed-rl plan`: whether a run fits, how long it takes and which layout is best. Needs no device and no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
@@ -14,9 +15,13 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.config.validation import validate
 from mindspeed_rl.planner.advice import changes_to_fit
-from mindspeed_rl.planner.chips import CHIPS, Chip, chip_of
+from mindspeed_rl.planner.calibration import factors, read_measured
+from mindspeed_rl.planner.chips import CHIPS, Chip, chip_named, chip_of
+from mindspeed_rl.planner.fit import Wanted, fit
 from mindspeed_rl.planner.memory import plan_memory
-from mindspeed_rl.planner.text import memory_json, memory_text
+from mindspeed_rl.planner.run_file import read_block, run_file
+from mindspeed_rl.planner.seconds import calibrated, plan_time
+from mindspeed_rl.planner.text import fit_json, fit_text, memory_json, memory_text, time_json, time_text
 
 
 def main(argv: list[str]) -> int:
@@ -31,9 +36,14 @@ def main(argv: list[str]) -> int:
     kinds = parser.add_subparsers(dest="kind", required=True)
     memory = kinds.add_parser("memory", help="bytes of a die by owner and phase, and what to change to fit")
     _add_run(memory)
-    arguments = parser.parse_intermixed_args(argv) if not argv else _parse(parser, argv)
+    time = kinds.add_parser("time", help="seconds of an iteration by phase, as ranges")
+    _add_run(time)
+    _add_lengths(time)
+    fit_parser = kinds.add_parser("fit", help="layouts of a model on a number of devices, the fastest that fit")
+    _add_fit(fit_parser)
+    arguments = _parse(parser, argv)
     try:
-        return _memory(arguments)
+        return {"memory": _memory, "time": _time, "fit": _fit}[arguments.kind](arguments)
     except ConfigError as error:
         print("error: " + "\nerror: ".join(error.errors), file=sys.stderr)
     except ValueError as error:
@@ -44,6 +54,10 @@ def main(argv: list[str]) -> int:
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Overrides may stand between the flags."""
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.kind == "fit" and rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.kind == "fit":
+        return arguments
     if wrong := [item for item in rest if item.startswith("-") or "=" not in item]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     arguments.overrides = [*arguments.overrides, *rest]
@@ -58,6 +72,45 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-gib", type=float, default=None, help="memory of a die, where it is not the chip's usual one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
+    parser.add_argument(
+        "--mean-prompt", type=float, default=None, help="tokens of a prompt in the mean; a quarter of the limit"
+    )
+    parser.add_argument(
+        "--calibrate", default=None, metavar="FOLDER", help="run folder whose measured seconds correct the plan"
+    )
+
+
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--npus", type=int, required=True, help="dies, over all nodes")
+    parser.add_argument("--model", required=True, help="model block of configs/model, for example qwen3_32b")
+    parser.add_argument("--config-dir", default=None, help="folder that has model/<name>.yaml; default: the project's configs/")
+    parser.add_argument("--prompt", type=_tokens, default=2048, help="longest prompt in tokens, like 2048 or 2k")
+    parser.add_argument("--response", type=_tokens, default=8192, help="longest response in tokens, like 8192 or 8k")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts of an iteration")
+    parser.add_argument("--samples", type=int, default=8, help="responses of a prompt")
+    parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
+    parser.add_argument("--chip", choices=[name for name in CHIPS if name != "cpu"], default="A3", help="device kind")
+    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a die, where it is not the chip's usual one")
+    parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    parser.add_argument("--top", type=int, default=5, help="layouts to print")
+    parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _tokens(text: str) -> int:
+    """2048 or 2k."""
+    factor = 1024 if text.lower().endswith("k") else 1
+    try:
+        count = int(float(text.lower().removesuffix("k")) * factor)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 2048 or 2k")
+    return count
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, Chip]:
@@ -83,6 +136,45 @@ def _memory(arguments: argparse.Namespace) -> int:
     shown = json.dumps(memory_json(plan, changes), indent=2) if arguments.json else memory_text(plan, changes)
     print(shown, flush=True)
     return 1 if plan.verdict == "does not fit" else 0
+
+
+def _time(arguments: argparse.Namespace) -> int:
+    _, cfg, chip = _read(arguments)
+    response, prompt = arguments.mean_response, arguments.mean_prompt
+    measured = None if arguments.calibrate is None else read_measured(arguments.calibrate)
+    plan = plan_time(cfg, chip, arguments.nodes, mean_response=response, mean_prompt=prompt)
+    if measured is not None:
+        plan = calibrated(plan, factors(measured, chip_of(measured.cfg, arguments.chip, arguments.memory_gib)))
+    print(json.dumps(time_json(plan), indent=2) if arguments.json else time_text(plan), flush=True)
+    return 0
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    for name in ("npus", "prompts", "samples", "nodes", "top"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name}: {getattr(arguments, name)} must be at least 1.")
+    wanted = Wanted(
+        arguments.model,
+        read_block(arguments.model, arguments.config_dir),
+        arguments.npus,
+        arguments.prompt,
+        arguments.response,
+        arguments.prompts,
+        arguments.samples,
+        arguments.nodes,
+    )
+    chip = chip_named(arguments.chip, arguments.memory_gib)
+    found = fit(wanted, chip, mean_response=arguments.mean_response)
+    shown = found[: arguments.top]
+    print(json.dumps(fit_json(shown), indent=2) if arguments.json else fit_text(wanted, chip, shown), flush=True)
+    if arguments.output is not None:
+        path = Path(arguments.output)
+        try:
+            path.write_text(run_file(wanted, found[0]), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--output: {path} cannot be written: {error.strerror}.") from None
+        print(f"wrote {path}; look at it with: mindspeed-rl explain --config-name {path}", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_rl.config.run import RunConfig
 
@@ -43,7 +43,7 @@ CHIPS: dict[str, Chip] = {
     "A2": Chip("A2", 64 * GIB, 354e12, 1.6e12, 196e9, 25e9, 24e9, 8, int(3.0 * GIB)),
     "A3": Chip("A3", 64 * GIB, 354e12, 1.6e12, 196e9, 98e9, 48e9, 384, int(3.0 * GIB)),
     # a core of a server: the numbers stand for one worker on one core, and `--calibrate` is what makes them yours
-    "cpu": Chip("cpu", 8 * GIB, 30e9, 8e9, 2e9, 1e9, 8e9, 64, int(0.85 * GIB), sleeps=False),
+    "cpu": Chip("cpu", 8 * GIB, 80e9, 8e9, 2e9, 1e9, 8e9, 64, int(0.85 * GIB), sleeps=False),
 }
 
 
@@ -55,11 +55,19 @@ def chip_of(cfg: RunConfig, name: str | None = None, memory_gib: float | None = 
     """
     if name is None:
         name = "cpu" if cfg.platform == "cpu" else "A2" if "A2" in cfg.config_name else "A3"
+    return chip_named(name, memory_gib)
+
+
+def chip_named(name: str, memory_gib: float | None = None) -> Chip:
+    """Return a chip, with another memory where one is given.
+
+    Raises:
+        ValueError: there is no such chip, or the memory is not above 0.
+    """
     if name not in CHIPS:
         raise ValueError(f"--chip: {name!r} is not one of {', '.join(CHIPS)}.")
-    chip = CHIPS[name]
     if memory_gib is None:
-        return chip
+        return CHIPS[name]
     if not memory_gib > 0:
         raise ValueError(f"--memory-gib: {memory_gib:g} must be above 0.")
-    return Chip(**{**vars(chip), "memory": int(memory_gib * GIB)})
+    return replace(CHIPS[name], memory=int(memory_gib * GIB))

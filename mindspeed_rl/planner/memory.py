@@ -6,20 +6,19 @@ leaves before a push of weights and comes back model by model; reference and cri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from mindspeed_rl.config.generate import GenerateConfig
-from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import Sizes, layout, own_reward_devices, read_sizes, world_size
-from mindspeed_rl.models.kv_cache import cpu_cache_bytes, kv_bytes_per_token
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
-from mindspeed_rl.planner.chips import GIB, Chip
-from mindspeed_rl.planner.shapes import Elements, role_plan, rollout_weights, stage_elements
+from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.engine import Engine, KvCache, engine_of
+from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
+from mindspeed_rl.planner.shapes import Elements
 
 MIB = 1 << 20
 
@@ -78,31 +77,12 @@ class Dies:
 
 
 @dataclass(frozen=True)
-class KvCache:
-    """The cache of one rank of a rollout replica.
-
-    Attributes:
-        bytes_per_token: on one rank.
-        needed: for all sequences that may run at once, at their longest.
-        room: what there is.
-        sequence: for one sequence at its longest.
-        sequences: that may run at once.
-    """
-
-    bytes_per_token: int
-    needed: int
-    room: int
-    sequence: int
-    sequences: int
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of every kind of die of a run.
 
     Attributes:
         capacity: bytes of a die.
-        notes: what the numbers rest on, and what does not work out whatever fits.
+        problems: what does not work out whatever fits.
     """
 
     chip: str
@@ -110,7 +90,6 @@ class MemoryPlan:
     dies: tuple[Dies, ...]
     cache: KvCache | None = None
     problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def fullest(self) -> Dies:
@@ -126,113 +105,15 @@ class MemoryPlan:
             return "does not fit"
         return "fits" if high <= self.capacity else "tight"
 
+    def only(self, *names: str) -> MemoryPlan:
+        """The same for these phases alone."""
+        dies = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.dies)
+        return replace(self, dies=tuple(dies))
 
-# ---------------------------------------------------------------------- models of the run
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A role's model on the dies of the run.
-
-    Attributes:
-        elements: of each pipeline stage.
-        dp, expert_dp: ranks that hold dense parameters, and experts, alike.
-    """
-
-    config: MegatronConfig
-    plan: ModelPlan
-    elements: list[Elements]
-    dp: int
-    expert_dp: int
-    trains: bool
-
-    @property
-    def itemsize(self) -> int:
-        return 2 if self.config.bf16 else 4
-
-    def stage(self, stage: int, of: int) -> Elements:
-        """Of the stage that lies where stage `stage` of `of` lies."""
-        return self.elements[stage * len(self.elements) // of]
-
-    def weights(self, held: Elements) -> int:
-        count = held.parameters + held.dense_adapters + held.expert_adapters
-        return count * self.itemsize + held.buffers * 4
-
-    def _trained(self, held: Elements) -> tuple[int, int]:
-        if self.config.lora_target_modules:
-            return held.dense_adapters, held.expert_adapters
-        return held.dense, held.expert
-
-    def gradients(self, held: Elements) -> int:
-        return 4 * sum(self._trained(held)) if self.trains else 0
-
-    def optimizer(self, held: Elements, *, stepped: bool = True) -> int:
-        """Two moments, and under bf16 the float32 weights; split over the ranks that hold a parameter alike.
-
-        Args:
-            stepped: the first step was made, which is when the moments come.
-        """
-        if not self.trains or self.config.swap_optimizer:
-            return 0
-        each = (8 if stepped else 0) + (0 if not self.config.bf16 else 2 if self.config.reuse_fp32_param else 4)
-        dense, expert = self._trained(held)
-        if self.config.use_distributed_optimizer:
-            dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
-        return each * (dense + expert)
-
-
-def _model(config: MegatronConfig, world: int, *, trains: bool, is_scored: bool = False) -> _Model:
-    plan = role_plan(config, is_scored=is_scored)
-    lie = layout(config, world)
-    dp = max(1, world // (lie.tensor * lie.pipeline))  # context-parallel ranks hold all parameters alike
-    size, inner = config.expert_sizes
-    return _Model(config, plan, stage_elements(plan, config), dp, max(1, world // (size * inner * lie.pipeline)), trains)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What the phases are computed from."""
-
-    cfg: RunConfig
-    sizes: Sizes
-    chip: Chip
-    actor: _Model
-    others: dict[str, _Model]
-
-    @property
-    def generate(self) -> GenerateConfig | None:
-        return None if self.sizes.counting == "samples" else self.cfg.generate_config
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that trains."""
-        rl, generate = self.cfg.rl_config, self.generate
-        if rl is None or generate is None:
-            return self.cfg.actor_config.seq_length or 4096
-        return min(rl.max_prompt_length + generate.sampling_config.max_tokens, max(generate.max_model_len, 1))
-
-    def tokens(self, use: str) -> float:
-        """Tokens of the largest micro-batch of a pass: "update", "actor" or "ref"."""
-        rl = self.cfg.rl_config
-        rows = self.sizes.micro_batch_size
-        if rl is None or self.generate is None:
-            pairs = 2 if self.cfg.stage in ("dpo", "simpo", "orm") else 1
-            return pairs * rows * self.longest
-        if rl.use_dynamic_bsz:
-            return max(getattr(rl, f"{use}_max_packing_token_size"), self.longest)
-        if use != "update":
-            rows = getattr(rl, f"{use}_forward_micro_batch_size") or rows
-        share = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
-        return min(rows, max(1.0, float(share))) * self.longest
-
-    @property
-    def micro_batches(self) -> int:
-        """Of an optimizer step on one replica."""
-        rl = self.cfg.rl_config
-        if rl is not None and self.generate is not None and rl.use_dynamic_bsz:
-            samples = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
-            return max(1, int(samples * self.longest / Fraction(self.tokens("update"))))
-        return max(1, int(self.sizes.accumulation_steps))
+    def without(self, names: Iterable[str]) -> MemoryPlan:
+        """The same without these phases and what only the engine lacks."""
+        left = {phase.name for phase in self.dies[0].phases} - set(names)
+        return replace(self.only(*left), problems=())
 
 
 def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
@@ -241,9 +122,9 @@ def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
     Raises:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
-    run = _read(cfg, chip, num_nodes)
+    run = read_shape(cfg, chip, num_nodes)
     problems: list[str] = []
-    engine = _engine(run, problems)
+    engine = engine_of(run, problems)
     dies = []
     stages = run.actor.plan.layout.pp
     for stage in range(stages):
@@ -252,86 +133,10 @@ def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
     return MemoryPlan(chip.name, chip.memory, tuple(dies), None if engine is None else engine.cache, tuple(problems))
 
 
-def _read(cfg: RunConfig, chip: Chip, num_nodes: int) -> _Run:
-    world = world_size(cfg)
-    if world is None or world < 1:
-        raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
-    sizes = read_sizes(cfg, num_nodes)
-
-    def model(role: str, config: MegatronConfig, **keys: bool) -> _Model:
-        try:
-            return _model(config, world, **keys)
-        except ValueError as error:
-            raise ValueError(f"{role}: {error}") from error
-
-    scored = cfg.stage in ("orm",)
-    actor = model("actor_config", cfg.actor_config, trains=True, is_scored=scored)
-    others: dict[str, _Model] = {}
-    if cfg.rl_config is None or cfg.is_supervised:
-        if cfg.stage == "dpo" and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
-            others["reference"] = model("actor_config", cfg.actor_config, trains=False)
-        return _Run(cfg, sizes, chip, actor, others)
-    objective = resolve_objective(cfg)
-    if objective.needs_reference and not cfg.rl_config.share_backbone:
-        others["reference"] = model("ref_config", cfg.ref_config, trains=False)
-    if objective.has_critic and cfg.critic_config is not None:
-        others["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True)
-    if cfg.reward_config is not None and own_reward_devices(cfg) is None:
-        others["reward model"] = model("reward_config", cfg.reward_config, trains=False, is_scored=True)
-    return _Run(cfg, sizes, chip, actor, others)
-
-
-# ---------------------------------------------------------------------- the rollout engine
-
-
-@dataclass(frozen=True)
-class _Engine:
-    weights: int
-    step: int
-    cache: KvCache
-
-
-def _engine(run: _Run, problems: list[str]) -> _Engine | None:
-    generate = run.generate
-    if generate is None:
-        return None
-    lie = rollout_layout(generate, run.sizes.rollout.num_npus)
-    network = run.actor.plan.network
-    itemsize = 2 if generate.dtype == "bfloat16" else 4
-    weights = rollout_weights(run.actor.plan, lie) * itemsize
-    if network.multi_latent_attention:
-        # the engine keeps what its absorbed products need beside the projection itself
-        heads, widths = network.num_attention_heads // lie.tensor, (network.qk_head_dim or 0) + (network.v_head_dim or 0)
-        weights += network.num_layers * heads * widths * (network.kv_lora_rank or 0) * itemsize
-    each = kv_bytes_per_token(network, itemsize, lie.tensor)
-    sequence = each * generate.max_model_len
-    rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
-    inner = network.moe_router_topk * (network.moe_ffn_hidden_size or 0) if network.moe_layers else network.ffn_hidden_size
-    step = int(rows * (4 * network.hidden_size + 3 * inner / lie.tensor) * itemsize)
-    # the sampler's rows: logits, their float32 form and the log-probs, of the whole vocabulary
-    step += min(generate.max_num_seqs, rows) * network.vocab_size * 12
-    if not run.chip.sleeps:
-        room = cpu_cache_bytes(generate, kv_bytes_per_token(network, itemsize))
-    else:
-        room = int(generate.gpu_memory_utilization * run.chip.memory) - weights - step
-        if room < sequence:
-            problems.append(
-                f"generate_config.gpu_memory_utilization {generate.gpu_memory_utilization:g} leaves {_gib(room)} for keys and "
-                f"values beside {_gib(weights)} of weights; one sequence of {generate.max_model_len} tokens takes "
-                f"{_gib(sequence)}"
-            )
-    needed = sequence * generate.max_num_seqs
-    return _Engine(weights, step, KvCache(each, needed, max(0, room), sequence, generate.max_num_seqs))
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:.1f} GiB"
-
-
 # ---------------------------------------------------------------------- phases
 
 
-def _phases(run: _Run, engine: _Engine | None, stage: int) -> list[Phase]:
+def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     """In the order of an iteration; each with what is on a die of this pipeline stage."""
     stages = run.actor.plan.layout.pp
     actor, held = run.actor, run.actor.elements[stage]
@@ -395,7 +200,7 @@ class _Share:
         return self.weights + self.gradients + self.optimizer
 
 
-def _share(model: _Model, held: Elements, *, stepped: bool = True) -> _Share:
+def _share(model: Model, held: Elements, *, stepped: bool = True) -> _Share:
     return _Share(model.weights(held), model.gradients(held), model.optimizer(held, stepped=stepped))
 
 
@@ -414,17 +219,17 @@ def _stays(
     return stays
 
 
-def _update_activations(run: _Run, model: _Model, stage: int) -> int:
+def _update_activations(run: RunShape, model: Model, stage: int) -> int:
     return int(stage_activations(model.config, model.plan, run.tokens("update"), run.micro_batches, stage))
 
 
-def _head(run: _Run, model: _Model, stage: int, use: str, trains: bool) -> int:
+def _head(run: RunShape, model: Model, stage: int, use: str, trains: bool) -> int:
     if stage != model.plan.layout.last_chunk[0]:
         return 0
     return int(head_bytes(model.config, model.plan.network, run.tokens(use), trains=trains))
 
 
-def _pass(run: _Run, model: _Model, plan: ModelPlan, stage: int, use: str) -> dict[str, int]:
+def _pass(run: RunShape, model: Model, plan: ModelPlan, stage: int, use: str) -> dict[str, int]:
     last = stage * len(model.elements) // run.actor.plan.layout.pp
     return {
         "activations": int(forward_bytes(model.config, plan, run.tokens(use))),
@@ -432,14 +237,14 @@ def _pass(run: _Run, model: _Model, plan: ModelPlan, stage: int, use: str) -> di
     }
 
 
-def _push_bytes(run: _Run) -> int:
+def _push_bytes(run: RunShape) -> int:
     """One bucket on the way out and one on the way in, none larger than what a rank holds."""
     assert run.generate is not None
     share = max(run.actor.weights(held) for held in run.actor.elements)
     return 2 * min(run.generate.update_weights_bucket_mb * MIB, share)
 
 
-def _communicators(run: _Run) -> int:
+def _communicators(run: RunShape) -> int:
     """Buffers of the process groups that exchange tensors on the devices; none where there is no HCCL."""
     rl = run.cfg.rl_config
     if not run.chip.sleeps or run.sizes.actor.num_npus == 1:
@@ -477,7 +282,7 @@ def _stage_name(stage: int, stages: int) -> str:
     return "all dies" if stages == 1 else f"stage {stage}"
 
 
-def _ranks(run: _Run, stage: int, stages: int) -> tuple[str, int]:
+def _ranks(run: RunShape, stage: int, stages: int) -> tuple[str, int]:
     """Numbers of the dies of a stage: a block of them, or with use_tp_pp_dp_mapping one block a replica."""
     world = run.sizes.actor.num_npus
     count = world // stages

@@ -65,9 +65,20 @@ def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
         architecture, network = network_of_keys(config)
     network = network.with_head("reward" if is_scored else network.head)
     plan = placed(config, architecture, network, hf_config)
-    for op in _ops(plan.architecture, plan.network):
-        op.check_divisible(plan.layout.expert_tp_size if op.axis == "etp" else plan.layout.tp)
+    if mistake := _indivisible(plan.architecture, plan.network, plan.layout.tp, plan.layout.expert_tp_size):
+        raise ValueError(mistake)
     return plan
+
+
+@lru_cache(maxsize=256)
+def _indivisible(architecture: Architecture, network: Network, tp: int, etp: int) -> str | None:
+    """The first weight that cannot be cut over so many ranks."""
+    try:
+        for op in _ops(architecture, network):
+            op.check_divisible(etp if op.axis == "etp" else tp)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _model_folder(config: MegatronConfig) -> Path | None:

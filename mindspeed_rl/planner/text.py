@@ -1,4 +1,4 @@
-"""Plans as text for a terminal."""
+"""Plans as text for a terminal, and as plain values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from mindspeed_rl.config.violation import written
 from mindspeed_rl.planner.advice import Change
-from mindspeed_rl.planner.chips import GIB
+from mindspeed_rl.planner.chips import GIB, Chip
+from mindspeed_rl.planner.efficiency import described
+from mindspeed_rl.planner.fit import Found, Wanted
 from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, Dies, MemoryPlan, Phase
+from mindspeed_rl.planner.seconds import TimePlan
 
 
 def memory_text(plan: MemoryPlan, changes: Sequence[Change]) -> str:
@@ -112,4 +115,115 @@ def memory_json(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
             }
             for change in changes
         ],
+    }
+
+
+# ---------------------------------------------------------------------- time
+
+
+def time_text(plan: TimePlan) -> str:
+    """Return the plan as `mindspeed-rl plan time` prints it: ranges, no number alone."""
+    tokens = sorted(plan.tokens / plan.devices / bound for bound in plan.bounds(plan.total))
+    lines = [
+        f"{seconds_range(plan, plan.total)} s an iteration, {_about(tokens[0])} to {_about(tokens[1])} tokens/s a die, on "
+        f"{plan.devices} x {plan.chip}; two times of three a run lies within a range",
+        "",
+        f"  {'phase':<22}{'seconds':>18}   made of",
+    ]
+    for name, seconds in plan.phases.items():
+        whole = sum(plan.parts[name].values())
+        shares = {part: found / whole for part, found in plan.parts[name].items() if whole and found / whole >= 0.01}
+        made = ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items(), key=lambda one: -one[1]))
+        lines.append(f"  {name:<22}{seconds_range(plan, seconds):>18}   {made}")
+    lines += ["", "Efficiencies: " + ", ".join(f"{name} {value:g}" for name, value in described(plan.efficiency).items())]
+    if plan.factors:
+        found = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
+        lines.append(f"Calibrated, measured over predicted: {found}")
+    return "\n".join([*lines, *(f"Assumed: {note}" for note in plan.notes)])
+
+
+def time_json(plan: TimePlan) -> dict[str, Any]:
+    """Return the plan as plain values."""
+    return {
+        "chip": plan.chip,
+        "devices": plan.devices,
+        "tokens": plan.tokens,
+        "seconds": _bounds(plan, plan.total),
+        "phases": {name: {**_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()},
+        "efficiencies": described(plan.efficiency),
+        "factors": plan.factors,
+        "assumed": list(plan.notes),
+    }
+
+
+def _bounds(plan: TimePlan, seconds: float) -> dict[str, float]:
+    low, high = plan.bounds(seconds)
+    return {"low": low, "middle": seconds, "high": high}
+
+
+def seconds_range(plan: TimePlan, seconds: float) -> str:
+    """Return where these seconds of a plan lie, in two digits."""
+    low, high = plan.bounds(seconds)
+    return f"{_about(low)} to {_about(high)}"
+
+
+def _about(value: float) -> str:
+    """Two digits, which is more than is known."""
+    text = f"{float(f'{value:.2g}'):f}"
+    return text.rstrip("0").rstrip(".") if value < 10 else f"{float(f'{value:.2g}'):.0f}"
+
+
+# ---------------------------------------------------------------------- layouts
+
+_COLUMNS = {
+    "TP": "actor_config.tensor_model_parallel_size",
+    "PP": "actor_config.pipeline_model_parallel_size",
+    "VPP layers": "actor_config.num_layers_per_virtual_pipeline_stage",
+    "CP": "actor_config.context_parallel_size",
+    "EP": "actor_config.expert_model_parallel_size",
+    "recompute": "actor_config.recompute_granularity",
+    "swap": "actor_config.swap_optimizer",
+    "tokens": "rl_config.max_packing_token_size",
+    "rollout TP": "generate_config.infer_tensor_parallel_size",
+    "sharing": "generate_config.infer_expert_parallel_size",
+    "memory share": "generate_config.gpu_memory_utilization",
+    "sequences": "generate_config.max_num_seqs",
+}
+
+
+def fit_text(wanted: Wanted, chip: Chip, found: Sequence[Found]) -> str:
+    """Return the table that `mindspeed-rl plan fit` prints."""
+    columns = {name: key for name, key in _COLUMNS.items() if any(one.values.get(key) is not None for one in found)}
+    heads = ["", *columns, "GiB", "in phase", "s an iteration"]
+    rows = [heads]
+    for one in found:
+        peak = one.memory.fullest.peak
+        cells = [_value(one.values.get(key)) for key in columns.values()]
+        rows.append([one.memory.verdict, *cells, f"{peak.total / GIB:.0f}", peak.name, seconds_range(one.time, one.time.total)])
+    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
+    lines = [
+        f"{wanted.model} on {wanted.npus} x {chip.name}, prompts to {wanted.prompt} and responses to {wanted.response} tokens, "
+        f"{wanted.prompts} x {wanted.samples} an iteration",
+        "",
+    ]
+    return "\n".join([*lines, *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)])
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else "yes" if value is True else str(value)
+
+
+def fit_json(found: Sequence[Found]) -> dict[str, Any]:
+    """Return the layouts as plain values."""
+    return {
+        "layouts": [
+            {
+                "values": one.values,
+                "verdict": one.memory.verdict,
+                "bytes": one.memory.fullest.peak.total,
+                "phase": one.memory.fullest.peak.name,
+                "seconds": _bounds(one.time, one.time.total),
+            }
+            for one in found
+        ]
     }
