@@ -7,10 +7,11 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | patch of ours | symbol | why |
 |---|---|---|
 | argv | sys.argv while the adaptor is imported | it parses the command line at import and takes every `--flag` for its own |
+| resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
 | scan | patch_utils.sys | every patch searches all modules; transformers' lazy ones then import half the package or fail |
 
-They can go when MindSpeed's parser leaves `sys.argv` alone and its patches stop searching all modules; the programs of
-tests/npu_sim run the real one.
+They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
+"fully_reshardable"; the programs of tests/npu_sim run the real one.
 
 Traps this module closes, each of them silent (measured on the simulated NPU):
 - `repatch` stores a misspelled key and goes on: keys are checked against MindSpeed's own defaults first.
@@ -138,6 +139,26 @@ def apply() -> None:
     _applied = True
 
 
+def _load_every_form(owner: Any) -> None:
+    """Lets the distributed optimizer load the form of state that `engine.optimizer_state` saves.
+
+    MindSpeed replaces `load_state_dict` by a copy of an earlier Megatron's. The state of parameters in the form that it does
+    not know is taken out and handed to Megatron's own loader.
+    """
+    theirs = owner.load_state_dict
+    if theirs.__module__ == __name__:
+        return
+
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        if state_dict.get("param_state_sharding_type") != "fully_reshardable":
+            theirs(self, state_dict)
+            return
+        theirs(self, {name: value for name, value in state_dict.items() if name != "param_state"})
+        self.load_parameter_state_from_fully_reshardable(state_dict["param_state"])
+
+    owner.load_state_dict = load_state_dict
+
+
 def settings(config: MegatronConfig, *, megatron_training: bool = False) -> dict[str, Any]:
     """The `repatch` keys of a role.
 
@@ -228,6 +249,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
 
     check_keys(keys, vars(get_mindspeed_args(get_defaults=True)))
     repatch(keys)
+    _load_every_form(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
     if buffers:
         hccl_buffers.apply(buffers)
     return keys

@@ -10,6 +10,7 @@ Columns (B rows, R response positions padded on the right; the samples of a prom
     truncated          [B]    bool     the response ended for lack of room (overlong_filter)
     scored             [B]    bool     the response has a score; those that have none take no part
     old_log_probs, ref_log_probs, rollout_log_probs, entropy, values   [B, R] float
+    weight_versions    [B, R] int      of the weights that drew each token, -1 behind the response; not read here
     greedy_rewards     [B]    float    remax
     reward_components  [B, K] float    gdpo; the reward functions in the order of the run file, then a reward model
 
@@ -38,7 +39,16 @@ from torch import Tensor
 FORMAT, VERSION = "mindspeed_rl.rollout_batch", 1
 REQUIRED = ("response_mask", "rewards", "log_probs")
 BOOL_COLUMNS = ("response_mask", "loss_mask", "truncated", "scored")
-TOKEN_COLUMNS = ("loss_mask", "log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy", "values")
+TOKEN_COLUMNS = (
+    "loss_mask",
+    "weight_versions",
+    "log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "entropy",
+    "values",
+)
 ROW_COLUMNS = ("rewards", "truncated", "scored", "greedy_rewards")
 COLUMNS = ("input_ids", "response_mask", "reward_components", *TOKEN_COLUMNS, *ROW_COLUMNS)
 

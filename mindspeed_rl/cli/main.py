@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("mindspeed_rl.cli.generate", "generate answers to prompts"),
     "chat": ("mindspeed_rl.cli.chat", "talk with a model on the console"),
     "evaluate": ("mindspeed_rl.cli.evaluate", "score a model on benchmark data"),
+    "rollout": ("mindspeed_rl.cli.rollout", "serve a model to runs on other machines"),
     "parity": ("mindspeed_rl.cli.parity", "replay a saved rollout batch through the losses"),
     "report": ("mindspeed_rl.cli.report", "write a run, or several, as one HTML file"),
     "trace": ("mindspeed_rl.cli.trace", "show one sample of a run token by token"),

@@ -13,7 +13,15 @@ from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
 from mindspeed_rl.config.resolve import Run, resolve
 from mindspeed_rl.config.rl import IntegratedModeConfig, Resource, RLConfig
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import own_reward_devices
+from mindspeed_rl.config.sizes import (
+    num_devices,
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    rollout_is_apart,
+    rollout_servers,
+)
 from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.violation import Violation
 
@@ -40,9 +48,15 @@ __all__ = [
     "formula",
     "load_run_config",
     "missing_for_training",
+    "num_devices",
+    "own_critic_devices",
+    "own_reference_devices",
     "own_reward_devices",
+    "own_rollout_devices",
     "resolve",
     "resolve_objective",
+    "rollout_is_apart",
+    "rollout_servers",
     "unavailable",
     "validate",
 ]

@@ -18,6 +18,8 @@ from mindspeed_rl.config.violation import Violation, out_of_range
 _ROWS, _TOKENS, _DEVICES, _PROCESSES, _LAYERS, _ITERATIONS = 10**7, 10**8, 10**6, 4096, 10**4, 10**9
 #: seconds of any limit: a month
 _SECONDS = 31 * 86400.0
+#: whose devices a run file may say
+_RESOURCES = ("actor", "reference", "reward", "critic", "vit", "rollout")
 
 _ANY_WEIGHT = Bounds(-1e6, 1e6)
 _SHARE = Bounds(0, 1)
@@ -110,7 +112,15 @@ RANGES: dict[str, Bounds] = {
     **_of("rl_config", "actor_max_packing_token_size update_max_packing_token_size", Bounds(1, _TOKENS)),
     **_of("rl_config", "dynamic_max_batch_size ref_dynamic_max_batch_size", Bounds(1, _ROWS)),
     **_of("rl_config", "actor_dynamic_max_batch_size update_dynamic_max_batch_size", Bounds(1, _ROWS)),
-    "rl_config.partial_rollout_max_split": Bounds(1, 10**4),
+    # rollouts ahead of training
+    "rl_config.partial_rollout_max_split": Bounds(1, 64),
+    "rl_config.max_off_policy_threshold": Bounds(0, 1e6),
+    "rl_config.parameter_sync_step": Bounds(1, _ITERATIONS),
+    "rl_config.num_warmup_batches": Bounds(1, 10**4),
+    "rl_config.off_policy_token_limit": Bounds(0, _ITERATIONS),
+    "rl_config.rollout_server_restarts": Bounds(0, 10**4),
+    "generate_config.vllm_server_timeout": Bounds(0, 1e6, excludes_low=True),
+    "generate_config.vllm_server_port": Bounds(1, 65535),
     "rl_config.critic_warmup": Bounds(0, _ITERATIONS),
     "rl_config.max_resample_times": Bounds(0, 10**6),
     "rl_config.filter_groups_max_batches": Bounds(-1, 10**6),
@@ -148,9 +158,7 @@ RANGES: dict[str, Bounds] = {
     "rl_config.num_cpus_for_local_task": Bounds(0, 1e4),
     "rl_config.num_cpus_for_placement_group": Bounds(0, 10**4),
     "rl_config.hccl_buffersize": Bounds(1, 10**6),
-    **{
-        f"rl_config.{role}_resource.num_npus": Bounds(1, _DEVICES) for role in ("actor", "reference", "reward", "critic", "vit")
-    },
+    **{f"rl_config.{role}_resource.num_npus": Bounds(1, _DEVICES) for role in _RESOURCES},
     # rollout engine
     **_of("generate_config", "infer_tensor_parallel_size infer_pipeline_parallel_size", Bounds(1, _PROCESSES)),
     **_of("generate_config", "infer_expert_parallel_size data_parallel_size", Bounds(1, _DEVICES)),

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from mindspeed_rl.config.engine_limits import engine_limits, shape_of_run, splits
 from mindspeed_rl.config.run import Derivation, RunConfig
-from mindspeed_rl.config.sizes import read_sizes, world_size
+from mindspeed_rl.config.sizes import own_rollout_devices, read_sizes, rollout_servers, world_size
 
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MOST_TENSOR = 8
@@ -30,13 +30,21 @@ def derive(cfg: RunConfig) -> dict[str, Derivation]:
 
 
 def _tensor(cfg: RunConfig) -> Iterator[Derivation]:
-    world, actor = world_size(cfg), cfg.actor_config
+    if rollout_servers(cfg):
+        yield Derivation(1, "it is the business of the servers that vllm_server_host names")
+        return
+    world, actor = own_rollout_devices(cfg) or world_size(cfg), cfg.actor_config
     split = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
     if world is None or world < 1 or split < 1:
         return
     shape, most = shape_of_run(cfg), min(split, _MOST_TENSOR)
     value = next(size for size in range(most, 0, -1) if world % size == 0 and splits(shape, size))
-    yield Derivation(value, f"the actor's weights lie on {split} of the {world} device(s)")
+    yield Derivation(
+        value,
+        f"the actor's weights lie on {split} device(s), and {world} generate"
+        if own_rollout_devices(cfg)
+        else f"the actor's weights lie on {split} of the {world} device(s)",
+    )
 
 
 def _length(cfg: RunConfig) -> Iterator[Derivation]:

@@ -100,4 +100,15 @@ class GenerateConfig:
     limit_mm_image_per_prompt: int = key(1, "images in a prompt", no_effect="text models only")
     limit_mm_video_per_prompt: int = key(0, "videos in a prompt", no_effect="text models only")
 
+    vllm_server_host: str | list[str] | None = key(
+        None, "machines on which `mindspeed-rl rollout` serves; the run generates there. Unset: it has engines of its own"
+    )
+    vllm_server_port: int | list[int] = key(8000, "port of these servers: one for all, or one for each host")
+    vllm_server_timeout: float = key(
+        120.0, "seconds a rollout server may be silent, with requests or during a weight push, before it is taken out"
+    )
+    vllm_server_token_file: str | None = key(
+        None, "file with the token that these servers ask for; unset: the variable MINDSPEED_RL_SERVER_TOKEN"
+    )
+
     sampling_config: SamplingConfig = key(SamplingConfig, "how one response is drawn")

@@ -9,16 +9,27 @@ from mindspeed_rl.config.engine_limits import EngineRequest, engine_obstacles, s
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig, joined
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import world_size
+from mindspeed_rl.config.sizes import (
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    world_size,
+)
 from mindspeed_rl.config.violation import Violation
 
 
 def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
     """Yield every broken layout rule of every role that has its own settings."""
     yield from _role(cfg, "actor_config", cfg.actor_config, world_size(cfg))
-    for name in ("ref_config", "reward_config", "critic_config"):
+    own = {
+        "ref_config": own_reference_devices(cfg),
+        "reward_config": own_reward_devices(cfg),
+        "critic_config": own_critic_devices(cfg),
+    }
+    for name, devices in own.items():
         if name in cfg.set_keys:
-            yield from _role(cfg, name, getattr(cfg, name), None)
+            yield from _role(cfg, name, getattr(cfg, name), devices)
     if not cfg.is_supervised:
         yield from _rollout(cfg)
 
@@ -224,7 +235,7 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
         if obstacle.rule == "length" and shape.max_length is not None and _needed_length(cfg) <= shape.max_length:
             mends = ({length_key: shape.max_length},)
         yield Violation(f"rollout.{obstacle.rule}", concerned[obstacle.rule], obstacle.message, mends)
-    world = world_size(cfg)
+    world = own_rollout_devices(cfg) or world_size(cfg)
     if generate.enable_expert_parallel:
         yield from _rollout_experts(cfg, generate, world)
 

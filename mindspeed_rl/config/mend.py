@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from mindspeed_rl.config.bounds import out_of_bounds
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.schema import normalized
@@ -32,8 +33,12 @@ def mended(tree: Mapping[str, Any], num_nodes: int = 1) -> dict[str, Any]:
             cfg = build_run_config(with_values(tree, changes))
         except ConfigError:
             return {}
-        # one batch rule at a time: its proposal satisfies the others too
-        violations = other_violations(cfg, num_nodes) or list(islice(batch_violations(cfg, num_nodes), 1))
+        # the others mean nothing beside numbers that are none; one batch rule at a time: its proposal satisfies the others too
+        violations = (
+            list(out_of_bounds(cfg))
+            or other_violations(cfg, num_nodes)
+            or list(islice(batch_violations(cfg, num_nodes), 1))
+        )
         if not violations:
             return changes
         proposals = _proposals(violations, tried)

@@ -35,7 +35,7 @@ def run_warnings(cfg: RunConfig, num_nodes: int = 1) -> list[str]:
     group = "megatron_training" if cfg.is_supervised else "actor_config"
     found = [*_kept(cfg.actor_config, group), *_schedule(cfg, group)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
-        found += [*_mini_batch(cfg), *_room(cfg), *_rounds(cfg, num_nodes)]
+        found += [*_mini_batch(cfg), *_room(cfg), *_rounds(cfg, num_nodes), *_old_tokens(cfg)]
     return found
 
 
@@ -91,3 +91,23 @@ def _rounds(cfg: RunConfig, num_nodes: int) -> Iterator[str]:
             f"generate_config.max_num_seqs is {at_once}: a replica generates its {float(share):g} responses {at_once} at a "
             "time, which is slow; leave the key out to have it derived"
         )
+
+
+def _old_tokens(cfg: RunConfig) -> Iterator[str]:
+    rl = cfg.rl_config
+    if rl is None or rl.rollout_importance_sampling_mode is not None or rl.off_policy_token_limit == 0:
+        return
+    what = {
+        "one_step_off": "rl_config.trainer_mode one_step_off",
+        "async": f"rl_config.trainer_mode async with max_off_policy_threshold {rl.max_off_policy_threshold:g}",
+        "sync": f"rl_config.partial_rollout_max_split {rl.partial_rollout_max_split}",
+    }[rl.trainer_mode]
+    if (rl.trainer_mode == "async" and rl.max_off_policy_threshold == 0) or (
+        rl.trainer_mode == "sync" and rl.partial_rollout_max_split == 1
+    ):
+        return
+    other = "" if rl.trainer_mode == "one_step_off" else ", or off_policy_token_limit: 0 to leave them out"
+    yield (
+        f"{what} trains on tokens of older weights as if they were new: set rl_config.rollout_importance_sampling_mode "
+        f"(token_truncate, for example) to correct for it{other}"
+    )

@@ -206,9 +206,9 @@ OTHERWISE: dict[str, str] = {
     "eps_clip_low_high": "say rl_config.clip_higher_enable: true with clip_ratio_low and clip_ratio_high",
     "use_vllm": "the rollout engine is always vLLM",
     "rollout.name": "the rollout engine is always vLLM",
-    "vllm_mode": "the rollout engine always shares the devices of the actor",
-    "colocate": "actor, reference and rollout always share their devices",
-    "colocate_all_models": "actor, reference and rollout always share their devices",
+    "vllm_mode": "server is rl_config.rollout_resource or generate_config.vllm_server_host; without them it is colocate",
+    "colocate": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
+    "colocate_all_models": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",
     "sleep_level": "say generate_config.offload_train_optimizer, offload_train_grad and offload_train_param",
     "vllm_num_engines": "it follows from the devices / generate_config.infer_tensor_parallel_size",
     "repetition_penalty": "rollouts are drawn from the model's own distribution, which the losses assume; the reward function "
@@ -238,7 +238,6 @@ OTHERWISE: dict[str, str] = {
     "val_before_train": "a run with megatron_training.eval_data_path always evaluates before the first iteration",
     "max_turns": "tools and turns during the rollout are not available",
     "multi_turn_scheduler": "tools and turns during the rollout are not available",
-    "async_generate": "rollout and training take turns; rl_config.blocking: false lets the phases of an iteration overlap",
     "num_completions_to_print": "say rl_config.log_completions: true with log_completions_keep",
 }
 

@@ -61,7 +61,7 @@ UPSTREAM: dict[str, str] = {
     "rl_config.adv_estimator": "group_norm and gae only",
     "rl_config.kl_penalty": "kl, abs, mse and low_var_kl only",
     "rl_config.loss_type": "no such key; the token mean is taken in each micro-batch, here over the global batch",
-    "rl_config.use_integrated_worker": "false gives each role its own devices",
+    "rl_config.use_integrated_worker": "false is documented but not supported",
     "rl_config.log_max_throughput": "read by grpo only",
     "rl_config.blocking": "false waits for single rows without a limit; here wait_timeout_s ends a wait",
     "generate_config.sampling_config.temperature": "a group sampling_config without it fails in the workers",

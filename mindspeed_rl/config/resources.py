@@ -10,7 +10,17 @@ from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import Layout, Sizes, own_reward_devices, shown
+from mindspeed_rl.config.sizes import (
+    Layout,
+    Sizes,
+    num_devices,
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    rollout_servers,
+    shown,
+)
 
 _LISTED_GROUPS = 4
 
@@ -54,12 +64,12 @@ def expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]:
 def resources(cfg: RunConfig, sizes: Sizes) -> dict[str, Any]:
     """Return devices, phases and parallel groups of a run; groups only where the devices come out even."""
     actor = sizes.actor
-    num_devices = actor.num_npus + (own_reward_devices(cfg) or 0)
+    count = num_devices(cfg)
     result: dict[str, Any] = {
         "platform": cfg.platform,
-        "num_devices": num_devices,
+        "num_devices": count,
         "num_nodes": sizes.num_nodes,
-        "devices_per_node": shown(num_devices / sizes.num_nodes),
+        "devices_per_node": shown(count / sizes.num_nodes),
         "roles": {"actor": _role(actor, cfg.actor_config)},
         "phases": _phases(cfg, sizes),
     }
@@ -108,14 +118,17 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         return phases
     rl, generate, objective = cfg.rl_config, cfg.generate_config, resolve_objective(cfg)
     critic = sizes.critic if objective.has_critic else None
-    kept = []
+    critics, kept = _own(own_critic_devices(cfg), everyone), []
     if generate is not None:
         kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
     beside = f", beside training {', '.join(kept)}" if kept else ", training state off the device"
     count, tensor = shown(sizes.rollout.dp_size), sizes.rollout.tensor
     lie = _engines(cfg, sizes)
     spread = f", experts over {lie.expert_ranks} devices (EP{lie.expert_ranks})" if lie.expert_ranks > 1 else ""
-    phases = [{"phase": "generate", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}{spread}{beside}"}]
+    generators = _generators(cfg, everyone)
+    if generators != everyone:
+        beside = ""
+    phases = [{"phase": "generate", "devices": generators, "holds": f"{count} rollout engine(s) TP{tensor}{spread}{beside}"}]
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
     if rl.judge_url is not None:
         scorers.append("the judge")
@@ -123,23 +136,26 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     if scorers:
         phases.append({"phase": "rewards", "devices": "host", "holds": f"{' and '.join(scorers)} in {workers} process(es)"})
     if "greedy_baseline" in objective.needs:
-        phases.append({"phase": "greedy_baselines", "devices": everyone, "holds": f"{count} rollout engine(s) TP{tensor}"})
+        phases.append({"phase": "greedy_baselines", "devices": generators, "holds": f"{count} rollout engine(s) TP{tensor}"})
     if cfg.reward_config is not None or rl.reward_model is not None:
         model, apart = _engine(sizes.reward or sizes.actor), own_reward_devices(cfg)
-        devices = everyone if apart is None else f"{apart} of its own"
-        phases.append({"phase": "reward_model", "devices": devices, "holds": f"reward model on Megatron {model}"})
+        phases.append({"phase": "reward_model", "devices": _own(apart, everyone), "holds": f"reward model on Megatron {model}"})
     if objective.needs_reference:
         what = "the actor with adapters off" if rl.share_backbone else "reference weights"
         phases.append(
-            {"phase": "ref_log_probs", "devices": everyone, "holds": f"{what} on Megatron {_engine(sizes.ref or sizes.actor)}"}
+            {
+                "phase": "ref_log_probs",
+                "devices": _own(own_reference_devices(cfg), everyone),
+                "holds": f"{what} on Megatron {_engine(sizes.ref or sizes.actor)}",
+            }
         )
     if objective.needs_old_log_probs(on_policy=sizes.steps_per_rollout * sizes.epochs == 1):
         phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
     if critic is not None:
-        phases.append({"phase": "values", "devices": everyone, "holds": f"critic on Megatron {_engine(critic)}"})
+        phases.append({"phase": "values", "devices": critics, "holds": f"critic on Megatron {_engine(critic)}"})
     phases.append({"phase": "advantages", "devices": "host", "holds": rl.adv_estimator})
     if critic is not None:
-        phases.append({"phase": "update_critic", "devices": everyone, "holds": f"critic on Megatron {_engine(critic)}"})
+        phases.append({"phase": "update_critic", "devices": critics, "holds": f"critic on Megatron {_engine(critic)}"})
     phases.append(
         {"phase": "update_actor", "devices": everyone, "holds": f"actor weights, gradients, optimizer on Megatron {actor}"}
     )
@@ -149,6 +165,18 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
         phases.append({"phase": "sync_reference", "devices": everyone, "holds": share})
     phases.append({"phase": "update_weights", "devices": everyone, "holds": f"resharding {moves}"})
     return phases
+
+
+def _own(devices: int | None, shared: str) -> str:
+    return shared if devices is None else f"{devices} of its own"
+
+
+def _generators(cfg: RunConfig, shared: str) -> str:
+    """Return the devices that generate."""
+    elsewhere = rollout_servers(cfg)
+    if elsewhere:
+        return f"{len(elsewhere)} server(s) elsewhere"
+    return _own(own_rollout_devices(cfg), shared)
 
 
 def _engine(layout: Layout) -> str:

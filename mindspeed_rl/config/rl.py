@@ -20,6 +20,7 @@ _TOOLS = ("multi_turn_enable", (True,))
 _QUEUE = ("data_strategy", ("tq", "transfer_queue", "queue"))
 _MISMATCH = ("rollout_importance_sampling_mode", tuple(CORRECTIONS))
 _SYNC_REF = ("sync_ref_model", (True,))
+_ASYNC = ("trainer_mode", ("async",))
 _WANDB = ("use_wandb", (True,))
 _SWANLAB = ("use_swanlab", (True,))
 _TEXT_ONLY = "text models only"
@@ -113,11 +114,50 @@ class BatchKeys:
     use_dp_batch_balance: bool = key(False, "deal rows to data-parallel ranks so that each has about the same tokens")
     guarantee_order: bool = key(False, "rows keep their place, so that a run repeats exactly")
     shuffle_mini_batch: bool = key(False, "shuffle rows before they are cut into mini-batches")
-    partial_rollout_max_split: int = key(1, "rollouts a long response may be spread over; above 1 is not available")
+
+
+@dataclass(kw_only=True)
+class ModeKeys:
+    """Whether responses are generated while others train, and how old they may be then."""
+
+    trainer_mode: Literal["sync", "one_step_off", "async"] = key(
+        "sync",
+        "sync: an iteration trains on its own rollout; one_step_off: on that of the iteration before; async: on what is ready; "
+        "the latter two need a rollout engine with devices of its own",
+    )
+    max_off_policy_threshold: float = key(
+        1.0,
+        "versions of the weights by which the rollout may be ahead; 0 equals sync, a fraction is a part of the last version's "
+        "prompts",
+        needs=_ASYNC,
+    )
+    max_off_policy_strategy: Literal["pace", "wait", "drop"] = key(
+        "pace",
+        "pace: prompts are started only while all will train in time, and are taken as they become ready; wait: taken strictly "
+        "in their order; drop: more are started, and what is too old is thrown away",
+        needs=_ASYNC,
+    )
+    parameter_sync_step: int = key(1, "iterations between two pushes of the weights to the rollout engine", needs=_ASYNC)
+    num_warmup_batches: int = key(
+        1, "iterations' worth of responses that are ready before the first iteration trains", needs=_ASYNC
+    )
+    partial_rollout: bool = key(
+        True, "new weights interrupt responses, which go on with them; false: they wait until all have ended", needs=_ASYNC
+    )
+    partial_rollout_max_split: int = key(
+        1, "sync: rollouts that a long response may be spread over; each lets it grow by max_tokens divided by this"
+    )
     require_max_age_all_finished: bool = key(
-        True, "finish the oldest partial responses", needs=("partial_rollout_max_split", tuple(range(2, 65)))
+        True,
+        "finish the oldest partial responses",
+        needs=("partial_rollout_max_split", tuple(range(2, 65))),
+        no_effect="every response has ended after partial_rollout_max_split rollouts",
     )
     num_samples_per_step: int = key(1, "unused", no_effect="the rollout engine schedules by itself")
+    off_policy_token_limit: float | None = key(
+        None, "tokens of weights that are older by more versions than this do not train; off when unset"
+    )
+    async_generate: bool | None = key(None, "true is trainer_mode one_step_off, in the words of ms-swift")
 
 
 @dataclass(kw_only=True)
@@ -289,19 +329,28 @@ class ToolKeys:
 
 
 @dataclass(kw_only=True)
-class RLConfig(BatchKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys):
+class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys, ToolKeys):
     """Reinforcement learning: everything that is neither network, engine nor sampling."""
 
     actor_resource: Resource = key(Resource, "devices of the actor, and of all roles that share them")
     reference_resource: Resource | None = key(None, "own devices of the reference model")
     reward_resource: Resource | None = key(None, "own devices of the reward model")
-    critic_resource: Resource | None = key(None, "devices of the critic; the actor's when unset", needs=_CRITIC)
+    critic_resource: Resource | None = key(None, "own devices of the critic; the actor's when unset", needs=_CRITIC)
+    rollout_resource: Resource | None = key(
+        None, "own devices of the rollout: servers of infer_tensor_parallel_size devices; the actor's when unset"
+    )
+    rollout_server_restarts: int = key(
+        3, "rollout servers that may be started anew in a run, in place of those that were lost; needs rollout_resource"
+    )
     vit_resource: Resource | None = key(None, "devices of an image encoder", no_effect=_TEXT_ONLY)
-    use_integrated_worker: bool = key(True, "actor, reference and rollout share their devices in time; false is not available")
+    use_integrated_worker: bool = key(
+        True,
+        "actor, reference and rollout share their devices in time; false: each role with a resource has devices of its own",
+    )
     integrated_mode_config: IntegratedModeConfig | None = key(None, "extras of that mode")
     blocking: bool = key(True, "finish every phase before the next starts; false: phases overlap as rows become ready")
     async_engine: bool = key(
-        False, "asynchronous rollout engine", no_effect="only tools need it; the same responses come either way"
+        False, "asynchronous rollout engine", no_effect="the engine takes one request at a time either way"
     )
     share_backbone: bool = key(False, "LoRA: the reference is the actor with its adapters off")
 

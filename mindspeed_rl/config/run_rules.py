@@ -10,6 +10,7 @@ from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.megatron import LORA_TARGETS, split_shares
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import own_reference_devices, own_rollout_devices, rollout_is_apart
 from mindspeed_rl.config.violation import Violation, broken
 
 
@@ -111,6 +112,15 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 "settings (its weights: rl_config.integrated_mode_config.ref_model_load_path)",
                 {"ref_config": None},
             )
+        if rl.rollout_resource is not None:
+            yield broken(
+                "integrated_rollout",
+                {"rl_config.use_integrated_worker": True, "rl_config.rollout_resource": rl.rollout_resource.num_npus},
+                "rl_config.rollout_resource must be left out while use_integrated_worker is true: the rollout shares the "
+                "actor's devices",
+                {"rl_config.rollout_resource": None},
+                {"rl_config.use_integrated_worker": False},
+            )
         if rl.reward_resource is not None and cfg.reward_config is None:
             yield broken(
                 "reward_group",
@@ -126,7 +136,10 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 "rl_config.integrated_mode_config must be left out while use_integrated_worker is false",
                 {"rl_config.integrated_mode_config": None},
             )
-        for group, needed in (("ref_config", True), ("reward_config", not rl.rule_reward)):
+        for group, needed in (
+            ("ref_config", rl.reference_resource is not None),
+            ("reward_config", not rl.rule_reward),
+        ):
             if needed and group not in cfg.set_keys:
                 yield broken(
                     "own_role_group",
@@ -157,6 +170,76 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _apart(cfg: RunConfig) -> Iterator[Violation]:
+    """Roles with devices of their own."""
+    rl, generate = cfg.rl_config, cfg.generate_config
+    if rl is None or generate is None or cfg.is_supervised:
+        return
+    for name in ("rollout", "reference", "critic", "reward"):
+        own = getattr(rl, f"{name}_resource")
+        if own is not None and own.num_npus is not None and own.num_npus < 1:
+            key = f"rl_config.{name}_resource.num_npus"
+            yield broken("apart_positive", {key: own.num_npus}, f"{key} ({own.num_npus}) must be at least 1", {key: 1})
+    devices, tensor = own_rollout_devices(cfg), generate.infer_tensor_parallel_size
+    if devices is not None and tensor >= 1 and devices % tensor:
+        keys = {"rl_config.rollout_resource.num_npus": devices, "generate_config.infer_tensor_parallel_size": tensor}
+        yield broken(
+            "rollout_devices",
+            keys,
+            f"rl_config.rollout_resource.num_npus ({devices}) must be divisible by "
+            f"generate_config.infer_tensor_parallel_size ({tensor}): a server has that many devices",
+            {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},
+        )
+    if own_reference_devices(cfg) is not None and (rl.share_backbone or rl.sync_ref_model):
+        name = "share_backbone" if rl.share_backbone else "sync_ref_model"
+        yield broken(
+            "reference_beside_actor",
+            {"rl_config.reference_resource": own_reference_devices(cfg), f"rl_config.{name}": True},
+            f"rl_config.{name} needs the reference on the actor's devices; leave rl_config.reference_resource out",
+            {"rl_config.reference_resource": None},
+            {f"rl_config.{name}": False},
+        )
+    if rollout_is_apart(cfg) and generate.infer_expert_parallel_size > 1:
+        value = generate.infer_expert_parallel_size
+        yield broken(
+            "server_experts",
+            {"generate_config.infer_expert_parallel_size": value},
+            f"generate_config.infer_expert_parallel_size ({value}) must be 1 for rollout servers, each of which holds all "
+            "experts on its own devices",
+            {"generate_config.infer_expert_parallel_size": 1},
+        )
+    yield from _servers(cfg)
+
+
+def _servers(cfg: RunConfig) -> Iterator[Violation]:
+    """Servers that were started by hand."""
+    generate = cfg.generate_config
+    assert generate is not None
+    hosts, ports = generate.vllm_server_host, generate.vllm_server_port
+    if hosts is None:
+        return
+    if own_rollout_devices(cfg) is not None:
+        yield broken(
+            "one_kind_of_server",
+            {"generate_config.vllm_server_host": hosts, "rl_config.rollout_resource": own_rollout_devices(cfg)},
+            "generate_config.vllm_server_host and rl_config.rollout_resource exclude each other: the rollout is on servers "
+            "that were started by hand, or on devices of this run",
+            {"rl_config.rollout_resource": None},
+            {"generate_config.vllm_server_host": None},
+        )
+    num_hosts, num_ports = (len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
+    if not num_hosts or not num_ports or (num_hosts != num_ports and 1 not in (num_hosts, num_ports)):
+        yield broken(
+            "server_ports",
+            {"generate_config.vllm_server_host": hosts, "generate_config.vllm_server_port": ports},
+            f"generate_config.vllm_server_port has {num_ports} entries for {num_hosts} hosts; give one for all or one for each",
+        )
+    wrong = [port for port in (ports if isinstance(ports, list) else [ports]) if not 0 < port < 65536]
+    if wrong:
+        key = "generate_config.vllm_server_port"
+        yield broken("server_port", {key: ports}, f"{key} ({wrong[0]}) must lie in 1..65535", {key: 8000})
+
+
 def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate = cfg.rl_config, cfg.generate_config
     if rl is None or generate is None or cfg.is_supervised:
@@ -180,6 +263,7 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             "rl_config.partial_rollout_max_split above 1 and num_layers_per_virtual_pipeline_stage exclude each other",
             {"rl_config.partial_rollout_max_split": 1},
         )
+    yield from _asynchronous(cfg)
     if not rl.multi_turn_enable:
         return
     limit = generate.sampling_config.max_tokens
@@ -201,6 +285,74 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             "rl_config.multi_turn_enable needs rl_config.async_engine",
             {"rl_config.async_engine": True},
         )
+
+
+def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
+    """Rules of the modes in which responses are generated while others train."""
+    rl, actor = cfg.rl_config, cfg.actor_config
+    assert rl is not None
+    mode = rl.trainer_mode
+    if mode != "sync" and rl.partial_rollout_max_split > 1:
+        yield broken(
+            "partial_rollout_mode",
+            {"rl_config.trainer_mode": mode, "rl_config.partial_rollout_max_split": rl.partial_rollout_max_split},
+            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits the rollouts of trainer_mode sync; "
+            f"with trainer_mode {mode} responses are generated while others train, and rl_config.partial_rollout lets new "
+            "weights interrupt them",
+            {"rl_config.partial_rollout_max_split": 1},
+        )
+    if rollout_is_apart(cfg) and rl.partial_rollout_max_split > 1:
+        yield broken(
+            "partial_rollout_apart",
+            {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "the rollout": "on devices of its own"},
+            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) splits rollouts on the training devices; "
+            "with rollout servers set rl_config.trainer_mode: async",
+            {"rl_config.partial_rollout_max_split": 1},
+        )
+    if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
+        yield broken(
+            "async_generate_mode",
+            {"rl_config.async_generate": rl.async_generate, "rl_config.trainer_mode": mode},
+            f"rl_config.async_generate ({str(rl.async_generate).lower()}) says the same as rl_config.trainer_mode ({mode}), "
+            "and the two differ",
+            {"rl_config.async_generate": None},
+        )
+    limit = rl.off_policy_token_limit
+    if mode == "one_step_off" and limit is not None and limit < 1:
+        yield broken(
+            "token_limit_one_step",
+            {"rl_config.trainer_mode": mode, "rl_config.off_policy_token_limit": limit},
+            f"rl_config.off_policy_token_limit ({limit:g}) must be at least 1 with trainer_mode one_step_off, whose tokens are "
+            "all one version old: none would train",
+            {"rl_config.off_policy_token_limit": None},
+        )
+    if mode != "async":
+        return
+    ahead = int(rl.max_off_policy_threshold) + 1
+    if rl.num_warmup_batches > ahead:
+        yield broken(
+            "warmup_batches",
+            {
+                "rl_config.num_warmup_batches": rl.num_warmup_batches,
+                "rl_config.max_off_policy_threshold": rl.max_off_policy_threshold,
+            },
+            f"rl_config.num_warmup_batches ({rl.num_warmup_batches}) may be at most {ahead}, as many as "
+            f"rl_config.max_off_policy_threshold ({rl.max_off_policy_threshold:g}) lets the rollout be ahead",
+            {"rl_config.num_warmup_batches": ahead},
+        )
+    step = rl.parameter_sync_step
+    for name in ("save_interval", "eval_interval"):
+        every = getattr(actor, name)
+        used = actor.save if name == "save_interval" else actor.eval_data_path
+        if used and every and every % step:
+            yield broken(
+                f"sync_step_{name}",
+                {f"actor_config.{name}": every, "rl_config.parameter_sync_step": step},
+                f"actor_config.{name} ({every}) must be a multiple of rl_config.parameter_sync_step ({step}): between two "
+                "pushes the rollout engine holds other weights than the trainer",
+                {f"actor_config.{name}": -(-every // step) * step},
+                {"rl_config.parameter_sync_step": 1},
+            )
 
 
 def _profiler(cfg: RunConfig) -> Iterator[Violation]:
@@ -349,6 +501,7 @@ RUN_RULES = (
     _packing,
     _roles,
     _own_folders,
+    _apart,
     _rollout_modes,
     _adapters,
     _profiler,

@@ -37,6 +37,26 @@ DISPATCH_KEYS = (
 )
 
 
+#: into how many dispatches a replica's share is cut at most when phases overlap; generation loses by small batches
+_PIECES = {
+    "actor_rollout_dispatch_size": 2,
+    "actor_logprob_dispatch_size": 8,
+    "ref_dispatch_size": 8,
+    "reward_dispatch_size": 8,
+    "critic_value_dispatch_size": 8,
+}
+
+
+def _cut(share: Number, pieces: int, unit: int) -> Number:
+    """Return a share cut into at most so many equal pieces, of whole multiples of `unit` rows where that leaves several."""
+    whole = exact(share)
+    if isinstance(whole, Fraction):
+        return whole
+    counts = [count for count in range(pieces, 1, -1) if whole % count == 0]
+    aligned = [count for count in counts if whole // count % unit == 0]
+    return whole // (aligned or counts or [1])[0]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Devices of one role and how one replica is split over them."""
@@ -68,6 +88,7 @@ class Sizes:
         group_size: responses of a prompt.
         train_prompts: prompts kept by filter_groups; None without that filter.
         dispatch: the dispatch sizes that the run file sets.
+        overlapping: phases take rows as they become ready, so that a replica's share is cut into several dispatches.
     """
 
     counting: Literal["prompts", "completions", "samples"]
@@ -87,6 +108,7 @@ class Sizes:
     rule_reward: bool = True
     num_nodes: int = 1
     dispatch: dict[str, int] = field(default_factory=dict)
+    overlapping: bool = False
 
     @property
     def can_divide(self) -> bool:
@@ -167,6 +189,10 @@ class Sizes:
         }
         if critic is not None:
             derived["critic_value_dispatch_size"] = derived["critic_update_dispatch_size"] = rows / critic.dp_size
+        if self.overlapping:
+            for name, pieces in _PIECES.items():
+                if name in derived:
+                    derived[name] = _cut(derived[name], pieces, self.micro_batch_size)
         return {name: exact(value) for name, value in {**derived, **self.dispatch}.items()}
 
     def with_value(self, name: str, value: int) -> Sizes:
@@ -239,6 +265,52 @@ def world_size(cfg: RunConfig) -> int | None:
     return cfg.rl_config.actor_resource.num_npus
 
 
+def rollout_servers(cfg: RunConfig) -> list[tuple[str, int]]:
+    """Return (host, port) of the servers that were started by hand and generate for this run."""
+    generate = cfg.generate_config
+    if generate is None or cfg.is_supervised or generate.vllm_server_host is None:
+        return []
+    hosts = generate.vllm_server_host if isinstance(generate.vllm_server_host, list) else [generate.vllm_server_host]
+    ports = generate.vllm_server_port if isinstance(generate.vllm_server_port, list) else [generate.vllm_server_port]
+    if len(hosts) == 1:
+        hosts = hosts * len(ports)
+    return list(zip(hosts, ports * len(hosts) if len(ports) == 1 else ports))
+
+
+def own_rollout_devices(cfg: RunConfig) -> int | None:
+    """Return the devices of this run's own rollout servers; None where the rollout shares the actor's or is elsewhere."""
+    return _own_devices(cfg, "rollout_resource")
+
+
+def rollout_is_apart(cfg: RunConfig) -> bool:
+    """Return whether responses come from servers, this run's own or others."""
+    return own_rollout_devices(cfg) is not None or bool(rollout_servers(cfg))
+
+
+def own_reference_devices(cfg: RunConfig) -> int | None:
+    """Return the devices that the reference has for itself; None where it shares the actor's."""
+    return _own_devices(cfg, "reference_resource")
+
+
+def own_critic_devices(cfg: RunConfig) -> int | None:
+    """Return the devices that the critic has for itself; None where it shares the actor's or there is none."""
+    return None if cfg.critic_config is None else _own_devices(cfg, "critic_resource")
+
+
+def _own_devices(cfg: RunConfig, resource: str) -> int | None:
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised or rl.use_integrated_worker:
+        return None
+    own: Resource | None = getattr(rl, resource)
+    return None if own is None else own.num_npus
+
+
+def num_devices(cfg: RunConfig) -> int:
+    """Return the devices of all roles together."""
+    apart = (own_reward_devices(cfg), own_reference_devices(cfg), own_critic_devices(cfg), own_rollout_devices(cfg))
+    return (world_size(cfg) or 0) + sum(count or 0 for count in apart)
+
+
 def own_reward_devices(cfg: RunConfig) -> int | None:
     """Return the devices that the reward model has for itself; None where it shares the actor's or there is none."""
     rl = cfg.rl_config
@@ -277,7 +349,11 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
         epochs=rl.epochs,
         train_prompts=rl.filter_groups_train_batch_size if rl.filter_groups_enable else None,
         actor=layout(actor, world),
-        rollout=Layout(world, generate.infer_tensor_parallel_size, generate.infer_pipeline_parallel_size)
+        rollout=Layout(
+            own_rollout_devices(cfg) or len(rollout_servers(cfg)) * generate.infer_tensor_parallel_size or world,
+            generate.infer_tensor_parallel_size,
+            generate.infer_pipeline_parallel_size,
+        )
         if generate is not None
         else layout(actor, world),
         ref=None if rl.use_integrated_worker else own(cfg.ref_config, rl.reference_resource),
@@ -286,4 +362,5 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
         rule_reward=rl.rule_reward,
         num_nodes=num_nodes,
         dispatch={name: value for name in DISPATCH_KEYS if (value := getattr(rl, name)) is not None},
+        overlapping=not rl.blocking,
     )

@@ -13,7 +13,16 @@ from mindspeed_rl.config.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.config.repair import nearest_single, nearest_together
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_rules import RUN_RULES
-from mindspeed_rl.config.sizes import Sizes, own_reward_devices, read_sizes, size_keys, world_size
+from mindspeed_rl.config.sizes import (
+    Sizes,
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    read_sizes,
+    rollout_is_apart,
+    size_keys,
+    world_size,
+)
 from mindspeed_rl.config.violation import Violation, broken
 
 
@@ -159,24 +168,24 @@ def unavailable(cfg: RunConfig) -> list[str]:
         found += [
             (rl.multi_turn_enable, "rl_config.multi_turn_enable", "tools during the rollout are not available"),
             (
-                rl.partial_rollout_max_split > 1,
-                "rl_config.partial_rollout_max_split",
-                "every response is finished in one rollout",
+                rl.trainer_mode != "sync" and not rollout_is_apart(cfg),
+                "rl_config.trainer_mode",
+                f"{rl.trainer_mode} generates while it trains, which needs rollout servers on devices of their own: set "
+                "rl_config.use_integrated_worker: false with rl_config.rollout_resource, or generate_config.vllm_server_host",
             ),
             (rl.is_multimodal, "rl_config.is_multimodal", "text models only"),
-            (
-                not rl.use_integrated_worker,
-                "rl_config.use_integrated_worker",
-                "actor, reference and rollout share their devices",
-            ),
         ]
         shared = rl.actor_resource.num_npus
         critic = rl.critic_resource
-        apart = critic is not None and critic.num_npus not in (None, shared)
+        apart = rl.use_integrated_worker and critic is not None and critic.num_npus not in (None, shared)
         found.append((apart, "rl_config.critic_resource", f"the critic shares the {shared} devices of the actor"))
-        for role in ("critic", "reward"):
+        for role, devices in (
+            ("ref", own_reference_devices(cfg)),
+            ("critic", own_critic_devices(cfg)),
+            ("reward", own_reward_devices(cfg)),
+        ):
             own = getattr(cfg, f"{role}_config")
-            if own is None or (role == "reward" and own_reward_devices(cfg)):
+            if own is None or devices:
                 continue
             for key in _SHARED_LAYOUT:
                 theirs, actors = getattr(own, key), getattr(cfg.actor_config, key)

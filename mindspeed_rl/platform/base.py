@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -136,6 +137,15 @@ class Platform(ABC):
     def process_group_options(self, group_name: str, buffer_size_mib: int | None) -> Any | None:
         """Backend options of a process group, or None for the defaults."""
         return None
+
+    def process_group(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        """A process group of its own, beside the default one and those made of it; building it is collective.
+
+        Args:
+            store: where its members meet; nobody else uses it.
+        """
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     def device_id_for_ray(self, assigned: list[str]) -> int:
         """Index of the device Ray assigned, in this process' own numbering."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ class CudaPlatform(Platform):
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+    def process_group(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        backend = torch.distributed.ProcessGroupNCCL
+        options = backend.Options()
+        options._timeout = datetime.timedelta(seconds=timeout_s)
+        return backend(store, rank, size, options)
 
     def worker_env(self) -> dict[str, str]:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}

@@ -8,6 +8,7 @@ never `torch.accelerator`: its memory half does not reach the NPU allocator befo
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -104,6 +105,14 @@ class NpuPlatform(Platform):
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
         options.hccl_config = {"hccl_buffer_size": buffer_size_mib, "group_name": group_name}
         return options
+
+    def process_group(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        import torch_npu
+
+        backend = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+        options = backend.Options()
+        options._timeout = datetime.timedelta(seconds=timeout_s)
+        return backend(store, rank, size, options)
 
     def device_id_for_ray(self, assigned: list[str]) -> int:
         """Index to give `set_device` for the NPU that Ray assigned.

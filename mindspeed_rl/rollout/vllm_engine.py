@@ -6,47 +6,25 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 from __future__ import annotations
 
 import gc
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams, TokensPrompt, envs
+from vllm import LLM, RequestOutput, TokensPrompt
+from vllm.config import ParallelConfig
 from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
-from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
-from mindspeed_rl.models.kv_cache import cpu_cache_bytes
+from mindspeed_rl.rollout.arguments import engine_arguments as engine_arguments_of
+from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
+from mindspeed_rl.rollout.loading import load_named
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
-
-_SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
-
-
-@contextmanager
-def _own_socket_folder() -> Iterator[None]:
-    """Has vLLM make the sockets by which the ranks of an engine meet in a folder that is removed when the block ends.
-
-    Once they have met the files are of no use, and those of a killed process would stay. vLLM may have kept the folder of an
-    earlier engine of this process in its copy of the environment, which is dropped.
-    """
-    before = os.environ.get(_SOCKET_FOLDER)
-    with TemporaryDirectory(prefix="mindspeed-rl-vllm-") as folder:
-        os.environ[_SOCKET_FOLDER] = folder
-        if hasattr(envs, "disable_envs_cache"):
-            envs.disable_envs_cache()
-        try:
-            yield
-        finally:
-            del os.environ[_SOCKET_FOLDER]
-            if before is not None:
-                os.environ[_SOCKET_FOLDER] = before
 
 
 def _set_place(layout: RolloutLayout) -> None:
@@ -54,14 +32,6 @@ def _set_place(layout: RolloutLayout) -> None:
     if torch.distributed.is_initialized():
         master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         os.environ.update(layout.engine_environment(torch.distributed.get_rank(), master))
-
-
-class LoadsWeights(Protocol):
-    """What all of vLLM's models can do."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
-        """Takes tensors under HF names; the names of the parameters that were filled."""
-        ...
 
 
 class VllmEngine:
@@ -101,47 +71,25 @@ class VllmEngine:
         self.sampling = sampling
         distributed = torch.distributed.is_initialized()
         self.layout = rollout_layout(config, torch.distributed.get_world_size() if distributed else 1)
-        arguments: dict[str, Any] = {
-            "model": str(hf_folder),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": config.dtype,
-            "enforce_eager": config.enforce_eager,
-            "trust_remote_code": config.trust_remote_code,
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            # vLLM refuses less: a step holds a token a sequence and, without chunked prefill, a whole prompt
-            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len),
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "enable_chunked_prefill": True,
-            # tempered log-probs, as the trainer computes them; with cut-offs those would be renormalised over what is kept
-            "logprobs_mode": "processed_logprobs" if sampling.whole_distribution else "raw_logprobs",
-            # the model folder's own sampling defaults would change the distribution
-            "generation_config": "vllm",
-            "disable_log_stats": True,
-            # never drawn from: every request brings its own
-            "seed": 0,
-            **self.layout.engine_arguments(),
-            **self._hooks.engine_arguments(config),
-        }
-        if "quantization_config" in json.loads(Path(hf_folder, "config.json").read_text()):
-            # the weights that are pushed are in full, whatever the published ones are
-            arguments["hf_overrides"] = {"quantization_config": None}
-        if platform.current().name == "cpu":
-            arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token)
-        else:
-            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        if self._hooks.sleeps:
-            arguments["enable_sleep_mode"] = True
-        arguments.update(engine_arguments or {})
+        arguments = engine_arguments_of(
+            hf_folder,
+            config,
+            self._hooks,
+            whole_distribution=sampling.whole_distribution,
+            kv_bytes_per_token=kv_bytes_per_token,
+            changes=self.layout.engine_arguments() | self._hooks.engine_arguments(config) | dict(engine_arguments or {}),
+        )
         _set_place(self.layout)
         set_num_threads = torch.set_num_threads
-        with platform.current().kept_rng_state(), _own_socket_folder():  # vLLM seeds the global generators
+        with platform.current().kept_rng_state(), own_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
         gc.unfreeze()
         self.weight_version = -1
+        self._ids: dict[str, str] = {}  # of what runs: our name -> the engine's
+
+    # ------------------------------------------------------------------ responses
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling | None = None) -> list[Completion]:
         """One response for each request, in order. No generator is drawn from but the requests' own.
@@ -156,39 +104,95 @@ class VllmEngine:
         Raises:
             RuntimeError: no weights were loaded yet.
         """
+        found: dict[str, Completion] = {}
+        with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
+            for number, request in enumerate(requests):
+                self.begin(str(number), request.prompt_ids, sampling or self.sampling, request.seed)
+            while self.anyone_works() if self.layout.in_step else self._ids:
+                found.update(self.step())
+        return [found[str(number)] for number in range(len(requests))]
+
+    def begin(self, name: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
+        """The request is worked on in the steps from now on.
+
+        Args:
+            name: of the request, unlike that of any other that runs.
+            seed: of this response alone: results do not depend on what else is in the batch.
+
+        Raises:
+            RuntimeError: no weights were loaded yet.
+        """
         if self.weight_version < 0:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
-        sampling = sampling or self.sampling
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # what ends a response is in stop_token_ids alone
-                seed=request.seed,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                skip_clone=True,  # nobody else holds it
+        params = sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
+        # vLLM from about 0.16 on makes the name unique by a suffix, which only the outputs are without
+        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params) or name
+
+    def anyone_works(self, busy: bool = False) -> bool:
+        """True while a replica that shares experts with this one has requests, or is busy; collective over these replicas.
+
+        They compute the experts of one another, so that each must take every step.
+
+        Args:
+            busy: this replica may have requests soon.
+        """
+        group = self._llm.llm_engine.dp_group
+        assert group is not None  # the layout has replicas that share experts
+        return ParallelConfig.has_unfinished_dp(group, busy or bool(self._ids))
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Every request that runs has a token more, or a piece of its prompt; returns those that have ended, by name.
+
+        Without requests it is an empty step for the sake of replicas that share experts with this one.
+        """
+        if self.layout.in_step and not self._ids:
+            self._llm.llm_engine.engine_core.execute_dummy_batch()
+            return []
+        ended = []
+        for output in self._llm.llm_engine.step():
+            assert isinstance(output, RequestOutput)
+            if output.finished:
+                sample = output.outputs[0]
+                completion = _completion(sample.token_ids, sample.logprobs, truncated=sample.finish_reason == "length")
+                del self._ids[output.request_id]
+                ended.append((output.request_id, completion))
+        return ended
+
+    def progress(self, name: str) -> Completion:
+        """The tokens that a request has."""
+        state = self._llm.llm_engine.output_processor.request_states[self._ids[name]]
+        assert state.detokenizer is not None and state.logprobs_processor is not None  # both are there for generation
+        return _completion(list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs, truncated=False)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """These requests run no more; names of others are passed over."""
+        known = [name for name in names if self._ids.pop(name, None) is not None]
+        if known:
+            self._llm.llm_engine.abort_request(known)
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError for a prompt that leaves no room for a token."""
+        longest = self._llm.llm_engine.model_config.max_model_len
+        if num_prompt_tokens >= longest:
+            raise ValueError(
+                f"a prompt of {num_prompt_tokens} tokens, with those that were generated, leaves no room for another in "
+                f"generate_config.max_model_len ({longest})"
             )
-            for request in requests
-        ]
-        # all other keys may be left out
-        prompts = [cast(TokensPrompt, {"prompt_token_ids": request.prompt_ids}) for request in requests]
-        completions = []
-        with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        for output in outputs:
-            sample = output.outputs[0]
-            token_ids = list(sample.token_ids)
-            found = sample.logprobs
-            assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
-            log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
-            completions.append(Completion(token_ids, log_probs, truncated=sample.finish_reason == "length"))
-        return completions
+
+    def check_freezable(self) -> None:
+        """Raises RuntimeError where requests cannot go on under other weights with the keys and values that they have."""
+        config = self._llm.llm_engine.vllm_config
+        if config.scheduler_config.async_scheduling:
+            raise RuntimeError(
+                "a frozen response cannot say which weights drew its next token while a step is scheduled ahead "
+                "(vLLM's async_scheduling): pause with 'wait' or 'abort'"
+            )
+        if config.cache_config.enable_prefix_caching:
+            raise RuntimeError(
+                "cached prefixes cannot be dropped while responses are frozen: set generate_config.enable_prefix_caching: "
+                "false, or pause with 'wait' or 'abort'"
+            )
 
     # ------------------------------------------------------------------ weights
 
@@ -203,17 +207,7 @@ class VllmEngine:
             RuntimeError: a parameter of the engine was given no tensor.
         """
 
-        def load(model: torch.nn.Module) -> None:
-            loaded = cast(LoadsWeights, model).load_weights(iter(named))  # no base class of vLLM's models says it
-            # a tied head is the embedding, and is not reported as loaded
-            tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
-            missing = {name for name, _ in model.named_parameters() if not name.endswith(DERIVED)} - tied - set(loaded)
-            if missing:
-                raise RuntimeError(
-                    f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}."
-                )
-
-        self.write_weights(load, version)
+        self._replace(lambda model: load_named(model, named, self._hooks), version)
 
     def write_weights(self, write: Callable[[torch.nn.Module], None], version: int) -> None:
         """Has `write` replace all weights, in the layout that `load_weights` of the model expects.
@@ -222,14 +216,17 @@ class VllmEngine:
             version: number of the weights, reported with every response drawn from them.
         """
 
-        def replace(model: torch.nn.Module) -> None:
+        def between_hooks(model: torch.nn.Module) -> None:
             self._hooks.before_load(model)
             write(model)
             self._hooks.after_load(model)
 
-        self._llm.apply_model(replace)
-        # cached prefixes hold keys and values of the old weights
-        if not self._llm.reset_prefix_cache():
+        self._replace(between_hooks, version)
+
+    def _replace(self, change: Callable[[torch.nn.Module], None], version: int) -> None:
+        self._llm.apply_model(change)
+        # cached prefixes hold keys and values of the old weights; beside frozen responses there are none: `check_freezable`
+        if not self._ids and not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
         self.weight_version = version
 
@@ -254,3 +251,9 @@ class VllmEngine:
     def restore_cache(self) -> None:
         """Allocates the KV cache again, empty."""
         self._hooks.restore_cache(self._llm)
+
+
+def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool) -> Completion:
+    assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
+    log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
+    return Completion(list(token_ids), log_probs, truncated)

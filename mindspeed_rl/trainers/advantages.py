@@ -20,10 +20,12 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.samples import reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART
+from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_record import save_rollout
 from mindspeed_rl.trainers.schedule import Schedule
+from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
 
 #: what this stage puts into the data plane
 ADVANTAGE_COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask")
@@ -50,6 +52,7 @@ class Advantages:
         self._run, self._plan = run, run.plan
         self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
         self.entropy_threshold: float | None = None
+        self._admission, self._token_limit = admission_of(run), run.rl.off_policy_token_limit
         self._unscored_limit = run.rl.unscored_iterations_limit
         self._unscored = 0  # iterations in a row
 
@@ -60,7 +63,7 @@ class Advantages:
             RuntimeError: responses come from other weights than the newest, or none has had a score for too long.
         """
         rows, objective = range(self._plan.num_train_samples), self._schedule.objective
-        columns = ["rewards", "reward_results", "response_length", "truncated", "weight_version"]
+        columns = ["rewards", "reward_results", "response_length", "truncated", "weight_versions"]
         if objective.kl_place == "reward":
             columns += ["old_log_probs", "ref_log_probs"]
         if objective.has_critic:
@@ -68,7 +71,8 @@ class Advantages:
         if objective.masks_by_entropy:
             columns.append("entropies")
         batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._run.rl.wait_timeout_s)
-        self._check_versions(batch, iteration)
+        versions, version = list(batch["weight_versions"]), self._admission.version(iteration)
+        check_versions(versions, version, self._admission.bound, iteration)
         lengths = ragged(batch["response_length"]).tensor().to(torch.int64)
         rewards = ragged(batch["rewards"]).tensor()
         width = int(lengths.max())
@@ -83,9 +87,12 @@ class Advantages:
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
         advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
         metrics.merge(estimator_metrics)
-        loss_mask = response_mask
+        loss_mask = young = response_mask & young_tokens(versions, version, self._token_limit, width)
+        if self._admission.bound:
+            metrics.merge(staleness_metrics(versions, version))
+            metrics.add_mean("rollout/old_tokens_masked", (response_mask & ~young).sum().item(), response_mask.sum().item())
         if objective.overlong_filter:
-            loss_mask = overlong_filter(response_mask, ragged(batch["truncated"]).tensor().bool())
+            loss_mask = overlong_filter(loss_mask, ragged(batch["truncated"]).tensor().bool())
         if objective.masks_by_entropy:
             entropies = ragged(batch["entropies"]).padded(0.0, width)
             shards = [(entropies, loss_mask)]
@@ -105,7 +112,7 @@ class Advantages:
         if self._schedule.saves_rollout(iteration):
             path = self._run.folder / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
             with_reference = self._schedule.needs_reference
-            save_rollout(path, self._run, self._plane, inputs, kl_coef=kl_coef, with_reference=with_reference)
+            save_rollout(path, self._run, self._plane, inputs, young, kl_coef=kl_coef, with_reference=with_reference)
         return metrics
 
     def _inputs(
@@ -154,10 +161,3 @@ class Advantages:
         if limit and self._unscored >= limit:
             raise RuntimeError(f"{text} That is iteration {self._unscored} in a row (rl_config.unscored_iterations_limit).")
         self._logger.note(f"warning: {text}")
-
-    def _check_versions(self, batch: Batch, iteration: int) -> None:
-        versions = set(ragged(batch["weight_version"]).tensor().tolist())
-        if versions != {iteration}:
-            raise RuntimeError(
-                f"iteration {iteration + 1}: responses come from weights {sorted(versions)}, not {iteration}: a push was lost."
-            )

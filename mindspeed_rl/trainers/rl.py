@@ -42,7 +42,7 @@ class RLTrainer(Bookkeeping):
         """Runs all iterations that are left."""
         actors, schedule, collect = self.actors, self.schedule, self.collect
         num_rows = schedule.num_train_samples
-        collect(actors.push_weights(self.start_iteration))
+        self._push_weights(self.start_iteration)
         self.logger.started("the rollout engines hold the actor's weights")
         self._evaluate_first()
         for iteration in range(self.start_iteration, schedule.train_iters):
@@ -65,7 +65,7 @@ class RLTrainer(Bookkeeping):
                 schedule.after_update(iteration, self.metrics)
                 if schedule.syncs_reference(iteration):
                     collect(actors.sync_reference(schedule.reference_mixup_alpha))
-                collect(actors.push_weights(iteration + 1))
+                self._push_weights(iteration + 1)
                 if schedule.saves(iteration):
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
@@ -74,6 +74,13 @@ class RLTrainer(Bookkeeping):
                 break
         collect(actors.finish())
         self.ending.wind_up()
+
+    def _push_weights(self, iteration: int) -> None:
+        """The rollout engine holds the weights that it is to have when this iteration begins."""
+        version = self.rollout.before_push(iteration)
+        if version is not None:
+            self.collect(self.actors.push_weights(version))
+            self.rollout.after_push(iteration)
 
     # ------------------------------------------------------------------ what needs no worker
 

@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import ConfigError, MegatronConfig, Run, own_reward_devices
+from mindspeed_rl.config import (
+    ConfigError,
+    MegatronConfig,
+    Run,
+    num_devices,
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    rollout_servers,
+)
 from mindspeed_rl.config.megatron import split_shares
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
@@ -29,13 +39,15 @@ from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_plans import model_plans
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed, make_rollout
+from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
+from mindspeed_rl.trainers.rollout_modes import make_rollout
 from mindspeed_rl.trainers.schedule import Schedule
-from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.trainers.services import OwnEngine, Services
+from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
-from mindspeed_rl.workers.groups import ActorGroup, RewardModelGroup, ScoringGroup
+from mindspeed_rl.workers.groups import RewardModelGroup, ScoringGroup
 from mindspeed_rl.workers.model_source import (
     ModelSource,
     check_critic_start,
@@ -103,7 +115,7 @@ class RLParts:
         self.beginning = find_beginning(run, source)
         _check_models(run, self._inputs, source, self.beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
-        self.num_devices = run.plan.world_size + self._apart
+        self.num_devices = num_devices(cfg)
 
     @property
     def run(self) -> Run:
@@ -112,7 +124,7 @@ class RLParts:
 
     def describe(self) -> str:
         """What is read, and what is being started."""
-        beside = f" and {self._apart} for the reward model" if self._apart else ""
+        beside = "".join(f" and {text}" for text in _apart(self._run))
         epochs = self._run.config.actor_config.train_epochs
         length = f"\n{self._run.plan.train_iters} iterations are {epochs:g} passes over them" if epochs else ""
         length += _missing_isolation(self._run)
@@ -124,7 +136,7 @@ class RLParts:
         run, inputs = self._run, self._inputs
         plane = open_data_plane(run)
         stack.callback(plane.close)
-        actors = ActorGroup(run, plane)
+        actors = make_actor_group(run, plane)
         stack.callback(actors.close)
         rewards = RewardGroup(run, plane, inputs.tokenizer_path)
         stack.callback(rewards.close)
@@ -136,7 +148,10 @@ class RLParts:
             scorers = RewardModelGroup(run, plane)
             stack.callback(scorers.close)
             scorers.set_up(steps)
-        self._services = Services(plane, actors, scorers, rewards)
+        engine = None
+        if isinstance(actors, ServedActorGroup):
+            engine = OwnEngine(actors.servers.pool, actors.sampling, actors.servers.loop, actors.keep_alive)
+        self._services = Services(plane, actors, scorers, rewards, engine)
         self._resumed = actors.set_up(steps)
         return self._resumed
 
@@ -171,6 +186,21 @@ def _missing_isolation(run: Run) -> str:
     found = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
     missing = ", ".join(found.stdout.split()) if found.returncode == 0 else f"unknown: {found.stderr.strip()[-200:]}"
     return f"\nwarning: programs of the model run without isolation of: {missing} (docs/security.md)" if missing else ""
+
+
+def _apart(run: Run) -> list[str]:
+    """Who has devices of its own besides the actor."""
+    cfg = run.config
+    tensor = run.generate.infer_tensor_parallel_size
+    counts = {
+        "for the reward model": own_reward_devices(cfg),
+        "for the reference": own_reference_devices(cfg),
+        "for the critic": own_critic_devices(cfg),
+        f"for rollout servers of {tensor}": own_rollout_devices(cfg),
+    }
+    found = [f"{count} {what}" for what, count in counts.items() if count]
+    servers = rollout_servers(cfg)
+    return found + ([f"{len(servers)} rollout server(s) elsewhere"] if servers else [])
 
 
 def with_length(run: Run, num_prompts: int) -> Run:

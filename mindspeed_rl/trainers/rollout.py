@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-import torch
-
-from mindspeed_rl.algorithms.masks import groups_with_signal, rows_of_groups
 from mindspeed_rl.config import BatchPlan, Run
-from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
+from mindspeed_rl.dataplane.columns import Batch, concatenate, take
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.trainers.group_filter import GroupFilter
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
+from mindspeed_rl.trainers.prompt_groups import prompt_rows
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.reports import WorkerReport
 
@@ -32,7 +31,7 @@ SCORED_COLUMNS = (
     "input_ids",
     "prompt_length",
     "truncated",
-    "weight_version",
+    "weight_versions",
     "rewards",
     "reward_results",
 )
@@ -41,38 +40,44 @@ SCORED_COLUMNS = (
 class Rollout(Protocol):
     """Fills the data plane with the rows that an iteration trains on."""
 
+    def before_push(self, iteration: int) -> int | None:
+        """The version of the weights that the engine is to hold from now on; None while it keeps those that it has.
+
+        Args:
+            iteration: the next to train. What is being generated has been interrupted, or has ended.
+        """
+
+    def after_push(self, iteration: int) -> None:
+        """The engine holds those weights."""
+
     def run(self, iteration: int) -> list[WorkerReport]:
         """Rows have responses and the scores of the reward functions."""
 
-    def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs to draw what the uninterrupted one would have drawn."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to draw what the uninterrupted one would have drawn, as plain values."""
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken."""
 
 
 class PromptFeed:
-    """Puts the prompts of an iteration into the data plane, each n_samples_per_prompt times."""
+    """The prompts of a run in their order; puts those of an iteration into the data plane, each n_samples_per_prompt times."""
 
     def __init__(self, prompts: PromptDataset, plane: DataPlane, plan: BatchPlan, *, seed: int, shuffle: bool) -> None:
         self._prompts, self._plane, self._plan = prompts, plane, plan
         self._sampler = BatchSampler(len(prompts), seed=seed, shuffle=shuffle)
+
+    def item(self, number: int) -> PromptItem:
+        """The prompt of this number, counted from the beginning of the run over all epochs."""
+        return self._prompts[next(self._sampler.batches(number, 1))[0]]
 
     def put(self, draw: int) -> None:
         """The data plane holds the prompts of draw number `draw` and nothing else."""
         size = self._plan.num_prompts
         items = [self._prompts[index] for index in next(self._sampler.batches(draw * size, size))]
         repeat = self._plan.n_samples_per_prompt
-        rows = [item for item in items for _ in range(repeat)]
         self._plane.clear(size)
-        self._plane.put(
-            {
-                "prompt_ids": [torch.tensor(item["prompt_ids"], dtype=torch.int64) for item in rows],
-                "labels": [item["label"] for item in rows],
-                "extra": [item["columns"] for item in rows],
-            },
-            range(len(rows)),
-        )
+        self._plane.put(prompt_rows(items, repeat), range(size * repeat))
 
 
 class SynchronousRollout:
@@ -82,13 +87,19 @@ class SynchronousRollout:
         self._blocking, self._num_samples = run.rl.blocking, run.plan.num_samples
         self._actors, self._rewards, self._feed = services.actors, services.rewards, feed
 
+    def before_push(self, iteration: int) -> int:
+        return iteration
+
+    def after_push(self, iteration: int) -> None:
+        pass
+
     def run(self, iteration: int) -> list[WorkerReport]:
         return self.draw(iteration, iteration)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return {}  # the iteration's number is the draw's number
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
     def draw(self, iteration: int, draw: int) -> list[WorkerReport]:
@@ -117,12 +128,16 @@ class FilteredRollout:
             draws: of which groups are kept.
             model_rewards: adds its scores to every draw before groups are looked at.
         """
-        rl = run.rl
         self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, draws, model_rewards
-        self._metric = rl.filter_groups_metric if rl.filter_groups_enable else None
-        self._limit = rl.filter_groups_max_batches if rl.filter_groups_enable else 1 + rl.max_resample_times
-        self._timeout_s = rl.wait_timeout_s
+        self._filter = GroupFilter(run)
+        self._timeout_s = run.rl.wait_timeout_s
         self._draws = 0
+
+    def before_push(self, iteration: int) -> int:
+        return iteration
+
+    def after_push(self, iteration: int) -> None:
+        pass
 
     def run(self, iteration: int) -> list[WorkerReport]:
         reports: list[WorkerReport] = []
@@ -130,7 +145,7 @@ class FilteredRollout:
         spare: list[Batch] = []
         wanted, num_kept, draws = self._plan.num_train_prompts, 0, 0
         while num_kept < wanted:
-            if draws == self._limit and self._limit > 0:
+            if draws == self._filter.limit and self._filter.limit > 0:
                 break
             reports += self._synchronous.draw(iteration, self._draws)
             reports += self._model_rewards.run(self._plan.num_samples)
@@ -138,15 +153,12 @@ class FilteredRollout:
             batch, _ = self._plane.get(
                 "dynamic_sampling", list(SCORED_COLUMNS), indexes=range(self._plan.num_samples), timeout_s=self._timeout_s
             )
-            groups = groups_with_signal(self._scores(batch), self._plan.n_samples_per_prompt)
-            kept.append(self._rows(batch, groups))
-            spare.append(self._rows(batch, ~groups))
-            num_kept += int(groups.sum())
-        if num_kept < wanted and self._metric is not None:
-            raise RuntimeError(
-                f"iteration {iteration + 1}: {draws} rollouts gave {num_kept} of {wanted} groups whose {self._metric} varies "
-                "(filter_groups_max_batches); raise that limit, or train on prompts that are neither too easy nor too hard."
-            )
+            good, rest = self._filter.split(batch)
+            kept.append(good)
+            spare.append(rest)
+            num_kept += len(good["rewards"]) // self._plan.n_samples_per_prompt
+        if num_kept < wanted:
+            self._filter.give_up(iteration, f"{draws} rollouts", num_kept, wanted)
         size = self._plan.num_train_samples
         parts = kept + spare
         merged = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in SCORED_COLUMNS}
@@ -157,35 +169,8 @@ class FilteredRollout:
         metrics.add_mean("train/kept_groups_fraction", num_kept, draws * self._plan.num_prompts)
         return [*reports, WorkerReport(metrics)]
 
-    def _scores(self, batch: Batch) -> torch.Tensor:
-        if self._metric is None:
-            return ragged(batch["rewards"]).tensor()
-        name = self._metric
-        return torch.tensor([float(result.parts.get(name, math.nan)) for result in objects(batch["reward_results"])])
-
-    def _rows(self, batch: Batch, groups: torch.Tensor) -> Batch:
-        rows = rows_of_groups(groups, self._plan.n_samples_per_prompt).tolist()
-        return {name: take(column, rows) for name, column in batch.items()}
-
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return {"draws": self._draws}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._draws = state["draws"]
-
-
-def make_rollout(
-    run: Run, services: Services, feed: PromptFeed, model_rewards: ModelRewards | NoModelRewards
-) -> tuple[Rollout, ModelRewards | NoModelRewards]:
-    """The rollout that the run file asks for, and the model rewards that are still to be added to what it yields.
-
-    A filter that looks at one reward function leaves the reward model only the groups that are kept; one that looks at the
-    total reward needs the model's scores of every draw.
-    """
-    rl = run.rl
-    synchronous = SynchronousRollout(run, services, feed)
-    if rl.filter_groups_enable:
-        return FilteredRollout(run, services.plane, synchronous, NoModelRewards()), model_rewards
-    if rl.dynamic_sample:
-        return FilteredRollout(run, services.plane, synchronous, model_rewards), NoModelRewards()
-    return synchronous, model_rewards

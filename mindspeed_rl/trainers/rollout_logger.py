@@ -64,7 +64,7 @@ class RolloutLogger(RunLogger):
             return
         count = min(self._run.rl.log_completions_keep, len(advantages))
         columns = ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated"]
-        columns += ["rollout_log_probs", "weight_version", *(["old_log_probs"] if with_trainer else [])]
+        columns += ["rollout_log_probs", "weight_versions", *(["old_log_probs"] if with_trainer else [])]
         batch, _ = plane.get("metrics", columns, indexes=range(count), timeout_s=60.0)
         prompts = self._tokenizer.batch_decode([ids.tolist() for ids in batch["prompt_ids"]])
         means = (advantages * response_mask).sum(1) / response_mask.sum(1).clamp(min=1)
@@ -92,7 +92,7 @@ class RolloutLogger(RunLogger):
     def _tokens(self, batch: Batch, row: int, advantages: Tensor, loss_mask: Tensor) -> Tokens:
         ids = batch["responses"][row].tolist()
         log_probs = batch["rollout_log_probs"][row].float()
-        versions = torch.as_tensor(batch["weight_version"][row]).reshape(-1).expand(len(ids))
+        versions = torch.as_tensor(batch["weight_versions"][row]).reshape(-1).expand(len(ids))
         trainer = batch["old_log_probs"][row].float() if "old_log_probs" in batch else None
         return Tokens(
             ids,

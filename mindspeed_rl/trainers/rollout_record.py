@@ -6,6 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.config import RLConfig, Run
@@ -18,19 +21,27 @@ _ALWAYS = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs
 
 
 def save_rollout(
-    path: Path, run: Run, plane: DataPlane, inputs: AdvantageInputs, *, kl_coef: float, with_reference: bool
+    path: Path,
+    run: Run,
+    plane: DataPlane,
+    inputs: AdvantageInputs,
+    loss_mask: Tensor,
+    *,
+    kl_coef: float,
+    with_reference: bool,
 ) -> None:
     """Writes the batch of this iteration, as it stands before the update.
 
     Args:
         path: ends in .safetensors.
         inputs: what the advantages were made of.
+        loss_mask: [B, R] bool; tokens that may train, before the filter of overlong responses.
         kl_coef: this iteration's coefficient; the file has it in place of the run file's.
         with_reference: rows have ref_log_probs.
     """
     names = _ALWAYS | ({"ref_log_probs": "ref_log_probs"} if with_reference else {})
     rows, width = inputs.response_mask.shape
-    columns = ["input_ids", "truncated", *names.values()]
+    columns = ["input_ids", "truncated", "weight_versions", *names.values()]
     batch, _ = plane.get("metrics", columns, indexes=range(rows), timeout_s=run.rl.wait_timeout_s)
     longest = max(len(ids) for ids in batch["input_ids"])
     tensors = {
@@ -39,8 +50,11 @@ def save_rollout(
         "truncated": ragged(batch["truncated"]).tensor().bool(),
         "rewards": inputs.rewards,
         "scored": inputs.valid,
+        "weight_versions": ragged(batch["weight_versions"]).padded(-1, width),
         **{name: ragged(batch[column]).padded(0.0, width) for name, column in names.items()},
     }
+    if not torch.equal(loss_mask, inputs.response_mask):
+        tensors["loss_mask"] = loss_mask
     tensors |= {
         name: value
         for name in ("values", "greedy_rewards", "reward_components")

@@ -8,6 +8,7 @@ from mindspeed_rl.algorithms.kl import kl_controller
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.megatron import split_shares
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.workers.order import UpdateOrder, mini_batches
 
 
@@ -32,6 +33,8 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self.kl = kl_controller(objective)
+        # the very weights that train drew the tokens
+        self._on_policy = plan.on_policy and admission_of(run).bound == 0
         self.needs_reference = objective.needs_reference
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
@@ -114,7 +117,7 @@ class Schedule:
                 metrics.add_last("actor/kl_coef", self.kl.coef)
         limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
         # later steps of an iteration compare a policy that has moved on
-        if limit is not None and difference is not None and self._plan.on_policy and difference > limit:
+        if limit is not None and difference is not None and self._on_policy and difference > limit:
             raise DisagreementError(
                 f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {difference:.3g}, more than "
                 f"log_probs_diff_limit {limit:g}: other weights, or another precision."

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.rollout.engine import RolloutEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.trainers.streaming import Runner
 from mindspeed_rl.workers.groups import ActorGroup, ScoringGroup
 from mindspeed_rl.workers.reward_group import RewardGroup
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """A rollout engine with devices of its own.
+
+    Attributes:
+        sampling: how training responses are drawn.
+        runner: where its coroutines run.
+        keep_alive: called while its responses are waited for: what was lost is started again.
+    """
+
+    engine: RolloutEngine
+    sampling: Sampling
+    runner: Runner
+    keep_alive: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -17,9 +37,11 @@ class Services:
         actors: trains and generates.
         scorers: who holds the reward model, if there is one: the actors, or a group of its own.
         rewards: the reward functions.
+        engine: None where the workers hold the rollout engines.
     """
 
     plane: DataPlane
     actors: ActorGroup
     scorers: ScoringGroup
     rewards: RewardGroup
+    engine: OwnEngine | None = None

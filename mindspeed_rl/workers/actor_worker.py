@@ -5,30 +5,27 @@ The methods are the phases of an iteration; `groups.ActorGroup` calls them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PolicyBatch
+from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.algorithms.value_losses import value_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed
-from mindspeed_rl.engine.train_engine import MicroBatching, StepResult
+from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
+from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
+from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.reports import WorkerReport
@@ -36,10 +33,9 @@ from mindspeed_rl.workers.reward_model import RewardModel
 from mindspeed_rl.workers.role import Role
 from mindspeed_rl.workers.roles import build_roles
 from mindspeed_rl.workers.rollout import RolloutReplica
-from mindspeed_rl.workers.rows import to_rows
 
 
-class ActorWorker(DeviceWorker):
+class ActorWorker(ModelWorker):
     """Actor, reference, critic, reward model and rollout engine of one rank."""
 
     def __init__(self, run: Run, plane: DataPlane, run_id: str, *, rank: int) -> None:
@@ -57,13 +53,20 @@ class ActorWorker(DeviceWorker):
         tokenizer = load_tokenizer_of(cfg.actor_config, source)
         self.roles = build_roles(run, source, model_plan, tokenizer)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
-        self.rollout = RolloutReplica(run, plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
+        self._open_rollout(plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
+
+    def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
+        """The rollout engine shares this rank's device."""
+        self.rollout = RolloutReplica(self.run, plane, source, network, eos_id, run_id)
 
     def follow(self, run: Run, plane: DataPlane) -> None:
         """The phases from now on are those of this run, whose roles are the ones that were built."""
         self.run = run
         self.replica.follow(plane, run.rl.wait_timeout_s)
         self.rollout.run, self.rollout.plane = run, plane
+
+    def _rests(self, role: Role) -> bool:
+        return role in self.roles.frozen()
 
     def resumed_state(self) -> dict[str, Any]:
         """{"iteration": ..., "run_state": ...} of the actor's checkpoint when the run goes on from one, else nothing."""
@@ -92,12 +95,29 @@ class ActorWorker(DeviceWorker):
         for role in (*self.roles.trained(), *self.roles.frozen()):
             self._rest(role)
 
+    def _rest(self, role: Role, *, weights: bool = True) -> None:
+        """A model leaves the device until its next pass, or until it trains, with what the run file says."""
+        config, trains = self.run.generate, role in self.roles.trained()
+        role.offloader.offload(
+            optimizer=trains and config.offload_train_optimizer,
+            grads=trains and config.offload_train_grad,
+            params=weights and config.offload_train_param,
+        )
+
     def generate(self, draw: int) -> WorkerReport:
         """All rows have a response."""
         with self.profiler("actor_generate"), self.timers("rollout"):
             metrics = self.rollout.generate(draw)
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
+
+    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
+        """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.extend`."""
+        metrics = Metrics()
+        with self.profiler("actor_generate"), self.timers("rollout"):
+            found = self.rollout.extend(pieces, num_tokens)
+        metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
+        return self._report(metrics), found
 
     def finish_rollout(self) -> WorkerReport:
         """Nothing more is generated in this iteration: the engine's memory goes to training where the device is short of it."""
@@ -137,13 +157,15 @@ class ActorWorker(DeviceWorker):
         if role == "actor":
             batching = self._batching("actor", rl.actor_forward_micro_batch_size)
             names = ("old_log_probs", "entropies")
-            with self.profiler("actor_compute_log_prob"), self.timers("old_log_p"):
-                self._forward(self.roles.actor, "actor_log_prob", names, batching, count, "actor_logprob_dispatch_size")
+            with self.profiler("actor_compute_log_prob"):
+                self._forward(
+                    "old_log_p", self.roles.actor, "actor_log_prob", names, batching, count, "actor_logprob_dispatch_size"
+                )
             return self._report()
         target = self.roles.reference or self.roles.actor
         batching = self._batching("ref", rl.ref_forward_micro_batch_size)
-        with self.profiler("reference_compute_log_prob"), self.timers("reference_model"), self._reference_weights():
-            self._forward(target, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
+        with self.profiler("reference_compute_log_prob"), self._reference_weights():
+            self._forward("reference_model", target, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
         return self._report()
 
     def compute_values(self, count: int) -> WorkerReport:
@@ -151,33 +173,11 @@ class ActorWorker(DeviceWorker):
         critic = self.roles.critic
         assert critic is not None
         batching = self._batching("actor", critic.config.micro_batch_size)
-        with self.profiler("critic_compute_values"), self.timers("critic_model"):
-            self._forward(critic, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size")
+        with self.profiler("critic_compute_values"):
+            self._forward(
+                "critic_model", critic, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size"
+            )
         return self._report()
-
-    def _batching(self, use: Literal["update", "actor", "ref"], size: int | None = None) -> MicroBatching:
-        """Limits of a pass; rows of a micro-batch are the actor's micro_batch_size unless `size` says otherwise."""
-        return micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
-
-    def _forward(
-        self, role: Role, consumer: str, names: Sequence[str], batching: MicroBatching, count: int, dispatch_key: str
-    ) -> None:
-        role.offloader.onload(params=True)
-        for part in self.replica.dispatches(count, self.run.plan.dispatch_sizes[dispatch_key]):
-            batch = self.replica.fetch(consumer, ["input_ids", "prompt_length"], part)
-            output = role.engine.forward(to_rows(batch), batching)
-            self.replica.put(dict(zip(names, output or ())), part)
-        if role in self.roles.frozen():
-            self._rest(role)
-
-    def _rest(self, role: Role, *, weights: bool = True) -> None:
-        """A model leaves the device until its next pass, or until it trains, with what the run file says."""
-        config, trains = self.run.generate, role in self.roles.trained()
-        role.offloader.offload(
-            optimizer=trains and config.offload_train_optimizer,
-            grads=trains and config.offload_train_grad,
-            params=weights and config.offload_train_param,
-        )
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         """With a shared backbone the reference is the actor without its adapters."""
@@ -195,7 +195,7 @@ class ActorWorker(DeviceWorker):
         with self.profiler("actor_update"), self.timers("update"):
             actor.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
-                _add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
+                add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
             actor.poll_save()
         memory = platform.current().memory_stats()
         metrics.add_max("memory/update_gib", memory.allocated_gib)
@@ -211,24 +211,10 @@ class ActorWorker(DeviceWorker):
         with self.profiler("critic_update"), self.timers("update_critic"):
             critic.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
-                _add_step(metrics, "critic", critic.engine.train_step(rows, batching, loss))
+                add_step(metrics, "critic", critic.engine.train_step(rows, batching, loss))
             critic.poll_save()
             self._rest(critic)  # or the actor's update would find it beside its own state
         return self._report(metrics)
-
-    def _mini_batches(self, consumer: str, steps: list[list[int]], columns: Sequence[str]) -> Iterator[Rows]:
-        """This replica's rows of each step, with the columns that the loss reads."""
-        for step in steps:
-            batch = self.replica.fetch(consumer, ["input_ids", "prompt_length", *columns], self._share_of_step(step))
-            yield to_rows(batch, columns)
-
-    def _share_of_step(self, rows: Sequence[int]) -> list[int]:
-        """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""
-        lengths = None
-        if self.run.rl.use_dp_batch_balance and self.replica.count > 1:
-            batch = self.replica.fetch("actor_train", ["prompt_length", "response_length"], rows)
-            lengths = [int(p) + int(r) for p, r in zip(batch["prompt_length"], batch["response_length"])]
-        return self.replica.share(rows, lengths)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> WorkerReport:
@@ -258,18 +244,3 @@ class ActorWorker(DeviceWorker):
         for role in (*self.roles.frozen(), *self.roles.trained()[::-1]):
             role.finish_saves()
         return self._report()
-
-
-def critic_loss(inputs: LossInputs, *, clip_range: float | None) -> LossOutput:
-    """The loss of the critic's values against the columns returns and values (those before the update)."""
-    columns = inputs.columns
-    mask = columns["loss_mask"] & inputs.mask
-    return value_loss(inputs.outputs[0], columns["returns"], mask, old_values=columns["values"], clip_range=clip_range)
-
-
-def _add_step(metrics: Metrics, role: str, result: StepResult) -> None:
-    """Adds what an optimizer step did; what all ranks know is told by one."""
-    metrics.merge(result.metrics)
-    if dist.get_rank() == 0:
-        metrics.add_mean(f"{role}/grad_norm", result.grad_norm)
-        metrics.add_last(f"{role}/lr", result.lr)

@@ -12,7 +12,7 @@ WORKER_COLUMNS: dict[str, tuple[str, ...]] = {
         "input_ids",
         "prompt_length",
         "truncated",
-        "weight_version",
+        "weight_versions",
     ),
     "rule_reward": ("rewards", "reward_results"),
     "reward_scores": ("rm_scores",),

@@ -22,6 +22,7 @@ from mindspeed_rl.config import MegatronConfig, RLConfig, Run, own_reward_device
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
+from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.model_source import reward_model_config
@@ -182,6 +183,10 @@ class ActorGroup(ScoringGroup):
         """All rows will have a response."""
         futures = [process.call.remote("generate", draw) for process in self.processes]
         return Pending(futures, self._names, "generate", self._plane)
+
+    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[tuple[WorkerReport, list[Generated] | None]]:
+        """The responses are up to `num_tokens` tokens longer: each replica's share; None from ranks that hand none out."""
+        return self.wait("extend", [process.call.remote("extend", pieces, num_tokens) for process in self.processes])
 
     def finish_rollout(self) -> list[WorkerReport]:
         """Nothing more is generated in this iteration; the engines' memory belongs to training."""

@@ -45,11 +45,11 @@ class RewardWorker:
         """
         rl = self.run.rl
         size = max(1, self.plan.dispatch_sizes["reward_dispatch_size"])
-        with self.timers("rule_reward"):
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                columns = ["responses", "prompt_ids", "labels", "extra", "truncated"]
-                batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=rl.wait_timeout_s)
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            columns = ["responses", "prompt_ids", "labels", "extra", "truncated"]
+            batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=rl.wait_timeout_s)
+            with self.timers("rule_reward"):  # waiting for responses is no part of it
                 samples = [
                     self._sample(prompt.tolist(), response.tolist(), label, extra, bool(cut))
                     for prompt, response, label, extra, cut in zip(
@@ -61,12 +61,19 @@ class RewardWorker:
                 self.plane.put({"rewards": totals, "reward_results": results}, part)
         return WorkerReport(intervals=self.timers.drain())
 
-    def score_now(self, items: list[PromptItem], responses: list[list[int]]) -> list[RewardResult]:
-        """Scores given responses to prompts."""
+    def score_now(
+        self, items: list[PromptItem], responses: list[list[int]], truncated: list[bool] | None = None
+    ) -> list[RewardResult]:
+        """Scores given responses to prompts.
+
+        Args:
+            truncated: which ended for lack of room; none where nothing is said.
+        """
+        cut = truncated or [False] * len(items)
         return self.pool.score(
             [
-                self._sample(item["prompt_ids"], response, item["label"], item["columns"], False)
-                for item, response in zip(items, responses)
+                self._sample(item["prompt_ids"], response, item["label"], item["columns"], is_cut)
+                for item, response, is_cut in zip(items, responses, cut)
             ],
             timeout_s=self.run.rl.wait_timeout_s,
         )

@@ -43,13 +43,18 @@ class RewardGroup:
         (found,) = wait_all([self._actors[0].check.remote(prompt_ids, label, columns)], ["reward worker"], "check", None)
         self.accuracies |= frozenset(found)
 
-    def score_now(self, items: list[PromptItem], responses: list[list[int]]) -> list[RewardResult]:
-        """Scores of given responses, in order."""
+    def score_now(
+        self, items: list[PromptItem], responses: list[list[int]], truncated: list[bool] | None = None
+    ) -> list[RewardResult]:
+        """Scores of given responses, in order.
+
+        Args:
+            truncated: which ended for lack of room; none where nothing is said.
+        """
+        cut = truncated or [False] * len(items)
         share = -(-len(items) // len(self._actors))
         futures = [
-            actor.score_now.remote(
-                items[number * share : (number + 1) * share], responses[number * share : (number + 1) * share]
-            )
+            actor.score_now.remote(*(part[number * share : (number + 1) * share] for part in (items, responses, cut)))
             for number, actor in enumerate(self._actors)
         ]
         parts = wait_all(futures, [f"reward worker {number}" for number in range(len(futures))], "score_now", self._plane)

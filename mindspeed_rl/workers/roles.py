@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindspeed_rl.config import MegatronConfig, Run, own_reward_devices
+from mindspeed_rl.config import MegatronConfig, Run, own_critic_devices, own_reference_devices, own_reward_devices
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.workers.model_source import (
     ModelSource,
@@ -53,10 +53,10 @@ def build_roles(run: Run, source: ModelSource, model_plan: ModelPlan, tokenizer:
     actor = Role("actor", cfg.actor_config, model_plan, source, shared, steps_per_iteration=steps)
     roles = Roles(actor)
     resumed_at = actor.resumed["iteration"] if actor.resumed else None
-    if objective.needs_reference and not run.rl.share_backbone:
-        roles.reference = _reference(run, source, resumed_at, shared)
-    if objective.has_critic:
-        roles.critic = _critic(run, resumed_at, shared)
+    if objective.needs_reference and not run.rl.share_backbone and own_reference_devices(cfg) is None:
+        roles.reference = build_reference(run, source, resumed_at, shared)
+    if objective.has_critic and own_critic_devices(cfg) is None:
+        roles.critic = build_critic(run, resumed_at, shared)
     reward = reward_model_config(cfg)
     if reward is not None and own_reward_devices(cfg) is None:
         roles.reward, roles.scoring = build_reward_model(run, reward, tokenizer, shared)
@@ -72,13 +72,20 @@ def shared_settings(run: Run, tokenizer: Any) -> PassSettings:
     )
 
 
-def _reference(run: Run, actor: ModelSource, resumed_at: int | None, shared: PassSettings) -> Role:
+def build_reference(run: Run, actor: ModelSource, resumed_at: int | None, shared: PassSettings) -> Role:
+    """The reference is what the run file says, else what the actor started from before any resume.
+
+    Args:
+        actor: the actor's weights.
+        resumed_at: iteration after which the actor goes on; None when it starts from weights alone.
+    """
     config, source, at = rl_reference(run, actor, resumed_at)
     plan = plan_model(config, source.hf_folder)
     return Role("ref", config, plan, source, shared, steps_per_iteration=None, iteration=at)
 
 
-def _critic(run: Run, resumed_at: int | None, shared: PassSettings) -> Role:
+def build_critic(run: Run, resumed_at: int | None, shared: PassSettings) -> Role:
+    """The critic, which goes on where the actor does."""
     config, steps = run.config.critic_config, run.plan.num_optimizer_steps
     if config is None:
         raise ValueError(

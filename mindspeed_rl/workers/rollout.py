@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,10 +21,14 @@ from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import world_exchange
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
+from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.loading import LoadsWeights
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
-from mindspeed_rl.rollout.vllm_engine import LoadsWeights, VllmEngine
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
+from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
 
 
 class RolloutReplica:
@@ -39,30 +43,21 @@ class RolloutReplica:
     def __init__(self, run: Run, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
         config = run.generate
         self.run, self.plane = run, plane
-        keys = config.sampling_config
-        sampling = Sampling(
-            temperature=keys.temperature,
-            max_tokens=keys.max_tokens,
-            stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *_generation_stops(source)})),
-            top_p=keys.top_p,
-            top_k=keys.top_k,
-            min_p=keys.min_p,
-        )
+        sampling = training_sampling(config.sampling_config, source, eos_id)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.engine = VllmEngine(
             source.hf_folder,
             config,
             sampling,
             run_id=run_id,
-            kv_bytes_per_token=2 * network.num_layers * network.num_query_groups * network.kv_channels * self.dtype.itemsize,
+            kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
         )
         layout = self._layout = self.engine.layout
         self.replica, replica_rank = divmod(dist.get_rank(), layout.tensor)
         self.num_replicas = layout.num_replicas
         self.is_output = replica_rank == 0
-        self._group = _own_group(layout.replica_groups())
-        # None where the ranks of the replica are all that hold its experts
-        self._expert_group = _own_group(layout.expert_groups()) if layout.in_step else None
+        group = _own_group(layout.replica_groups())
+        self.host = InProcessEngine(self.engine, group, self.replica * layout.tensor)
         self._push: WeightPush | None = None
 
     # ------------------------------------------------------------------ weights and memory
@@ -70,7 +65,7 @@ class RolloutReplica:
     def load(self, stream: WeightStream, version: int) -> int:
         """The engine holds the weights of the stream; returns how many parameters were proven to have arrived."""
         self.engine.restore_weights()
-        self.engine.write_weights(lambda model: self._write(model, stream), version)
+        self.host.write(lambda model: self._write(model, stream), version)
         assert self._push is not None
         return self._push.prove(self.engine.read_model()).num_parameters
 
@@ -104,24 +99,16 @@ class RolloutReplica:
         Args:
             draw: number of the draw of prompts, a part of the seeds.
         """
-        metrics, batches = Metrics(), self._batches()
-        while self._goes_on(dispatch := next(batches, None)):
-            if dispatch is None:
-                self.engine.generate([])  # other replicas need this one's experts for their dispatches
-            else:
-                metrics.merge(self._generate_batch(draw, *dispatch))
+        return self.host.run(lambda: self._generate_all(draw)) or Metrics()
+
+    async def _generate_all(self, draw: int) -> Metrics:
+        metrics = Metrics()
+        for indexes, batch in self._batches():
+            metrics.merge(await self._generate_batch(draw, indexes, batch))
         return metrics
 
-    def _goes_on(self, dispatch: Any) -> bool:
-        """True while this replica or one that shares experts with it has a dispatch."""
-        if self._expert_group is None:
-            return dispatch is not None
-        left = torch.tensor(int(dispatch is not None))
-        dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self._expert_group)
-        return bool(left)
-
     def _batches(self) -> Iterator[tuple[list[int], Any]]:
-        """This replica's rows, a dispatch at a time; fetched by its first rank and shared with the others."""
+        """This replica's rows, a dispatch at a time."""
         columns, rl = ["prompt_ids"], self.run.rl
         size = self.run.plan.dispatch_sizes["actor_rollout_dispatch_size"]
         if rl.guarantee_order:
@@ -129,58 +116,47 @@ class RolloutReplica:
             first = self.replica * share
             for start in range(first, first + share, size):
                 rows = list(range(start, min(start + size, first + share)))
-                batch = self._share(
-                    lambda rows=rows: self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=rl.wait_timeout_s)[0]
-                )
-                yield rows, batch
+                yield rows, self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=rl.wait_timeout_s)[0]
             return
         while True:
-            batch, rows = self._share(lambda: self.plane.get("actor_rollout", columns, size))
-            if batch is None:
+            batch, rows = self.plane.get("actor_rollout", columns, size)
+            if batch is None or rows is None:
                 return
             yield rows, batch
 
-    def _share(self, fetch: Callable[[], Any]) -> Any:
-        """What `fetch` returns on the first rank of the replica, on all its ranks."""
-        if self._group.size() == 1:
-            return fetch()
-        box = [fetch() if self.is_output else None]
-        dist.broadcast_object_list(box, src=self.replica * self._layout.tensor, group=self._group)
-        return box[0]
-
-    def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
+    async def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
         group = self.run.plan.n_samples_per_prompt
-        base = self.run.generate.sampling_config.seed
-        seed = self.run.config.actor_config.seed if base is None else base
+        seed = sampling_seed(self.run)
         prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
-        requests = [
-            GenerationRequest(ids.tolist(), sample_seed(seed, draw, row // group, row % group))
-            for row, ids in zip(indexes, prompts)
-        ]
-        completions = self.engine.generate(requests)
-        metrics = Metrics()
-        if not self.is_output:
-            return metrics
-        responses = [torch.tensor(completion.token_ids, dtype=torch.int64) for completion in completions]
-        self.plane.put(
-            {
-                "responses": responses,
-                "rollout_log_probs": [torch.tensor(completion.log_probs) for completion in completions],
-                "response_length": [len(response) for response in responses],
-                "input_ids": [torch.cat([prompt, response]) for prompt, response in zip(prompts, responses)],
-                "prompt_length": [len(prompt) for prompt in prompts],
-                "truncated": [completion.truncated for completion in completions],
-                "weight_version": [self.engine.weight_version] * len(responses),
-            },
-            indexes,
+        sampling = self.engine.sampling
+        responses = await asyncio.gather(
+            *(
+                self.host.generate(tuple(ids.tolist()), sampling, sample_seed(seed, draw, row // group, row % group))
+                for row, ids in zip(indexes, prompts)
+            )
         )
-        metrics.add_spread("response_length", [len(response) for response in responses])
-        metrics.add_spread("prompt_length", [len(prompt) for prompt in prompts])
-        metrics.add_mean(
-            "rollout/truncated_fraction", sum(completion.truncated for completion in completions), len(completions)
-        )
-        metrics.add_sum("rollout/tokens", sum(len(response) for response in responses))
-        return metrics
+        self.plane.put(response_columns(prompts, responses), indexes)
+        return response_metrics(prompts, responses)
+
+    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
+        """Every num_replicas-th response from this replica's number on, with up to `num_tokens` tokens more.
+
+        Those that may go on are "aborted". None on ranks that hand none out.
+        """
+        most = self.engine.sampling.max_tokens
+
+        async def grown(piece: Piece) -> Generated:
+            kept = 0 if piece.begun is None else len(piece.begun.token_ids)
+            limit = min(most, kept + num_tokens)
+            sampling = replace(self.engine.sampling, max_tokens=limit)
+            found = await self.host.generate(piece.prompt_ids, sampling, piece.seed, piece.begun)
+            goes_on = found.finish == "length" and len(found.token_ids) == limit < most
+            return replace(found, finish="aborted") if goes_on else found
+
+        async def grown_all() -> list[Generated]:
+            return list(await asyncio.gather(*(grown(piece) for piece in pieces[self.replica :: self.num_replicas])))
+
+        return self.host.run(grown_all)
 
     def answer(self, prompts: Sequence[list[int]], seed: int, *, greedy: bool) -> list[list[int]] | None:
         """Responses to every num_replicas-th prompt, starting with this replica's number; None on ranks that hand none out.
@@ -191,12 +167,15 @@ class RolloutReplica:
         sampling = self.engine.sampling
         if greedy:
             sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
-        requests = [
-            GenerationRequest(list(prompts[number]), sample_seed(seed, number, 0, 0))
-            for number in range(self.replica, len(prompts), self.num_replicas)
-        ]
-        completions = self.engine.generate(requests, sampling) if requests or self._layout.in_step else []
-        return [completion.token_ids for completion in completions] if self.is_output else None
+        mine = range(self.replica, len(prompts), self.num_replicas)
+
+        async def responses() -> list[list[int]]:
+            found = await asyncio.gather(
+                *(self.host.generate(tuple(prompts[number]), sampling, sample_seed(seed, number, 0, 0)) for number in mine)
+            )
+            return [list(response.token_ids) for response in found]
+
+        return self.host.run(responses)
 
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -207,8 +186,6 @@ def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return own
 
 
-def _generation_stops(source: ModelSource) -> list[int]:
-    """End tokens that generation_config.json names."""
-    path = source.hf_folder / "generation_config.json"
-    stops = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    return [] if stops is None else stops if isinstance(stops, list) else [stops]
+def kv_bytes_per_token(network: Network, dtype: torch.dtype) -> int:
+    """Of the whole model's KV cache."""
+    return 2 * network.num_layers * network.num_query_groups * network.kv_channels * dtype.itemsize

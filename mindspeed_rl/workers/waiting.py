@@ -18,7 +18,7 @@ _POLL_S = 1.0
 #: how long the cause may come in after its consequences: Ray takes seconds to notice a death that a peer notices at once
 _CAUSE_S = 15.0
 #: what a collective says when another process of the group is gone
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker", "HCCL function error")
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote worker", "HCCL function error")
 
 
 class WorkerFailed(RuntimeError):
@@ -81,7 +81,7 @@ def _distance_from_cause(error: Exception) -> int:
     text = str(error)
     if "DataPlaneAborted" in text:
         return 3
-    return 2 if any(sign in text for sign in _LOST_PEER) else 1
+    return 2 if any(sign in text for sign in LOST_PEER) else 1
 
 
 def _error_of(future: Any) -> Exception | None:

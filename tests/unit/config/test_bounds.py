@@ -103,8 +103,8 @@ def test_explain_refuses(override: str, said: str) -> None:
 
 
 def test_every_number_outside_is_named_and_so_are_broken_rules() -> None:
-    said = refusal("actor_config.adam_beta1=2", "rl_config.epochs=0", "rl_config.use_integrated_worker=false")
-    assert "adam_beta1 (2)" in said and "rl_config.epochs (0)" in said and "ref_config is needed" in said
+    said = refusal("actor_config.adam_beta1=2", "rl_config.epochs=0", "actor_config.min_lr=1")
+    assert "adam_beta1 (2)" in said and "rl_config.epochs (0)" in said and "min_lr (1) must be at most" in said
 
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {

@@ -10,6 +10,7 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import RunConfig, Violation, build_run_config, unavailable, validate
+from mindspeed_rl.config.notices import run_warnings
 
 
 def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:
@@ -75,6 +76,31 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["filter_groups_metric (acc)", "base_acc"],
     ),
     ({R: {"partial_rollout_max_split": 2, "guarantee_order": True}}, "partial_rollout_order", ["guarantee_order"]),
+    (
+        {R: {"partial_rollout_max_split": 2, "trainer_mode": "one_step_off"}},
+        "partial_rollout_mode",
+        ["partial_rollout_max_split (2)", "trainer_mode one_step_off"],
+    ),
+    (
+        {R: {"off_policy_token_limit": 0.5, "trainer_mode": "one_step_off"}},
+        "token_limit_one_step",
+        ["off_policy_token_limit (0.5)", "at least 1"],
+    ),
+    (
+        {R: {"async_generate": True, "trainer_mode": "async"}},
+        "async_generate_mode",
+        ["async_generate (true)", "trainer_mode (async)"],
+    ),
+    (
+        {R: {"trainer_mode": "async", "max_off_policy_threshold": 1.5, "num_warmup_batches": 3}},
+        "warmup_batches",
+        ["num_warmup_batches (3)", "at most 2", "max_off_policy_threshold (1.5)"],
+    ),
+    (
+        {R: {"trainer_mode": "async", "parameter_sync_step": 4}, M: {"save": "out", "save_interval": 6}},
+        "sync_step_save_interval",
+        ["save_interval (6)", "parameter_sync_step (4)"],
+    ),
     (
         {R: {"multi_turn_enable": True, "async_engine": True, "max_total_response_length": 100}},
         "tool_response_length",
@@ -362,3 +388,24 @@ def test_what_this_version_lacks_is_named() -> None:
     (sentence,) = unavailable(prompt_level(rl_config=changes))
     assert sentence.startswith("rl_config.multi_turn_enable")
     assert unavailable(prompt_level()) == []
+
+
+def test_generating_beside_training_needs_servers() -> None:
+    (sentence,) = unavailable(prompt_level(rl_config={"trainer_mode": "async"}))
+    assert sentence.startswith("rl_config.trainer_mode: async generates while it trains")
+    assert "rl_config.rollout_resource" in sentence and "generate_config.vllm_server_host" in sentence
+    served = {"generate_config": {"vllm_server_host": "127.0.0.1", "infer_tensor_parallel_size": 1}}
+    assert unavailable(prompt_level(rl_config={"trainer_mode": "async"}, **served)) == []
+    split = prompt_level(rl_config={"partial_rollout_max_split": 2}, **served)
+    assert "partial_rollout_apart" in rules_of(split)
+
+
+def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
+    def said(**rl: object) -> list[str]:
+        return [text for text in run_warnings(prompt_level(rl_config=rl)) if "older weights" in text]
+
+    assert said() == said(trainer_mode="async", max_off_policy_threshold=0.0) == []
+    assert said(trainer_mode="one_step_off", rollout_importance_sampling_mode="token_truncate") == []
+    assert said(partial_rollout_max_split=2, off_policy_token_limit=0.0) == []
+    for keys in ({"trainer_mode": "async"}, {"trainer_mode": "one_step_off"}, {"partial_rollout_max_split": 2}):
+        assert len(said(**keys)) == 1

@@ -100,3 +100,28 @@ def test_a_key_that_the_install_cannot_serve_is_left_off_and_says_so(key: str) -
 
 def test_determinism_is_the_engines_own_and_not_asked_of_mindspeed() -> None:
     assert "npu_deterministic" not in mindspeed.settings(MegatronConfig(npu_deterministic=True), megatron_training=True)
+
+
+class _Optimizer:
+    """Megatron's distributed optimizer after MindSpeed's patch: a form that it does not know is an error."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        if "param_state" in state_dict and state_dict["param_state_sharding_type"] != "dp_reshardable":
+            raise NotImplementedError("Unknown sharding_type")
+        self.seen.append(sorted(state_dict))
+
+    def load_parameter_state_from_fully_reshardable(self, param_state: object) -> None:
+        self.seen.append(param_state)
+
+
+def test_the_saved_form_of_the_optimizer_is_loaded_by_megatrons_own_function() -> None:
+    for _ in range(2):  # every role of a process configures MindSpeed
+        mindspeed._load_every_form(_Optimizer)
+    whole, other = _Optimizer(), _Optimizer()
+    whole.load_state_dict({"optimizer": 1, "param_state_sharding_type": "fully_reshardable", "param_state": "tensors"})
+    other.load_state_dict({"optimizer": 1, "param_state_sharding_type": "dp_reshardable", "param_state": "tensors"})
+    assert whole.seen == [["optimizer", "param_state_sharding_type"], "tensors"]
+    assert other.seen == [["optimizer", "param_state", "param_state_sharding_type"]]

@@ -13,6 +13,8 @@ from call_path import ROOT, listed
 GROUPS = {
     "ActorGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
     "RewardModelGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
+    "ReferenceGroup": ("mindspeed_rl.workers.apart", set()),
+    "CriticGroup": ("mindspeed_rl.workers.apart", set()),
     "SupervisedGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
     "InferenceGroup": ("mindspeed_rl.inference.launch", set()),
 }

@@ -1,0 +1,122 @@
+"""vLLM's asynchronous engine, 0.18 to 0.33, behind the few calls that a server needs.
+
+What differs between releases is asked of the installed one, by signature: `pause_generation` counts by
+`wait_for_inflight_requests` before 0.18 and by `mode` since; 0.32 dropped the older word. `AsyncEngineArgs` loses and gains
+fields, and a prompt may be a plain mapping in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import secrets
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+def build_async_engine(arguments: Mapping[str, Any]) -> Any:
+    """A running `AsyncLLM`; its workers are processes of its own.
+
+    A request that brings no seed gets one where several workers draw its tokens: they would draw from generators of their own,
+    and on the CPU, where each samples for itself, disagree about the response.
+
+    Args:
+        arguments: keyword arguments, as `vllm.LLM` takes them.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    known = inspect.signature(AsyncEngineArgs).parameters
+    extra: dict[str, Any] = {"enable_log_requests": False} if "enable_log_requests" in known else {}
+    engine = AsyncLLM if arguments.get("tensor_parallel_size", 1) == 1 else _with_seeds(AsyncLLM)
+    return engine.from_engine_args(AsyncEngineArgs(**arguments, **extra))
+
+
+def _with_seeds(engine: type[Any]) -> type[Any]:
+    """The engine's class, with a seed for every request."""
+
+    class SeededEngine(engine):
+        """See `build_async_engine`."""
+
+        def generate(self, prompt: Any, sampling_params: Any, *more: Any, **words: Any) -> Any:
+            """As vLLM's, for sampling parameters that have a seed."""
+            if getattr(sampling_params, "seed", 0) is None:
+                sampling_params.seed = secrets.randbits(31)
+            return super().generate(prompt, sampling_params, *more, **words)
+
+    return SeededEngine
+
+
+async def pause(llm: Any, mode: Literal["wait", "keep", "abort"]) -> None:
+    """The engine schedules nothing until `resume`; "keep" freezes what runs, "abort" ends it, "wait" lets it end.
+
+    Raises:
+        RuntimeError: the installed vLLM cannot do this.
+    """
+    known = inspect.signature(llm.pause_generation).parameters
+    # what is kept goes on with the keys and values it has; only prefixes that others would share are dropped
+    words: dict[str, Any] = {"clear_cache": mode != "keep"} if "clear_cache" in known else {}
+    if "mode" in known:
+        await llm.pause_generation(mode=mode, **words)
+    elif mode != "keep":
+        await llm.pause_generation(wait_for_inflight_requests=mode == "wait", **words)
+    else:
+        raise RuntimeError("this vLLM cannot freeze requests while weights are pushed; partial_rollout needs 0.18 or later.")
+
+
+async def drop_cached_prefixes(llm: Any) -> None:
+    """No later request begins with keys and values of the weights before; requests that were kept compute theirs again.
+
+    vLLM leaves the cache as it is while requests hold some of it, and says False. Without prefix caching nobody shares any.
+
+    Raises:
+        RuntimeError: the cache could not be dropped.
+    """
+    if not llm.vllm_config.cache_config.enable_prefix_caching or await llm.reset_prefix_cache() is not False:
+        return
+    if await llm.reset_prefix_cache(reset_running_requests=True) is False:
+        raise RuntimeError("weight push: the prefix cache could not be dropped, so later responses would mix weights.")
+
+
+async def resume(llm: Any) -> None:
+    """The engine schedules again."""
+    await llm.resume_generation()
+
+
+async def openai_app(llm: Any, model: str, names: list[str]) -> Any:
+    """vLLM's own FastAPI application for a running engine that has a tokenizer.
+
+    Module, signature and order of its parts moved between releases; what exists is asked for by name.
+
+    Args:
+        model: folder of the model.
+        names: under which clients know it.
+    """
+    parsers = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # 0.32, before
+    make_parser = _first(parsers, "make_arg_parser")
+    flexible = _first(("vllm.utils.argparse_utils", "vllm.utils"), "FlexibleArgumentParser")
+    server = importlib.import_module("vllm.entrypoints.openai.api_server")
+    args = make_parser(flexible()).parse_args(["--model", model, "--served-model-name", *names])
+    tasks = {"supported_tasks": await llm.get_supported_tasks()} if hasattr(llm, "get_supported_tasks") else {}
+    app = server.build_app(args, **_known(server.build_app, tasks | {"model_config": llm.model_config}))
+    config = {"vllm_config": llm.vllm_config}
+    await server.init_app_state(
+        **_known(server.init_app_state, {"engine_client": llm, "state": app.state, "args": args} | config | tasks)
+    )
+    return app
+
+
+def _known(function: Any, words: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in words.items() if name in parameters}
+
+
+def _first(modules: tuple[str, ...], attribute: str) -> Any:
+    """The attribute of the first of these modules that has it."""
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            if hasattr(module, attribute):
+                return getattr(module, attribute)
+    raise ImportError(f"this vLLM has {attribute} in none of {', '.join(modules)}; 0.18 to 0.33 were looked at.")

@@ -1,0 +1,150 @@
+"""`mindspeed-rl rollout`: a rollout server started by hand, for runs on other machines."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.cli.options import Parser, say
+from mindspeed_rl.config import ConfigError, GenerateConfig, SamplingConfig, load_run_config
+from mindspeed_rl.config.run import PLATFORMS
+from mindspeed_rl.observability.logging import quiet_environment
+
+if TYPE_CHECKING:
+    import argparse
+
+_DESCRIPTION = (
+    "Serve a model for rollouts: OpenAI-compatible paths (/v1/...), /health, and /rollout/... by which a run generates and "
+    "pushes weights. A run uses it by generate_config.vllm_server_host and vllm_server_port."
+)
+_TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(prog="mindspeed-rl rollout", description=_DESCRIPTION, allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", type=Path, help="Hugging Face folder; default: that of --config-name's actor")
+    add("--config-name", help="run file whose generate_config the engine has")
+    add("--config-dir", help="folder of the run file; default: the project's configs/")
+    add("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is reached from this machine only")
+    add("--port", type=int, default=8000, help="port to listen on")
+    add(
+        "--token-file", type=Path, help=f"file with the token that calls must bring; default: {_TOKEN_VARIABLE}, else a new one"
+    )
+    add("--served-model-name", nargs="+", help="names in the OpenAI-compatible paths; default: the folder's")
+    add("--tensor-parallel-size", "--vllm-tensor-parallel-size", "--vllm_tensor_parallel_size", type=int)
+    add(
+        "--max-model-len", "--vllm-max-model-len", "--vllm_max_model_len", type=int, help="longest prompt + response, in tokens"
+    )
+    add("--max-num-seqs", "--vllm-max-num-seqs", "--vllm_max_num_seqs", type=int, help="responses at the same time")
+    add("--dtype", choices=("bfloat16", "float32"), help="number format of the weights")
+    add("--gpu-memory-utilization", "--vllm-gpu-memory-utilization", "--vllm_gpu_memory_utilization", type=float)
+    add("--kv-cache-memory-gib", type=float, help="CPU: KV cache, in GiB")
+    add("--cut-distribution", action="store_true", help="the run draws with top_p, top_k or min_p")
+    add("--platform", choices=PLATFORMS, default="auto", help="device kind")
+    add("overrides", nargs="*", metavar="key=value", help="of the run file")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Serves until it is interrupted; returns 0 then, 2 for a wrong command line, 1 when the engine failed."""
+    try:
+        args = make_parser().parse_intermixed_args(argv)
+        generate, folder = _engine_keys(args)
+        token, is_new = _token(args)
+        listening = _listen(args.host, args.port)
+    except ConfigError as error:
+        for text in error.errors:
+            print(f"error: {text}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if is_new:
+        say(f"token of this server, for {_TOKEN_VARIABLE} of its clients: {token}")
+    names = args.served_model_name or [folder.name]
+    try:
+        return _serve(args, generate, folder, token, listening, names)
+    except KeyboardInterrupt:
+        say("interrupted; the engine was ended.")
+        return 0
+    except (RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        listening.close()
+
+
+def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path]:
+    """Keys of the engine, and the model's folder."""
+    folder = args.model
+    generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256, sampling_config=SamplingConfig(top_k=-1))
+    if args.config_name is not None:
+        cfg = load_run_config(args.config_name, args.config_dir, args.overrides)
+        if cfg.generate_config is None:
+            raise ValueError(f"--config-name {args.config_name} has no group generate_config")
+        generate, actor = cfg.generate_config, cfg.actor_config
+        named = actor.tokenizer_name_or_path or actor.load
+        folder = folder or (Path(named) if named else None)
+    if folder is None or not (folder.expanduser() / "config.json").is_file():
+        raise ValueError(f"--model {folder}: no folder with config.json")
+    given = {
+        "infer_tensor_parallel_size": args.tensor_parallel_size,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "dtype": args.dtype,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "kv_cache_memory_gib": args.kv_cache_memory_gib,
+    }
+    for name, value in given.items():
+        if value is not None:
+            if not isinstance(value, str) and value <= 0:
+                raise ValueError(f"--{name.removeprefix('infer_').replace('_', '-')} {value} must be above 0")
+            setattr(generate, name, value)
+    return generate, folder.expanduser().resolve()
+
+
+def _token(args: argparse.Namespace) -> tuple[str, bool]:
+    """The token, and whether it was made just now."""
+    if args.token_file is not None:
+        try:
+            token = args.token_file.expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ValueError(f"--token-file {args.token_file} cannot be read ({error.strerror})") from None
+        if not token:
+            raise ValueError(f"--token-file {args.token_file} is empty")
+        return token, False
+    given = os.environ.get(_TOKEN_VARIABLE, "").strip()
+    return (given, False) if given else (secrets.token_urlsafe(32), True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket: a port that is taken is found before the model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ValueError(f"--host {host} --port {port}: {error}") from None
+    return listening
+
+
+def _serve(
+    args: argparse.Namespace, generate: GenerateConfig, folder: Path, token: str, listening: socket.socket, names: list[str]
+) -> int:
+    os.environ.update(quiet_environment(os.environ))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # it imports torch, which reads the environment
+    from mindspeed_rl.workers.hand_server import serve
+
+    keys = generate.sampling_config
+    whole = keys.top_p >= 1.0 and keys.top_k <= 0 and keys.min_p <= 0.0 and not args.cut_distribution
+    serve(folder, generate, names, listening, token, whole_distribution=whole, platform_name=args.platform)
+    return 0

@@ -1,0 +1,155 @@
+"""vLLM's asynchronous engine as a `RolloutEngine`: its workers are processes of its own, which take weights from a group.
+
+Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
+
+from mindspeed_rl.adaptors import vllm_async
+from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
+from mindspeed_rl.rollout.engine import NOTHING, Finish, Generated, PauseMode, continuation
+from mindspeed_rl.rollout.requests import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of a response, as they come.
+
+    Attributes:
+        finish: None while more follow.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    version: int
+    finish: Finish | None
+
+
+class AsyncEngine:
+    """One vLLM engine on devices of its own. All methods are coroutines of one event loop.
+
+    Attributes:
+        version: of the weights; -1 before the first.
+        llm: vLLM's own object, for whoever serves other interfaces with it.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Starts the engine's processes; returns when they are ready.
+
+        Args:
+            arguments: from `engine_arguments`, with executor and worker extension.
+        """
+        with own_socket_folder():
+            self.llm: Any = vllm_async.build_async_engine(arguments)
+        self.version = -1
+        self._numbers = itertools.count()
+
+    # ------------------------------------------------------------------ requests
+
+    async def pieces(
+        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, begun: Generated | None = None
+    ) -> AsyncIterator[Piece]:
+        """The tokens behind `begun`, as they are drawn; the last piece has a finish.
+
+        Raises:
+            ValueError: the request cannot be answered.
+        """
+        asked = continuation(prompt_ids, sampling, seed, begun)
+        if asked is None:
+            yield Piece((), (), self.version, "length")
+            return
+        params = sampling_params(asked.sampling, asked.seed, output_kind=RequestOutputKind.DELTA)
+        prompt = {"prompt_token_ids": list(asked.prompt_ids)}
+        async for output in self.llm.generate(prompt, params, f"rollout-{next(self._numbers)}"):
+            sample = output.outputs[0]
+            ended = bool(output.finished)
+            finish = _FINISHES.get(sample.finish_reason, "aborted") if ended else None
+            tokens = tuple(sample.token_ids)
+            yield Piece(tokens, _log_probs(sample.logprobs, tokens), self.version, finish)
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+    ) -> Generated:
+        """See `RolloutEngine.generate`."""
+        whole = begun or NOTHING
+        async for piece in self.pieces(prompt_ids, sampling, seed, begun):
+            whole = extended(whole, piece)
+        return whole
+
+    # ------------------------------------------------------------------ weights and memory
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        await vllm_async.pause(self.llm, mode)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await vllm_async.resume(self.llm)
+
+    async def join(self, meeting: str, first_rank: int) -> None:
+        """The engine's workers are members of the group that meets there."""
+        await self.llm.collective_rpc("weights_join", args=(meeting, first_rank))
+
+    async def leave(self) -> None:
+        """The engine's workers are in no group."""
+        await self.llm.collective_rpc("weights_leave")
+
+    async def receive(self, version: int) -> list[str]:
+        """The workers hold what the group's rank 0 sends; the sums of what each holds, as JSON. The engine is paused."""
+        sums = await self.llm.collective_rpc("weights_receive")
+        await vllm_async.drop_cached_prefixes(self.llm)
+        self.version = version
+        return list(sums)
+
+    async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """See `RolloutEngine.update_weights`; the workers take the tensors from their group."""
+        if named is not None:
+            raise ValueError("an engine with processes of its own takes weights from a group; join one and pass none here.")
+        await self.receive(version)
+
+    async def release(self) -> None:
+        """The devices are the engine's own: nobody waits for their memory."""
+
+    async def restore(self) -> None:
+        """See `release`."""
+
+    async def check(self) -> None:
+        """Raises when the engine's processes are gone."""
+        await self.llm.check_health()
+
+    def close(self) -> None:
+        """The engine's processes are ended."""
+        self.llm.shutdown()
+
+
+def extended(whole: Generated, piece: Piece) -> Generated:
+    """The response with what came last."""
+    versions = (piece.version,) * len(piece.token_ids)
+    return Generated(
+        whole.token_ids + piece.token_ids,
+        whole.log_probs + piece.log_probs,
+        whole.versions + versions,
+        piece.finish or "aborted",
+    )
+
+
+def _log_probs(found: Any, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    """Of each drawn token, from either form in which vLLM hands them out."""
+    if not tokens:
+        return ()
+    if isinstance(found, FlatLogprobs):
+        return tuple(found.logprobs[index] for index in found.start_indices)[-len(tokens) :]
+    return tuple(entry[token].logprob for entry, token in zip(found[-len(tokens) :], tokens))

@@ -1,0 +1,100 @@
+"""What a worker process of vLLM's can do besides vLLM's own: take weights from a group that it shares with trainers.
+
+vLLM imports this in every worker of a server (`worker_extension_cls`), before the model is built, and mixes the class into its
+worker. Arguments and results are JSON: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from mindspeed_rl import adaptors, platform
+from mindspeed_rl.resharding.server_proof import EngineSums
+from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, receive
+from mindspeed_rl.rollout.loading import load_named
+
+#: process that owns the engine, and when it began; the workers do not outlive it
+OWNER_VARIABLE = "MINDSPEED_RL_ENGINE_OWNER"
+#: name of the device kind
+PLATFORM_VARIABLE = "MINDSPEED_RL_ENGINE_PLATFORM"
+_LOOK_EVERY_S = 1.0
+#: of Linux' prctl
+_PARENT_DEATH_SIGNAL = 1
+
+
+def owner_of_engines() -> str:
+    """The value of `OWNER_VARIABLE` for engines that this process owns."""
+    return f"{os.getpid()} {psutil.Process().create_time()}"
+
+
+def _is_alive(owner: str) -> bool:
+    pid, begun = owner.split()
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(begun)) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end_with(owner: str) -> None:
+    """Ends this process, and vLLM's process between it and the owner, as soon as the owner is gone, however it went."""
+    parent = os.getppid()
+    while _is_alive(owner) and os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    if os.getppid() == parent and str(parent) != owner.split()[0]:
+        os.kill(parent, signal.SIGKILL)
+    os._exit(1)
+
+
+def _prepare() -> None:
+    if name := os.environ.get(PLATFORM_VARIABLE):
+        platform.select(name)
+    adaptors.apply("rollout")
+    if owner := os.environ.get(OWNER_VARIABLE):
+        if str(os.getppid()) == owner.split()[0]:
+            # a process that was stopped cannot watch; the kernel ends it with its parent
+            ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        threading.Thread(target=_end_with, args=(owner,), name="owner-watch", daemon=True).start()
+
+
+_prepare()
+
+
+class EngineExtension:
+    """Mixed into vLLM's worker, whose `model_runner` and `rank` it uses."""
+
+    model_runner: Any
+    rank: int
+
+    def weights_join(self, meeting: str, first_rank: int) -> None:
+        """This worker is a member of a new group; it leaves the one that it was in.
+
+        Args:
+            meeting: a `Meeting` as JSON.
+            first_rank: of this engine's workers in the group.
+        """
+        self.weights_leave()
+        self._weights_group: SpanningGroup | None = SpanningGroup(Meeting.from_json(meeting), first_rank + self.rank)
+
+    def weights_leave(self) -> None:
+        """This worker is in no group."""
+        group, self._weights_group = getattr(self, "_weights_group", None), None
+        if group is not None:
+            group.close()
+
+    def weights_receive(self) -> str:
+        """The model holds what rank 0 of the group sends; the sums of what it now holds, as JSON."""
+        if getattr(self, "_weights_group", None) is None:
+            raise RuntimeError("this server is in no group of trainers; join one first.")
+        assert self._weights_group is not None
+        if not hasattr(self, "_weights_hooks"):
+            self._weights_hooks = adaptors.engine_hooks()
+        model = self.model_runner.model
+        load_named(model, receive(self._weights_group), self._weights_hooks)
+        return EngineSums.of(model).to_json()

@@ -1,0 +1,90 @@
+"""What every worker does that passes rows of the data plane through Megatron models: forward passes and optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch.distributed as dist
+
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.algorithms.value_losses import value_loss
+from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.train_engine import MicroBatching, StepResult
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.workers.device_worker import DeviceWorker
+from mindspeed_rl.workers.limits import micro_batching
+from mindspeed_rl.workers.replica import Replica
+from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.rows import to_rows
+
+
+class ModelWorker(DeviceWorker):
+    """Subclasses build models and set `replica`."""
+
+    replica: Replica
+
+    def _rests(self, role: Role) -> bool:
+        """True for a model that shares its device and does not train."""
+        return False
+
+    def _batching(self, use: Literal["update", "actor", "ref"], size: int | None = None) -> MicroBatching:
+        """Limits of a pass; rows of a micro-batch are the actor's micro_batch_size unless `size` says otherwise."""
+        return micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
+
+    def _forward(
+        self,
+        phase: str,
+        role: Role,
+        consumer: str,
+        names: Sequence[str],
+        batching: MicroBatching,
+        count: int,
+        dispatch_key: str,
+    ) -> None:
+        """This replica's rows have these columns; waits for rows that are not ready.
+
+        Args:
+            phase: name of the intervals in which the model computes; waiting is none of them.
+        """
+        role.offloader.onload(params=True)
+        for part in self.replica.dispatches(count, self.run.plan.dispatch_sizes[dispatch_key]):
+            batch = self.replica.fetch(consumer, ["input_ids", "prompt_length"], part)
+            with self.timers(phase):
+                output = role.engine.forward(to_rows(batch), batching)
+                self.replica.put(dict(zip(names, output or ())), part)
+        if self._rests(role):
+            self._rest(role)
+
+    def _rest(self, role: Role) -> None:
+        """A model that does not train leaves the device until its next pass, where the run file says so."""
+        role.offloader.offload(params=self.run.generate.offload_train_param)
+
+    def _mini_batches(self, consumer: str, steps: list[list[int]], columns: Sequence[str]) -> Iterator[Rows]:
+        """This replica's rows of each step, with the columns that the loss reads."""
+        for step in steps:
+            batch = self.replica.fetch(consumer, ["input_ids", "prompt_length", *columns], self._share_of_step(step))
+            yield to_rows(batch, columns)
+
+    def _share_of_step(self, rows: Sequence[int]) -> list[int]:
+        """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""
+        lengths = None
+        if self.run.rl.use_dp_batch_balance and self.replica.count > 1:
+            batch = self.replica.fetch("actor_train", ["prompt_length", "response_length"], rows)
+            lengths = [int(p) + int(r) for p, r in zip(batch["prompt_length"], batch["response_length"])]
+        return self.replica.share(rows, lengths)
+
+
+def critic_loss(inputs: LossInputs, *, clip_range: float | None) -> LossOutput:
+    """The loss of the critic's values against the columns returns and values (those before the update)."""
+    columns = inputs.columns
+    mask = columns["loss_mask"] & inputs.mask
+    return value_loss(inputs.outputs[0], columns["returns"], mask, old_values=columns["values"], clip_range=clip_range)
+
+
+def add_step(metrics: Metrics, role: str, result: StepResult) -> None:
+    """Adds what an optimizer step did; what all ranks know is told by one."""
+    metrics.merge(result.metrics)
+    if dist.get_rank() == 0:
+        metrics.add_mean(f"{role}/grad_norm", result.grad_norm)
+        metrics.add_last(f"{role}/lr", result.lr)

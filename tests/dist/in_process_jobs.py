@@ -1,0 +1,148 @@
+"""Jobs that ask the rollout engine in this process for responses, one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from rollout_jobs import Pair, my_rows, pair_of, policy_gradient, sampled_rows  # applies the adaptors
+from training_jobs import Setting, all_rows
+
+# isort: split
+import torch
+import torch.distributed as dist
+from vllm import SamplingParams
+
+from mindspeed_rl.rollout.engine import Generated, continued_seed
+from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
+
+SAMPLING = Sampling(0.9, 24, (1,))
+
+
+def _requests() -> list[tuple[tuple[int, ...], int]]:
+    """Two requests for each of the eight prompts: (prompt, seed)."""
+    rows = all_rows()
+    prompts = [tuple(ids[:length].tolist()) for ids, length in zip(rows.input_ids, rows.prompt_lengths)]
+    return [(prompts[number // 2], 1000 + number) for number in range(16)]
+
+
+def _host(pair: Pair, infer_tp: int) -> InProcessEngine:
+    return InProcessEngine(pair.rollout, pair.group, dist.get_rank() // infer_tp * infer_tp)
+
+
+def _by_vllm(pair: Pair) -> list[Completion]:
+    """The responses as vLLM's own loop makes them."""
+    params = [
+        SamplingParams(
+            temperature=0.9, max_tokens=24, stop_token_ids=[1], ignore_eos=True, seed=seed, logprobs=0, detokenize=False
+        )
+        for _, seed in _requests()
+    ]
+    prompts: Any = [{"prompt_token_ids": list(ids)} for ids, _ in _requests()]
+    found = []
+    for output in pair.rollout._llm.generate(prompts, params, use_tqdm=False):
+        sample = output.outputs[0]
+        assert sample.logprobs is not None
+        log_probs = [at[token].logprob for token, at in zip(sample.token_ids, sample.logprobs)]
+        found.append(Completion(list(sample.token_ids), log_probs, sample.finish_reason == "length"))
+    return found
+
+
+async def _all(host: InProcessEngine, begun: list[Generated] | None = None) -> list[Generated]:
+    kept = begun or [None] * 16
+    return list(
+        await asyncio.gather(
+            *(
+                host.generate(ids, SAMPLING, seed, one) if one is None or one.finish == "aborted" else _same(one)
+                for (ids, seed), one in zip(_requests(), kept)
+            )
+        )
+    )
+
+
+async def _same(response: Generated) -> Generated:
+    return response
+
+
+async def _steps(count: int) -> None:
+    """About so many steps of the engine go by; the same number every time."""
+    for _ in range(4 * count):
+        await asyncio.sleep(0)
+
+
+async def _interrupted(host: InProcessEngine) -> list[Generated]:
+    work = asyncio.ensure_future(_all(host))
+    await _steps(8)
+    await host.pause("abort")
+    found = await work
+    await host.resume()
+    return found
+
+
+def compare(setting: Setting, infer_tp: int) -> dict[str, Any]:
+    """Responses and seconds of vLLM's own loop and of ours, taken in turn."""
+    with pair_of(setting, infer_tp) as pair:
+        pair.push()
+        host = _host(pair, infer_tp)
+        seconds: dict[str, list[float]] = {"vllm": [], "host": []}
+        for _ in range(4):
+            began = time.perf_counter()
+            theirs = _by_vllm(pair)
+            seconds["vllm"].append(time.perf_counter() - began)
+            state = torch.get_rng_state()
+            began = time.perf_counter()
+            ours = host.run(lambda: _all(host))
+            seconds["host"].append(time.perf_counter() - began)
+            assert torch.equal(state, torch.get_rng_state())
+        return {"theirs": theirs, "ours": ours, "seconds": seconds}
+
+
+def interrupt(setting: Setting, infer_tp: int) -> dict[str, Any]:
+    """Responses that are cut and go on under other weights; the rest of each, asked for on its own."""
+    with pair_of(setting, infer_tp) as pair:
+        pair.push()
+        host = _host(pair, infer_tp)
+        whole = host.run(lambda: _all(host))
+        cut = host.run(lambda: _interrupted(host))
+        rows = sampled_rows(pair.generate())
+        pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient)
+        pair.version += 1
+        host.load(pair.stream.named_tensors(torch.float32), pair.version)
+        ended = host.run(lambda: _all(host, cut))
+        again = host.run(lambda: _all(host, cut))
+        box = [cut]
+        dist.broadcast_object_list(box, src=dist.get_rank() // infer_tp * infer_tp, group=pair.group)
+        rest = [
+            pair.rollout.generate(
+                [GenerationRequest([*ids, *one.token_ids], continued_seed(seed, len(one.token_ids)))],
+                Sampling(0.9, 24 - len(one.token_ids), (1,)),
+            )[0]
+            for (ids, seed), one in zip(_requests(), box[0] or [])
+            if one.finish == "aborted"
+        ]
+        return {"whole": whole, "cut": cut, "ended": ended, "again": again, "rest": rest}
+
+
+def freeze(setting: Setting, infer_tp: int) -> dict[str, Any]:
+    """Responses that are frozen while the weights change."""
+    with pair_of(setting, infer_tp) as pair:
+        pair.push()
+        host = _host(pair, infer_tp)
+        whole = host.run(lambda: _all(host))
+        waiting: list[asyncio.Future[list[Generated]]] = []
+
+        async def begin() -> None:
+            waiting.append(asyncio.ensure_future(_all(host)))
+            await _steps(8)
+            await host.pause("keep")
+
+        async def go_on() -> list[Generated]:
+            await host.resume()
+            return await waiting[0]
+
+        host.run(begin)
+        pair.version += 1
+        host.load(pair.stream.named_tensors(torch.float32), pair.version)  # the same numbers under another version
+        return {"whole": whole, "ended": host.run(go_on)}

@@ -1,0 +1,168 @@
+"""Responses that are spread over several rollouts of the engine on the training devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from fake_engine import log_prob, token
+
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.partial import PartialSource
+from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups
+from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
+from mindspeed_rl.trainers.streaming import Requests
+from mindspeed_rl.workers.reports import WorkerReport
+
+BATCH, GROUP, MOST, SPLIT = 2, 2, 12, 3
+
+
+def prompt(number: int) -> PromptItem:
+    return PromptItem(prompt_ids=[number], label=None, columns={})
+
+
+def length(seed: int) -> int:
+    """Every third prompt's first sample is as long as may be, the others have 1 to 3 tokens."""
+    return MOST if seed % 300 == 0 else 1 + seed % 3
+
+
+class Engines:
+    """What the workers do with pieces: grows them with the weights of now.
+
+    Attributes:
+        rounds: pieces of each call.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.rounds: list[int] = []
+
+    def __call__(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
+        self.rounds.append(len(pieces))
+        return [], [self._grown(piece, num_tokens) for piece in pieces]
+
+    def _grown(self, piece: Piece, num_tokens: int) -> Generated:
+        begun = piece.begun or Generated((), (), (), "aborted")
+        kept, wanted = len(begun.token_ids), length(piece.seed)
+        places = range(kept, min(wanted, kept + num_tokens))
+        new = tuple(token(piece.seed, place, self.version) for place in places)
+        finish = ("length" if wanted == MOST else "stop") if kept + len(new) == wanted else "aborted"
+        return begun.followed_by(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
+
+
+def source(engines: Engines) -> PartialSource:
+    requests = Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, MOST, ()), GROUP)
+    return PartialSource(engines, requests, Admission("pace", SPLIT, BATCH), MOST // SPLIT)
+
+
+def train(partial: PartialSource, engines: Engines, iterations: range) -> list[list[PromptGroup]]:
+    batches = []
+    for iteration in iterations:
+        engines.version = iteration
+        partial.after_push(iteration)
+        batches.append(partial.take(iteration, BATCH)[0])
+    return batches
+
+
+def test_a_long_response_goes_on_in_later_rollouts_while_others_train() -> None:
+    engines = Engines()
+    batches = train(source(engines), engines, range(12))
+    numbers = [[group.number for group in batch] for batch in batches]
+    # four prompts are under way; 0 and 3 take three rollouts of four tokens, and nobody waits for them
+    assert numbers[:4] == [[1, 2], [4, 5], [0, 3], [7, 8]]
+    taken = [number for batch in numbers for number in batch]
+    assert len(set(taken)) == len(taken) == 12 * BATCH
+    first = next(group for batch in batches for group in batch if group.number == 0)
+    assert first.responses[0].versions == (0,) * 4 + (1,) * 4 + (2,) * 4
+    assert first.responses[0].finish == "length"
+    for batch in batches:
+        for group in batch:
+            for sample, response in enumerate(group.responses):
+                seed = group.number * 100 + sample
+                expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
+                assert list(response.token_ids) == expected
+                assert list(response.log_probs) == [log_prob(one) for one in expected]
+                assert len(expected) == length(seed)
+
+
+def test_no_token_is_older_than_the_rollouts_that_a_response_may_take() -> None:
+    engines = Engines()
+    for iteration, batch in enumerate(train(source(engines), engines, range(40))):
+        oldest = min(min(response.versions) for group in batch for response in group.responses)
+        assert iteration - oldest <= SPLIT
+
+
+def test_a_partial_rollout_resumes_bit_for_bit(tmp_path: Path) -> None:
+    engines = Engines()
+    whole = train(source(engines), engines, range(9))
+    first = source(Engines())
+    begun = train(first, first._extend, range(4))
+    groups, next_prompt, taken = first.snapshot()
+    assert any(not group.is_complete for group in groups)
+    save_groups(tmp_path / "groups.safetensors", groups)
+    second = source(Engines())
+    second.restore(load_groups(tmp_path / "groups.safetensors", prompt), next_prompt, taken)
+    assert begun + train(second, second._extend, range(4, 9)) == whole
+
+
+def test_rejected_prompts_make_room_for_further_ones_in_the_same_iteration() -> None:
+    engines = Engines()
+    partial = source(engines)
+    partial.after_push(0)
+    taken = [group.number for group in partial.take(0, BATCH)[0]]
+    partial.rejected(2)
+    more = [group.number for group in partial.take(0, 2)[0]]
+    assert (taken, more) == ([1, 2], [4, 5])
+
+
+# --- what training makes of the versions ------------------------------------------------------------------------------------
+
+
+def test_tokens_carry_their_versions_into_the_data_plane() -> None:
+    group = PromptGroup(7, prompt(7), 1, [Generated((5, 6, 9), (-0.5, -1.0, 0.0), (1, 1, 2), "stop")])
+    columns = response_rows([group])
+    assert columns["weight_versions"][0].tolist() == [1, 1, 2]
+    assert columns["input_ids"][0].tolist() == [7, 5, 6, 9]
+    assert (columns["response_length"], columns["prompt_length"], columns["truncated"]) == ([3], [1], [False])
+    assert "rewards" not in columns
+
+
+def test_tokens_of_the_future_and_of_the_far_past_are_refused() -> None:
+    rows = [torch.tensor([3, 4]), torch.tensor([5])]
+    check_versions(rows, 5, 2, iteration=5)
+    with pytest.raises(RuntimeError, match=r"iteration 6: responses come from weights \[3\], not 4 to 5"):
+        check_versions(rows, 5, 1, iteration=5)
+    with pytest.raises(RuntimeError, match=r"weights \[5\], not 2 to 4"):
+        check_versions(rows, 4, 2, iteration=4)
+    with pytest.raises(RuntimeError, match=r"weights \[3, 4\], not 5"):
+        check_versions(rows, 5, 0, iteration=5)
+
+
+def test_staleness_is_measured_token_by_token() -> None:
+    rows = [torch.tensor([5] * 6 + [4] * 3), torch.tensor([2])]
+    results = staleness_metrics(rows, 5).results()
+    assert results["rollout/staleness_p50"] == 0
+    assert results["rollout/staleness_p90"] == 1
+    assert results["rollout/staleness_p99"] == results["rollout/staleness_max"] == 3
+    assert results["rollout/staleness_mean"] == pytest.approx(6 / 10)
+    assert results["rollout/mixed_fraction"] == 0.5
+    assert staleness_metrics([torch.tensor([], dtype=torch.int64)], 5).results() == {}
+
+
+@pytest.mark.parametrize(("limit", "young"), [(None, [1, 1, 1]), (2, [1, 1, 1]), (1.5, [0, 1, 1]), (0, [0, 0, 1])])
+def test_old_tokens_can_be_left_out(limit: float | None, young: list[int]) -> None:
+    rows = [torch.tensor([3, 4, 5]), torch.tensor([5])]
+    assert young_tokens(rows, 5, limit, 4).int().tolist() == [[*young, 0], [1, 0, 0, 0]]
+
+
+def test_pieces_of_a_response_fit_together() -> None:
+    first = Generated((1,), (-1.0,), (0,), "aborted")
+    assert first.followed_by(Generated((2,), (-2.0,), (1,), "stop")) == Generated((1, 2), (-1.0, -2.0), (0, 1), "stop")
+    with pytest.raises(ValueError, match="1 tokens has 0 log-probs"):
+        dataclasses.replace(first, log_probs=())
