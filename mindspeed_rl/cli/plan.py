@@ -20,8 +20,12 @@ from mindspeed_rl.planner.chips import CHIPS, Chip, chip_named, chip_of
 from mindspeed_rl.planner.fit import Wanted, fit
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.run_file import read_block, run_file
-from mindspeed_rl.planner.seconds import calibrated, plan_time
+from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrated, plan_time
 from mindspeed_rl.planner.text import fit_json, fit_text, memory_json, memory_text, time_json, time_text
+from mindspeed_rl.trainers.mode_simulation import PhaseTimes, best, modes_of, simulate
+
+#: of an iteration in the simulation of modes; more of them make no other ratio
+_SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
 
 
 def main(argv: list[str]) -> int:
@@ -145,8 +149,28 @@ def _time(arguments: argparse.Namespace) -> int:
     plan = plan_time(cfg, chip, arguments.nodes, mean_response=response, mean_prompt=prompt)
     if measured is not None:
         plan = calibrated(plan, factors(measured, chip_of(measured.cfg, arguments.chip, arguments.memory_gib)))
-    print(json.dumps(time_json(plan), indent=2) if arguments.json else time_text(plan), flush=True)
+    modes = {} if cfg.is_supervised else _modes(cfg, plan)
+    shown = json.dumps(time_json(plan, modes), indent=2) if arguments.json else time_text(plan, modes)
+    print(shown, flush=True)
     return 0
+
+
+def _modes(cfg: RunConfig, plan: TimePlan) -> dict[str, ModeTime]:
+    """Seconds of an iteration by trainer_mode: the phases of the plan, put into the order of events of each mode."""
+    assert cfg.rl_config is not None
+    push = sum(plan.phases.get(name, 0.0) for name in ("resharding_to_infer", "offload"))
+    generate = plan.phases["rollout"]
+    longest = plan.lengths.limit / plan.lengths.mean
+    times = PhaseTimes("plan", generate, plan.total - generate - push, push, _SIMULATED_PROMPTS, _SIMULATED_SAMPLES, longest)
+    found: dict[str, ModeTime] = {}
+    synchronous = 0.0
+    for name, mode in modes_of(times).items():
+        chosen, outcome = (mode, simulate(times, mode)) if mode.share == 1.0 else best(times, mode)
+        synchronous = synchronous or outcome.iteration_s
+        found[name] = ModeTime(
+            plan.total * outcome.iteration_s / synchronous, chosen.share, outcome.trainer_idle, outcome.engine_idle
+        )
+    return found
 
 
 def _fit(arguments: argparse.Namespace) -> int:

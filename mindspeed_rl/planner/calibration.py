@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def read_measured(folder: str | Path) -> Measured:
     return Measured(path, medians, _config(report))
 
 
-def later_medians(records: list[dict[str, Any]]) -> dict[str, float]:
+def later_medians(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the median of every metric over the later half of the iterations."""
     later = records[int(len(records) * _LATER) :]
     values: dict[str, list[float]] = {}
@@ -108,37 +108,45 @@ def predicted(measured: Measured, chip: Chip) -> TimePlan:
     return plan_time(measured.cfg, chip, measured.num_nodes, mean_response=response, mean_prompt=prompt)
 
 
+#: owners whose bytes a run measures itself, and by which metric
+_MEASURED_OWNERS = {name: f"memory/{name.replace(' ', '_')}_gib" for name in ("weights", "gradients", "optimizer")}
+_MEASURED_PHASES = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
+
+
 def comparison(cfg: RunConfig, chip: Chip, num_nodes: int, medians: Mapping[str, float]) -> dict[str, Any]:
-    """Return predicted beside measured, as a run's report shows it: seconds by phase, GiB by phase and owner.
+    """Return predicted beside measured, as a run's report shows it: {"chip": ..., "rows": [...]}.
+
+    A row has `unit` (s or GiB), `name`, `predicted`, `low` and `high` (between which it is expected), and `measured` (None
+    where the run does not say).
 
     Args:
-        medians: of the run's metrics.
+        medians: of the run's metrics over its later half.
     """
-    generate = cfg.generate_config
     response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
-    if response is not None and generate is not None:
-        response = min(response, float(generate.sampling_config.max_tokens))
+    if response is not None and cfg.generate_config is not None:
+        response = min(response, float(cfg.generate_config.sampling_config.max_tokens))
     plan = plan_time(cfg, chip, num_nodes, mean_response=response or None, mean_prompt=prompt or None)
-    seconds = {
-        name: {
-            "predicted": value,
-            "low": plan.bounds(value)[0],
-            "high": plan.bounds(value)[1],
-            "measured": medians.get(f"timing/{name}"),
-        }
-        for name, value in plan.phases.items()
-    }
-    memory = plan_memory(cfg, chip, num_nodes)
-    phases = {phase.name: phase for phase in memory.fullest.phases}
-    gib = {}
-    for name, metric in (("generate", "memory/generate_gib"), ("update", "memory/peak_gib")):
+    rows = [
+        _row("s", name, seconds, plan.bounds(seconds), medians.get(f"timing/{name}")) for name, seconds in plan.phases.items()
+    ]
+    fullest = plan_memory(cfg, chip, num_nodes).fullest
+    phases = {phase.name: phase for phase in fullest.phases}
+    for owner, metric in _MEASURED_OWNERS.items():
+        count = phases["update"].owners.get(owner, 0) / GIB
+        rows.append(_row("GiB", owner, count, (count, count), medians.get(metric)))
+    for name, metric in _MEASURED_PHASES.items():
         if name in phases:
-            low, high = phases[name].range
-            gib[name] = {
-                "predicted": phases[name].total / GIB,
-                "low": low / GIB,
-                "high": high / GIB,
-                "measured": medians.get(metric),
-                "owners": {owner: count / GIB for owner, count in phases[name].owners.items()},
-            }
-    return {"chip": chip.name, "seconds": seconds, "gib": gib, "spread": plan.efficiency.spread}
+            low, high = (bound / GIB for bound in phases[name].range)
+            rows.append(_row("GiB", f"{name}, all owners", phases[name].total / GIB, (low, high), medians.get(metric)))
+    return {"chip": chip.name, "rows": rows}
+
+
+def _row(unit: str, name: str, predicted: float, bounds: tuple[float, float], measured: float | None) -> dict[str, Any]:
+    return {
+        "unit": unit,
+        "name": name,
+        "predicted": predicted,
+        "low": bounds[0],
+        "high": bounds[1],
+        "measured": measured,
+    }

@@ -49,10 +49,10 @@ def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
 def run_file(wanted: Wanted, found: Found) -> str:
     """Return the run file's text; paths of data and weights are placeholders."""
     peak = found.memory.fullest.peak
+    took = f"about {peak.total / GIB:.0f} GiB a die in phase {peak.name}, {seconds_range(found.time, found.time.total)} s an"
     lines = [
-        f"# GRPO of {wanted.model} on {wanted.npus} dies of {found.memory.chip}, as `mindspeed-rl plan fit` found it: about "
-        f"{peak.total / GIB:.0f} GiB a die",
-        f"# in phase {peak.name}, {seconds_range(found.time, found.time.total)} s an iteration. Paths of data and weights are placeholders.",
+        f"# GRPO of {wanted.model} on {wanted.npus} dies of {found.memory.chip}, found by `mindspeed-rl plan fit`:",
+        f"# {took} iteration. Paths of data and weights are placeholders.",
         "defaults:",
         f"  - model: [{wanted.model}]",
     ]

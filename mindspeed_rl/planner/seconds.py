@@ -66,6 +66,21 @@ class TimePlan:
         return self.tokens / self.devices / self.total
 
 
+@dataclass(frozen=True)
+class ModeTime:
+    """An iteration in one trainer_mode.
+
+    Attributes:
+        share: of the devices that generate; 1.0 where all do both in turn.
+        trainer_idle, engine_idle: share of the time in which they wait for the other side.
+    """
+
+    seconds: float
+    share: float
+    trainer_idle: float
+    engine_idle: float
+
+
 def plan_time(
     cfg: RunConfig,
     chip: Chip,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl.config.violation import written
@@ -11,7 +11,7 @@ from mindspeed_rl.planner.chips import GIB, Chip
 from mindspeed_rl.planner.efficiency import described
 from mindspeed_rl.planner.fit import Found, Wanted
 from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, Dies, MemoryPlan, Phase
-from mindspeed_rl.planner.seconds import TimePlan
+from mindspeed_rl.planner.seconds import ModeTime, TimePlan
 
 
 def memory_text(plan: MemoryPlan, changes: Sequence[Change]) -> str:
@@ -121,7 +121,7 @@ def memory_json(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- time
 
 
-def time_text(plan: TimePlan) -> str:
+def time_text(plan: TimePlan, modes: Mapping[str, ModeTime]) -> str:
     """Return the plan as `mindspeed-rl plan time` prints it: ranges, no number alone."""
     tokens = sorted(plan.tokens / plan.devices / bound for bound in plan.bounds(plan.total))
     lines = [
@@ -135,6 +135,12 @@ def time_text(plan: TimePlan) -> str:
         shares = {part: found / whole for part, found in plan.parts[name].items() if whole and found / whole >= 0.01}
         made = ", ".join(f"{part} {share:.0%}" for part, share in sorted(shares.items(), key=lambda one: -one[1]))
         lines.append(f"  {name:<22}{seconds_range(plan, seconds):>18}   {made}")
+    if modes:
+        lines += ["", f"  {'trainer_mode':<22}{'s an iteration':>18}   devices that generate, time that each side waits"]
+    for name, mode in modes.items():
+        share = "all, in turn" if mode.share == 1.0 else f"{mode.share * 8:.0f} of 8"
+        waits = f"trainer {mode.trainer_idle:.0%}, engine {mode.engine_idle:.0%}"
+        lines.append(f"  {name:<22}{seconds_range(plan, mode.seconds):>18}   {share}; {waits}")
     lines += ["", "Efficiencies: " + ", ".join(f"{name} {value:g}" for name, value in described(plan.efficiency).items())]
     if plan.factors:
         found = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
@@ -142,7 +148,7 @@ def time_text(plan: TimePlan) -> str:
     return "\n".join([*lines, *(f"Assumed: {note}" for note in plan.notes)])
 
 
-def time_json(plan: TimePlan) -> dict[str, Any]:
+def time_json(plan: TimePlan, modes: Mapping[str, ModeTime]) -> dict[str, Any]:
     """Return the plan as plain values."""
     return {
         "chip": plan.chip,
@@ -150,6 +156,7 @@ def time_json(plan: TimePlan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "seconds": _bounds(plan, plan.total),
         "phases": {name: {**_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()},
+        "modes": {name: {**_bounds(plan, mode.seconds), "share": mode.share} for name, mode in modes.items()},
         "efficiencies": described(plan.efficiency),
         "factors": plan.factors,
         "assumed": list(plan.notes),

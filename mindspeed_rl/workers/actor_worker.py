@@ -197,6 +197,8 @@ class ActorWorker(ModelWorker):
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
                 add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
             actor.poll_save()
+        for owner, count in actor.offloader.resident_bytes().items():
+            metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         memory = platform.current().memory_stats()
         metrics.add_max("memory/update_gib", memory.allocated_gib)
         metrics.add_max("memory/peak_gib", memory.peak_gib)

@@ -15,6 +15,7 @@ import tiny_models
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.build import build_model
+from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.planner.shapes import role_plan, stage_elements
@@ -54,3 +55,16 @@ def test_planned_gradients_and_optimizer_are_those_of_the_engine(
             main += sum(value.numel() * value.itemsize for value in group["params"])
     # float32 weights of the optimizer's own under bf16; without, they are the model's
     assert main == 4 * parameters
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_engine_measures_the_bytes_of_its_owners(distributed: bool, make_engine: Callable[..., TrainEngine]) -> None:
+    offloader = Offloader(engine := make_engine(bf16=True, use_distributed_optimizer=distributed))
+    parameters = sum(value.numel() for value in engine.model.models[0].parameters())
+    held = offloader.resident_bytes()
+    # buffers pad each parameter to 64 elements, and there are few small ones
+    assert 2 * parameters <= held["weights"] <= 2.2 * parameters + 2048 * 16
+    assert 4 * parameters <= held["gradients"] <= 4.4 * parameters + 4096 * 16
+    assert held["optimizer"] == 4 * parameters  # before the first step
+    offloader.offload(grads=True, optimizer=True)
+    assert offloader.resident_bytes() | {"weights": 0} == {"weights": 0, "gradients": 0, "optimizer": 0}
