@@ -11,6 +11,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("mindspeed_rl.cli.train", "train as a run file says: GRPO, PPO, SFT, DPO ..."),
     "explain": ("mindspeed_rl.cli.explain", "print the plan of a run without claiming a device"),
     "import": ("mindspeed_rl.cli.import_run", "write a run file from a command of ms-swift or verl"),
+    "plan": ("mindspeed_rl.cli.plan", "say whether a run fits, before a device is booked"),
     "convert": ("mindspeed_rl.cli.convert", "convert checkpoints between Hugging Face and Megatron"),
     "preprocess": ("mindspeed_rl.cli.preprocess", "turn raw data into Megatron indexed datasets"),
     "generate": ("mindspeed_rl.cli.generate", "generate answers to prompts"),

@@ -94,6 +94,14 @@ class Offloader:
             candidates += [parameter.data for group in inner.param_groups for parameter in group["params"]]
             yield from (tensor for tensor in candidates if tensor.untyped_storage().data_ptr() not in weights)
 
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of weights, gradients and optimizer state that are on the device now."""
+        weights = _storages(self._weight_tensors())
+        gradients = _storages(buffer.grad_data for buffer in self._engine.gradient_buffers())
+        optimizer = _storages(self._optimizer_tensors()) if self._engine.optimizer is not None else {}
+        held = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        return {name: sum(storage.size() for storage in storages.values()) for name, storages in held.items()}
+
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Takes the named parts off the device. Optimizer before params, because it is told apart by its storages."""
         if optimizer and self._engine.optimizer is not None:

@@ -40,6 +40,15 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
     architecture, network, hf_config = read_model(hf_folder)
     network = network.with_head(head)
     check_network_keys(config, network, Path(hf_folder, "config.json"))
+    return placed(config, architecture, network, hf_config)
+
+
+def placed(config: MegatronConfig, architecture: Architecture, network: Network, hf_config: dict[str, Any]) -> ModelPlan:
+    """The plan of a network whose shape is known.
+
+    Raises:
+        ValueError: the layout does not fit it.
+    """
     # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
     network = network.padded(1, config.tensor_model_parallel_size)
     if config.padded_vocab_size is not None:

@@ -3,16 +3,18 @@
 Everything follows from two facts a row states: how the HF tensors are *packed* into the Megatron tensor, and along which
 dimension each HF tensor is *split* over ranks. Packing commutes with splitting, so a rank's shard is the packing of
 slices, and those slices can be read from disk without reading the rest.
+
+Names, shapes and cuts need no torch: `mindspeed-rl plan` counts bytes from them before any library is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorSource(Protocol):
@@ -101,7 +103,7 @@ class Concat:
     rows: tuple[int, ...]
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(tensors), dim=0)
+        return joined(tensors)
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
@@ -134,7 +136,7 @@ class FuseQkv:
         query, key, value = tensors
         groups = key.shape[0] // self.head_dim
         rest = query.shape[1:]
-        return torch.cat(
+        return joined(
             [
                 query.reshape(groups, self.queries_per_group * self.head_dim, *rest),
                 key.reshape(groups, self.head_dim, *rest),
@@ -179,8 +181,8 @@ class GroupedFc1:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         hidden = tensors[0].shape[1]
-        stacked = torch.stack([torch.cat(list(tensors[i : i + 2]), dim=0).t() for i in range(0, len(tensors), 2)])
-        return stacked.reshape(hidden, -1)
+        experts = [joined(tensors[i : i + 2]).t() for i in range(0, len(tensors), 2)]
+        return joined([expert[None] for expert in experts]).reshape(hidden, -1)
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.pack(tensors)]
@@ -206,7 +208,7 @@ class GroupedFc2:
     num_experts: int
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.t() for tensor in tensors], dim=0)
+        return joined([tensor.t() for tensor in tensors])
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self.pack(tensors)]
@@ -261,7 +263,7 @@ class Split:
         block, part = rows // self.blocks, rows // self.blocks // num_shards
         starts = [number * block + index * part for number in range(self.blocks)]
         parts = [source.read(name, self.dim, start, start + part) for start in starts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+        return parts[0] if len(parts) == 1 else joined(parts, self.dim)
 
     def check(self, name: str, shape: tuple[int, ...], num_shards: int) -> None:
         """Raise ValueError if a tensor of this shape cannot be cut into this many shards."""
@@ -284,7 +286,7 @@ class Split:
         last = source.read(name, self.dim, rows - 1, rows)
         pieces = [source.read(name, self.dim, start, rows)] if start < rows else []
         padding = stop - max(start, rows)
-        return torch.cat([*pieces, last.expand(padding, *last.shape[1:])], dim=self.dim)
+        return joined([*pieces, last.expand(padding, *last.shape[1:])], self.dim)
 
     def without_padding(self) -> Split:
         """The same cut for a tensor that is padded already."""
@@ -295,10 +297,10 @@ class Split:
         if self.dim is None:
             return shards[0]
         if self.blocks == 1:
-            whole = torch.cat(list(shards), dim=self.dim) if len(shards) > 1 else shards[0]
+            whole = joined(shards, self.dim) if len(shards) > 1 else shards[0]
         else:
             pieces = [shard.chunk(self.blocks, dim=self.dim) for shard in shards]
-            whole = torch.cat([piece[block] for block in range(self.blocks) for piece in pieces], dim=self.dim)
+            whole = joined([piece[block] for block in range(self.blocks) for piece in pieces], self.dim)
         return whole.narrow(self.dim, 0, self.size) if self.padded else whole
 
     def join_pieces(self, shards: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -323,7 +325,14 @@ class Split:
 
 def concatenated(pieces: Sequence[Tensor]) -> Tensor:
     """Tensors one after the other along dim 0; a single one is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+    return pieces[0] if len(pieces) == 1 else joined(pieces)
+
+
+def joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors one after the other along a dimension, copied."""
+    import torch  # here, so that shapes are planned without it
+
+    return torch.cat(list(pieces), dim=dim)
 
 
 REPLICATED = Split()

@@ -55,6 +55,7 @@ def write_report(
     results: Mapping[str, float] | None = None,
     config_set: Mapping[str, Any] | None = None,
     planned_iterations: int | None = None,
+    plan: Mapping[str, Any] | None = None,
 ) -> Path:
     """report.html, report.md and report.json stand in the run folder.
 
@@ -66,6 +67,8 @@ def write_report(
         results: figures of the whole run to put on top, e.g. accuracy before and after.
         config_set: the part of the configuration that the run file sets; all that people are shown of it.
         planned_iterations: how many there are to be.
+        plan: what was predicted, beside what was measured: {"chip": ..., "rows": [...]} of `planner.calibration.comparison`, or
+            {"missing": why there is none}.
 
     Returns:
         The path of report.md.
@@ -85,6 +88,7 @@ def write_report(
         "planned_iterations": planned_iterations,
         "results": dict(results or {}),
         "metrics": {name: asdict(summary) for name, summary in summaries.items()},
+        "plan": dict(plan or {}),
         "config_set": dict(config_set or {}),
         "config": dict(config),
     }
@@ -170,6 +174,7 @@ def _markdown(report: Mapping[str, Any], summaries: Mapping[str, Summary], signs
             share = f"{total / (whole.mean * whole.count):.0%}" if whole is not None and whole.mean > 0 else ""
             lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {clock(total)} | {share} |")
         lines.append("")
+    lines += _planned(report["plan"])
     keys = [f"{path}={json.dumps(value, default=str)}" for path, value in _flat(report["config_set"])]
     if keys:
         more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
@@ -177,6 +182,18 @@ def _markdown(report: Mapping[str, Any], summaries: Mapping[str, Summary], signs
     versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     lines += [f"mindspeed_rl {report['mindspeed_rl']}, Python {report['python']} on {report['machine']}, {versions}.", ""]
     return "\n".join(lines)
+
+
+def _planned(plan: Mapping[str, Any]) -> list[str]:
+    """Predicted against measured, as a table."""
+    rows = [row for row in plan.get("rows", ()) if row["measured"] is not None]
+    if not rows:
+        return []
+    lines = [f"| Planned for {plan['chip']} | predicted | expected between | measured |", "|---|---|---|---|"]
+    for row in rows:
+        between = f"{row['low']:.2g} and {row['high']:.2g}"
+        lines.append(f"| {row['name']}, {row['unit']} | {row['predicted']:.3g} | {between} | {row['measured']:.3g} |")
+    return [*lines, ""]
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

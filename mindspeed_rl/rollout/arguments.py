@@ -18,21 +18,10 @@ from vllm import SamplingParams, envs
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.models.kv_cache import cpu_cache_bytes
 from mindspeed_rl.rollout.requests import Sampling
 
-#: tokens of one KV block on the CPU; a sequence takes whole blocks
-_CPU_BLOCK_TOKENS = 128
-_MOST_DERIVED_KV_BYTES = 8 << 30
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
-
-
-def kv_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
-    """Room for `max_num_seqs` full sequences and some spare blocks, at most 8 GiB, unless the run file says a size."""
-    if config.kv_cache_memory_gib is not None:
-        return int(config.kv_cache_memory_gib * (1 << 30))
-    blocks = (config.max_num_seqs + 2) * -(-config.max_model_len // _CPU_BLOCK_TOKENS) + 8
-    wanted = blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token // config.infer_tensor_parallel_size
-    return min(wanted, _MOST_DERIVED_KV_BYTES)
 
 
 def engine_arguments(
@@ -81,7 +70,7 @@ def engine_arguments(
         # the weights that are pushed are in full, whatever the published ones are
         arguments["hf_overrides"] = {"quantization_config": None}
     if platform.current().name == "cpu":
-        arguments["kv_cache_memory_bytes"] = kv_cache_bytes(config, kv_bytes_per_token)
+        arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if hooks.sleeps:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.observability.console import summary
@@ -17,6 +18,8 @@ from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.run_files import read_metrics
+from mindspeed_rl.planner.calibration import comparison, later_medians
+from mindspeed_rl.planner.chips import chip_named, chip_of
 from mindspeed_rl.trainers.ending import Terminated
 from mindspeed_rl.trainers.run_logger import RunLogger
 
@@ -47,6 +50,7 @@ class RunReport:
             results=results,
             config_set=cfg.as_written(),
             planned_iterations=self.run.plan.train_iters,
+            plan=_plan_beside(self.run),
         )
 
     def summary(self, outcome: str, seconds: float) -> str:
@@ -65,6 +69,16 @@ class RunReport:
         """The report is refreshed while this logger's run goes."""
         self.logger = logger
         logger.page = LivePage(lambda: self.write("running"))
+
+
+def _plan_beside(run: Run) -> dict[str, Any]:
+    """What `mindspeed-rl plan` says of this run, beside what it measured so far."""
+    try:
+        chip = chip_named(run.platform) if run.platform == "cpu" else chip_of(run.config)
+        medians = later_medians(read_metrics(run.folder / "metrics.jsonl"))
+        return comparison(run.config, chip, run.num_nodes, medians)
+    except ValueError as error:  # a model of the user's own, for example: the run itself goes on without a plan
+        return {"missing": str(error)}
 
 
 @contextlib.contextmanager

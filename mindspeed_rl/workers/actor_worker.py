@@ -75,9 +75,14 @@ class ActorWorker(ModelWorker):
     # ------------------------------------------------------------------ rollout
 
     def push_weights(self, version: int) -> WorkerReport:
-        """Actor weights -> rollout engine, with proof; then training state leaves the device where the run file says so."""
+        """Actor weights -> rollout engine, with proof; training state leaves the device where the run file says so.
+
+        It leaves before the engine's weights come: both together are more than a device may have.
+        """
         metrics = Metrics()
         with self.timers("resharding_to_infer"):
+            for role in (*self.roles.trained(), *self.roles.frozen()):
+                self._rest(role, weights=role is not self.roles.actor)
             self.roles.actor.offloader.onload(params=True)
             proven = self.rollout.load(self.roles.actor.stream, version)
             self._offload_all()
@@ -87,16 +92,17 @@ class ActorWorker(ModelWorker):
         return self._report(metrics)
 
     def _offload_all(self) -> None:
-        config = self.run.generate
-        parts = {
-            "optimizer": config.offload_train_optimizer,
-            "grads": config.offload_train_grad,
-            "params": config.offload_train_param,
-        }
-        for role in self.roles.trained():
-            role.offloader.offload(**parts)
-        for role in self.roles.frozen():
-            role.offloader.offload(params=config.offload_train_param)
+        for role in (*self.roles.trained(), *self.roles.frozen()):
+            self._rest(role)
+
+    def _rest(self, role: Role, *, weights: bool = True) -> None:
+        """A model leaves the device until its next pass, or until it trains, with what the run file says."""
+        config, trains = self.run.generate, role in self.roles.trained()
+        role.offloader.offload(
+            optimizer=trains and config.offload_train_optimizer,
+            grads=trains and config.offload_train_grad,
+            params=weights and config.offload_train_param,
+        )
 
     def generate(self, draw: int) -> WorkerReport:
         """All rows have a response."""
@@ -191,6 +197,8 @@ class ActorWorker(ModelWorker):
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
                 add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
             actor.poll_save()
+        for owner, count in actor.offloader.resident_bytes().items():
+            metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         memory = platform.current().memory_stats()
         metrics.add_max("memory/update_gib", memory.allocated_gib)
         metrics.add_max("memory/peak_gib", memory.peak_gib)
@@ -207,6 +215,7 @@ class ActorWorker(ModelWorker):
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
                 add_step(metrics, "critic", critic.engine.train_step(rows, batching, loss))
             critic.poll_save()
+            self._rest(critic)  # or the actor's update would find it beside its own state
         return self._report(metrics)
 
     @torch.no_grad()

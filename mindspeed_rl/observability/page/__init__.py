@@ -134,6 +134,7 @@ def _run(run: RunFiles) -> dict[str, Any]:
         "seconds": sum(record.get("timing/all") or 0.0 for record in run.records),
         "tiles": tiles,
         "signs": [vars(sign) for sign in find_signs(run.records, run.completions)],
+        "plan": report.get("plan", {}),
         "config": report.get("config_set", {}),
         "versions": report.get("versions", {}),
         "package": report.get("mindspeed_rl"),

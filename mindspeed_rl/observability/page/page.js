@@ -245,6 +245,17 @@ function configuration() {
     el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...data.runs.map((run) => el("th", {}, many ? run.name : "value")))), el("tbody", {}, ...body))));
 }
 
+function planned() {
+  const rows = data.runs.flatMap((run) => (run.plan.rows || []).filter((row) => row.measured !== null).map((row) => [run, row]));
+  if (!rows.length) return;
+  const digits = (value) => Number(value.toPrecision(3)).toString();
+  const body = rows.map(([run, row]) => el("tr", {}, el("td", {}, many ? `${run.name}: ${row.name}` : row.name), el("td", {}, row.unit),
+    ...[row.predicted, row.low, row.high].map((value) => el("td", {}, digits(value))),
+    el("td", row.measured < row.low || row.measured > row.high ? { style: "font-weight:600" } : {}, digits(row.measured))));
+  section("Plan", "plan").append(el("div", { class: "card" }, el("div", { class: "dim small" }, "what mindspeed-rl plan says of this run, and what it measured (median of the later half); bold outside of what was expected"),
+    el("table", {}, el("thead", {}, el("tr", {}, ...["", "unit", "predicted", "from", "to", "measured"].map((head) => el("th", {}, head)))), el("tbody", {}, ...body))));
+}
+
 function theme(name) {
   document.documentElement.dataset.theme = name;
   drawn.forEach((again) => again());
@@ -256,6 +267,7 @@ charts();
 timeline();
 samples();
 others();
+planned();
 configuration();
 document.getElementById("nav").append(el("button", { onclick: () => theme(dark() ? "light" : "dark") }, "light / dark"));
 const versions = data.runs[0].versions;

@@ -1,0 +1,205 @@
+"""`mindspeed-rl plan`: whether a run fits, how long it takes and which layout is best. Needs no device and no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.config.validation import validate
+from mindspeed_rl.planner.advice import changes_to_fit
+from mindspeed_rl.planner.calibration import factors, read_measured
+from mindspeed_rl.planner.chips import CHIPS, Chip, chip_named, chip_of
+from mindspeed_rl.planner.fit import Wanted, fit
+from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.planner.run_file import read_block, run_file
+from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrated, plan_time
+from mindspeed_rl.planner.text import fit_json, fit_text, memory_json, memory_text, time_json, time_text
+from mindspeed_rl.trainers.mode_simulation import PhaseTimes, best, modes_of, simulate
+
+#: of an iteration in the simulation of modes; more of them make no other ratio
+_SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
+
+
+def main(argv: list[str]) -> int:
+    """Print a plan; return 0 when the run fits or may fit, 1 when it does not, 2 for a mistake.
+
+    Args:
+        argv: the arguments behind `plan`, for example ["memory", "--config-name", "grpo_qwen3_8b_A3"].
+    """
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-rl plan", description="Memory and time of a run before a device is booked; shapes and formulas alone."
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    memory = kinds.add_parser("memory", help="bytes of a die by owner and phase, and what to change to fit")
+    _add_run(memory)
+    time = kinds.add_parser("time", help="seconds of an iteration by phase, as ranges")
+    _add_run(time)
+    _add_lengths(time)
+    fit_parser = kinds.add_parser("fit", help="layouts of a model on a number of devices, the fastest that fit")
+    _add_fit(fit_parser)
+    arguments = _parse(parser, argv)
+    try:
+        return {"memory": _memory, "time": _time, "fit": _fit}[arguments.kind](arguments)
+    except ConfigError as error:
+        print("error: " + "\nerror: ".join(error.errors), file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Overrides may stand between the flags."""
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.kind == "fit" and rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.kind == "fit":
+        return arguments
+    if wrong := [item for item in rest if item.startswith("-") or "=" not in item]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
+    parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
+    parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    parser.add_argument("--chip", choices=[*CHIPS], default=None, help="device kind; by the run file's platform and name")
+    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a die, where it is not the chip's usual one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
+    parser.add_argument(
+        "--mean-prompt", type=float, default=None, help="tokens of a prompt in the mean; a quarter of the limit"
+    )
+    parser.add_argument(
+        "--calibrate", default=None, metavar="FOLDER", help="run folder whose measured seconds correct the plan"
+    )
+
+
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--npus", type=int, required=True, help="dies, over all nodes")
+    parser.add_argument("--model", required=True, help="model block of configs/model, for example qwen3_32b")
+    parser.add_argument("--config-dir", default=None, help="folder that has model/<name>.yaml; default: the project's configs/")
+    parser.add_argument("--prompt", type=_tokens, default=2048, help="longest prompt in tokens, like 2048 or 2k")
+    parser.add_argument("--response", type=_tokens, default=8192, help="longest response in tokens, like 8192 or 8k")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts of an iteration")
+    parser.add_argument("--samples", type=int, default=8, help="responses of a prompt")
+    parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
+    parser.add_argument("--chip", choices=[name for name in CHIPS if name != "cpu"], default="A3", help="device kind")
+    parser.add_argument("--memory-gib", type=float, default=None, help="memory of a die, where it is not the chip's usual one")
+    parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    parser.add_argument("--top", type=int, default=5, help="layouts to print")
+    parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _tokens(text: str) -> int:
+    """2048 or 2k."""
+    factor = 1024 if text.lower().endswith("k") else 1
+    try:
+        count = int(float(text.lower().removesuffix("k")) * factor)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 2048 or 2k")
+    return count
+
+
+def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, Chip]:
+    """The run file, composed and read, and the chip.
+
+    Raises:
+        ConfigError: the run file has mistakes, or breaks a rule.
+    """
+    if arguments.nodes < 1:
+        raise ValueError(f"--nodes: {arguments.nodes} must be at least 1.")
+    directory, name = locate(arguments.config_name, arguments.config_dir)
+    tree = compose(directory, name, arguments.overrides)
+    cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
+    if broken := validate(cfg, arguments.nodes):
+        raise ConfigError(str(violation) for violation in broken)
+    return tree, cfg, chip_of(cfg, arguments.chip, arguments.memory_gib)
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    tree, cfg, chip = _read(arguments)
+    plan = plan_memory(cfg, chip, arguments.nodes)
+    changes = changes_to_fit(tree, cfg, plan, chip, arguments.nodes)
+    shown = json.dumps(memory_json(plan, changes), indent=2) if arguments.json else memory_text(plan, changes)
+    print(shown, flush=True)
+    return 1 if plan.verdict == "does not fit" else 0
+
+
+def _time(arguments: argparse.Namespace) -> int:
+    _, cfg, chip = _read(arguments)
+    response, prompt = arguments.mean_response, arguments.mean_prompt
+    measured = None if arguments.calibrate is None else read_measured(arguments.calibrate)
+    plan = plan_time(cfg, chip, arguments.nodes, mean_response=response, mean_prompt=prompt)
+    if measured is not None:
+        plan = calibrated(plan, factors(measured, chip_of(measured.cfg, arguments.chip, arguments.memory_gib)))
+    modes = {} if cfg.is_supervised else _modes(cfg, plan)
+    shown = json.dumps(time_json(plan, modes), indent=2) if arguments.json else time_text(plan, modes)
+    print(shown, flush=True)
+    return 0
+
+
+def _modes(cfg: RunConfig, plan: TimePlan) -> dict[str, ModeTime]:
+    """Seconds of an iteration by trainer_mode: the phases of the plan, put into the order of events of each mode."""
+    assert cfg.rl_config is not None
+    push = sum(plan.phases.get(name, 0.0) for name in ("resharding_to_infer", "offload"))
+    generate = plan.phases["rollout"]
+    longest = plan.lengths.limit / plan.lengths.mean
+    times = PhaseTimes("plan", generate, plan.total - generate - push, push, _SIMULATED_PROMPTS, _SIMULATED_SAMPLES, longest)
+    found: dict[str, ModeTime] = {}
+    synchronous = 0.0
+    for name, mode in modes_of(times).items():
+        chosen, outcome = (mode, simulate(times, mode)) if mode.share == 1.0 else best(times, mode)
+        synchronous = synchronous or outcome.iteration_s
+        found[name] = ModeTime(
+            plan.total * outcome.iteration_s / synchronous, chosen.share, outcome.trainer_idle, outcome.engine_idle
+        )
+    return found
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    for name in ("npus", "prompts", "samples", "nodes", "top"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name}: {getattr(arguments, name)} must be at least 1.")
+    wanted = Wanted(
+        arguments.model,
+        read_block(arguments.model, arguments.config_dir),
+        arguments.npus,
+        arguments.prompt,
+        arguments.response,
+        arguments.prompts,
+        arguments.samples,
+        arguments.nodes,
+    )
+    chip = chip_named(arguments.chip, arguments.memory_gib)
+    found = fit(wanted, chip, mean_response=arguments.mean_response)
+    shown = found[: arguments.top]
+    print(json.dumps(fit_json(shown), indent=2) if arguments.json else fit_text(wanted, chip, shown), flush=True)
+    if arguments.output is not None:
+        path = Path(arguments.output)
+        try:
+            path.write_text(run_file(wanted, found[0]), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--output: {path} cannot be written: {error.strerror}.") from None
+        print(f"wrote {path}; look at it with: mindspeed-rl explain --config-name {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""What a run that was measured says of the seconds and bytes that were predicted for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
+from mindspeed_rl.config.network import NetworkKeys
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.planner.chips import GIB, Chip
+from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.planner.seconds import TimePlan, plan_time
+
+_LATER = 0.5  # the first half of the iterations has what is made once
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run folder.
+
+    Attributes:
+        medians: of every metric over the later half of the iterations.
+        cfg: its run file.
+    """
+
+    folder: Path
+    medians: dict[str, float]
+    cfg: RunConfig
+
+    @property
+    def num_nodes(self) -> int:
+        """Of the plan; a run folder does not say more than the devices."""
+        return 1
+
+
+def read_measured(folder: str | Path) -> Measured:
+    """Return what a run folder holds.
+
+    Raises:
+        ValueError: there is no metrics.jsonl with iterations, or no report.json that says what ran.
+    """
+    path = Path(folder)
+    try:
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        report = json.loads((path / "report.json").read_text(encoding="utf-8"))
+        records = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--calibrate: {path} is no folder of a run that wrote a report: {error}.") from None
+    medians = later_medians(records)
+    if "timing/all" not in medians and "timing/update" not in medians:
+        raise ValueError(f"--calibrate: {path / 'metrics.jsonl'} has no iteration with timings.")
+    return Measured(path, medians, _config(report))
+
+
+def later_medians(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median of every metric over the later half of the iterations."""
+    later = records[int(len(records) * _LATER) :]
+    values: dict[str, list[float]] = {}
+    for record in later:
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                values.setdefault(name, []).append(float(value))
+    return {name: statistics.median(found) for name, found in values.items()}
+
+
+def _config(report: Mapping[str, Any]) -> RunConfig:
+    """The run file, from what the report keeps of it; shapes of the model included."""
+    whole = report.get("config", {})
+    written = report.get("config_set") or {group: whole[group] for group in TOP_LEVEL if whole.get(group)}
+    tree: dict[str, Any] = {group: dict(values) for group, values in written.items()}
+    tree |= tree.pop("run", {"platform": whole.get("platform", "auto")})
+    tree.pop("sampling_config", None)
+    shape = {field.name for field in dataclasses.fields(NetworkKeys)} | {"padded_vocab_size"}
+    blocks = {}
+    for role in ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config"):
+        values = whole.get(role) or {}
+        if values.get("model") and values.get("num_layers") is not None:
+            blocks[values["model"]] = {name: value for name, value in values.items() if name in shape and value is not None}
+    tree["model"] = blocks
+    return build_run_config(tree, config_name=str(report.get("title", "run")))
+
+
+def factors(measured: Measured, chip: Chip) -> dict[str, float]:
+    """Return measured over predicted seconds by phase; "all" for phases that the run does not have."""
+    plan = predicted(measured, chip)
+    found = {}
+    for name, seconds in plan.phases.items():
+        if (real := measured.medians.get(f"timing/{name}", 0.0)) > 0 and seconds > 0:
+            found[name] = real / seconds
+    if found:
+        known = sum(plan.phases[name] for name in found)
+        found["all"] = sum(plan.phases[name] * factor for name, factor in found.items()) / known
+    return found
+
+
+def predicted(measured: Measured, chip: Chip) -> TimePlan:
+    """Return the uncalibrated plan of a run that was measured, with the lengths that it had."""
+    response, prompt = measured.medians.get("response_length/mean"), measured.medians.get("prompt_length/mean")
+    generate = measured.cfg.generate_config
+    if response is not None and generate is not None:
+        response = min(response, float(generate.sampling_config.max_tokens))
+    return plan_time(measured.cfg, chip, measured.num_nodes, mean_response=response, mean_prompt=prompt)
+
+
+#: owners whose bytes a run measures itself, and by which metric
+_MEASURED_OWNERS = {name: f"memory/{name.replace(' ', '_')}_gib" for name in ("weights", "gradients", "optimizer")}
+_MEASURED_PHASES = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
+
+
+def comparison(cfg: RunConfig, chip: Chip, num_nodes: int, medians: Mapping[str, float]) -> dict[str, Any]:
+    """Return predicted beside measured, as a run's report shows it: {"chip": ..., "rows": [...]}.
+
+    A row has `unit` (s or GiB), `name`, `predicted`, `low` and `high` (between which it is expected), and `measured` (None
+    where the run does not say).
+
+    Args:
+        medians: of the run's metrics over its later half.
+    """
+    response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
+    if response is not None and cfg.generate_config is not None:
+        response = min(response, float(cfg.generate_config.sampling_config.max_tokens))
+    plan = plan_time(cfg, chip, num_nodes, mean_response=response or None, mean_prompt=prompt or None)
+    rows = [
+        _row("s", name, seconds, plan.bounds(seconds), medians.get(f"timing/{name}")) for name, seconds in plan.phases.items()
+    ]
+    fullest = plan_memory(cfg, chip, num_nodes).fullest
+    phases = {phase.name: phase for phase in fullest.phases}
+    for owner, metric in _MEASURED_OWNERS.items():
+        count = phases["update"].owners.get(owner, 0) / GIB
+        rows.append(_row("GiB", owner, count, (count, count), medians.get(metric)))
+    for name, metric in _MEASURED_PHASES.items():
+        if name in phases:
+            low, high = (bound / GIB for bound in phases[name].range)
+            rows.append(_row("GiB", f"{name}, all owners", phases[name].total / GIB, (low, high), medians.get(metric)))
+    return {"chip": chip.name, "rows": rows}
+
+
+def _row(unit: str, name: str, predicted: float, bounds: tuple[float, float], measured: float | None) -> dict[str, Any]:
+    return {
+        "unit": unit,
+        "name": name,
+        "predicted": predicted,
+        "low": bounds[0],
+        "high": bounds[1],
+        "measured": measured,
+    }

@@ -1,0 +1,73 @@
+"""What a device can do at most; how much of it a run gets is in efficiency.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.config.run import RunConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One die, which is what a run file calls an NPU; an A3 card has two.
+
+    Attributes:
+        memory: bytes of device memory.
+        flops: dense operations a second in the training format.
+        bandwidth: bytes a second from device memory.
+        link: bytes a second to another die of the same node (or super node), one way.
+        network: bytes a second to a die of another node.
+        host: bytes a second to host memory.
+        devices_per_node: dies that `link` reaches.
+        runtime: bytes that driver, runtime and libraries take before a run allocates anything.
+        sleeps: the rollout engine gives its memory back while the model trains.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    host: float
+    devices_per_node: int
+    runtime: int
+    sleeps: bool = True
+
+
+# Operations: 354 T a die, as verl's counter has both. Memory: 64 GiB of HBM2e at 1.6 TB/s a die. Links are the vendors' figures
+# for HCCS and RoCE (A2) and for the super node (A3), one way; they are not measured here.
+CHIPS: dict[str, Chip] = {
+    "A2": Chip("A2", 64 * GIB, 354e12, 1.6e12, 196e9, 25e9, 24e9, 8, int(3.0 * GIB)),
+    "A3": Chip("A3", 64 * GIB, 354e12, 1.6e12, 196e9, 98e9, 48e9, 384, int(3.0 * GIB)),
+    # a core of a server: the numbers stand for one worker on one core, and `--calibrate` is what makes them yours
+    "cpu": Chip("cpu", 8 * GIB, 80e9, 8e9, 2e9, 1e9, 8e9, 64, int(0.85 * GIB), sleeps=False),
+}
+
+
+def chip_of(cfg: RunConfig, name: str | None = None, memory_gib: float | None = None) -> Chip:
+    """Return the chip a run is planned for: the one named, else cpu for such runs, A2 if the run file's name has it, else A3.
+
+    Raises:
+        ValueError: there is no such chip, or the memory is not above 0.
+    """
+    if name is None:
+        name = "cpu" if cfg.platform == "cpu" else "A2" if "A2" in cfg.config_name else "A3"
+    return chip_named(name, memory_gib)
+
+
+def chip_named(name: str, memory_gib: float | None = None) -> Chip:
+    """Return a chip, with another memory where one is given.
+
+    Raises:
+        ValueError: there is no such chip, or the memory is not above 0.
+    """
+    if name not in CHIPS:
+        raise ValueError(f"--chip: {name!r} is not one of {', '.join(CHIPS)}.")
+    if memory_gib is None:
+        return CHIPS[name]
+    if not memory_gib > 0:
+        raise ValueError(f"--memory-gib: {memory_gib:g} must be above 0.")
+    return replace(CHIPS[name], memory=int(memory_gib * GIB))

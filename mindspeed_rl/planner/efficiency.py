@@ -1,0 +1,69 @@
+"""What a run gets of what a chip can do, by name; docs/planner.md says where each number comes from and how far it is off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a chip's figures, and times that no figure of a chip says.
+
+    Attributes:
+        train: share of the operations a second in updates and log-prob passes.
+        prefill: the same in the engine's prefill.
+        bandwidth: share of the memory's bytes a second while tokens are generated.
+        layer_s, graph_layer_s: seconds of host work that a layer costs in each step of the engine, without and with captured
+            graphs (`enforce_eager`).
+        pass_s: seconds of host work that a micro-batch costs in a layer of a pass of the trainer.
+        collective: share of the links in the collectives of tensor, context, expert and data parallelism.
+        push: share of the link in a weight push.
+        host: share of the host link when training state is moved.
+        spread: a prediction is within this factor either way, two times of three.
+    """
+
+    train: float
+    prefill: float
+    bandwidth: float
+    layer_s: float
+    graph_layer_s: float
+    pass_s: float
+    collective: float
+    push: float
+    host: float
+    spread: float
+
+
+#: train and the seconds of a layer as `planner.published.fitted` finds them from all published figures, and how far those are
+#: off; the others are assumptions
+NPU = Efficiency(
+    train=0.16,
+    prefill=0.23,
+    bandwidth=0.6,
+    layer_s=3.7e-3,
+    graph_layer_s=7.4e-4,
+    pass_s=2e-4,
+    collective=0.4,
+    push=0.01,
+    host=0.1,
+    spread=2.2,
+)
+#: for one worker on one core, by the quickstart's run; `--calibrate` makes it another machine's
+CPU = Efficiency(
+    train=0.4,
+    prefill=0.3,
+    bandwidth=0.5,
+    layer_s=4e-4,
+    graph_layer_s=4e-4,
+    pass_s=4e-3,
+    collective=0.5,
+    push=0.1,
+    host=0.5,
+    spread=3.0,
+)
+EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "cpu": CPU}
+
+
+def described(efficiency: Efficiency) -> dict[str, float]:
+    """By name."""
+    return {field.name: getattr(efficiency, field.name) for field in fields(efficiency)}

@@ -1,0 +1,74 @@
+"""Bytes of one rank of a rollout replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.rollout_layout import rollout_layout
+from mindspeed_rl.models.kv_cache import cpu_cache_bytes, kv_bytes_per_token
+from mindspeed_rl.planner.chips import GIB
+from mindspeed_rl.planner.run_shape import RunShape
+from mindspeed_rl.planner.shapes import rollout_weights
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """The cache of one rank of a rollout replica.
+
+    Attributes:
+        bytes_per_token: on one rank.
+        needed: for all sequences that may run at once, at their longest.
+        room: what there is.
+        sequence: for one sequence at its longest.
+        sequences: that may run at once.
+    """
+
+    bytes_per_token: int
+    needed: int
+    room: int
+    sequence: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    weights: int
+    step: int
+    cache: KvCache
+
+
+def engine_of(run: RunShape, problems: list[str]) -> Engine | None:
+    generate = run.generate
+    if generate is None:
+        return None
+    lie = rollout_layout(generate, run.sizes.rollout.num_npus)
+    network = run.actor.plan.network
+    itemsize = 2 if generate.dtype == "bfloat16" else 4
+    weights = rollout_weights(run.actor.plan, lie) * itemsize
+    if network.multi_latent_attention:
+        # the engine keeps what its absorbed products need beside the projection itself
+        heads, widths = network.num_attention_heads // lie.tensor, (network.qk_head_dim or 0) + (network.v_head_dim or 0)
+        weights += network.num_layers * heads * widths * (network.kv_lora_rank or 0) * itemsize
+    each = kv_bytes_per_token(network, itemsize, lie.tensor)
+    sequence = each * generate.max_model_len
+    rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
+    inner = network.moe_router_topk * (network.moe_ffn_hidden_size or 0) if network.moe_layers else network.ffn_hidden_size
+    step = int(rows * (4 * network.hidden_size + 3 * inner / lie.tensor) * itemsize)
+    # the sampler's rows: logits, their float32 form and the log-probs, of the whole vocabulary
+    step += min(generate.max_num_seqs, rows) * network.vocab_size * 12
+    if not run.chip.sleeps:
+        room = cpu_cache_bytes(generate, kv_bytes_per_token(network, itemsize))
+    else:
+        room = int(generate.gpu_memory_utilization * run.chip.memory) - weights - step
+        if room < sequence:
+            problems.append(
+                f"generate_config.gpu_memory_utilization {generate.gpu_memory_utilization:g} leaves {_gib(room)} for keys and "
+                f"values beside {_gib(weights)} of weights; one sequence of {generate.max_model_len} tokens takes "
+                f"{_gib(sequence)}"
+            )
+    needed = sequence * generate.max_num_seqs
+    return Engine(weights, step, KvCache(each, needed, max(0, room), sequence, generate.max_num_seqs))
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"

@@ -1,0 +1,298 @@
+"""Bytes of a die by owner and phase.
+
+The phases are those of `workers/actor_worker.py`, with what each finds on the device: training state that the run file offloads
+leaves before a push of weights and comes back model by model; reference and critic leave after their pass or update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.rollout_layout import rollout_layout
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.models.plan import ModelPlan
+from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
+from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.engine import Engine, KvCache, engine_of
+from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
+from mindspeed_rl.planner.shapes import Elements
+
+MIB = 1 << 20
+
+#: what is modelled may be off by this share either way; the rest is counted
+MODEL_ERROR = 0.25
+#: the allocator's blocks are larger than what is asked of them, by this share of what comes and goes
+FRAGMENTATION = 0.05
+#: buffers of a communicator: one to send, one to receive
+_HCCL_BUFFERS = 2
+
+#: owners whose bytes are counted, not modelled
+EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "KV cache")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is on a die in one phase.
+
+    Attributes:
+        owners: bytes by owner, those that have any.
+    """
+
+    name: str
+    owners: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all owners."""
+        return sum(self.owners.values())
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Fewest and most bytes, as far as the model may be off."""
+        modelled = sum(count for owner, count in self.owners.items() if owner not in EXACT)
+        return int(self.total - MODEL_ERROR * modelled), int(self.total + MODEL_ERROR * modelled)
+
+
+@dataclass(frozen=True)
+class Dies:
+    """Dies that hold equally much: those of a pipeline stage.
+
+    Attributes:
+        ranks: ranges of their numbers, as text.
+        count: how many they are.
+    """
+
+    name: str
+    ranks: str
+    count: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase with the most bytes."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of every kind of die of a run.
+
+    Attributes:
+        capacity: bytes of a die.
+        problems: what does not work out whatever fits.
+    """
+
+    chip: str
+    capacity: int
+    dies: tuple[Dies, ...]
+    cache: KvCache | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def fullest(self) -> Dies:
+        """The dies of the peak."""
+        return max(self.dies, key=lambda dies: dies.peak.total)
+
+    @property
+    def verdict(self) -> str:
+        """fits; tight: it may, within the error of what is modelled; does not fit."""
+        phases = [phase for dies in self.dies for phase in dies.phases]
+        low, high = max(phase.range[0] for phase in phases), max(phase.range[1] for phase in phases)
+        if self.problems or low > self.capacity:
+            return "does not fit"
+        return "fits" if high <= self.capacity else "tight"
+
+    def only(self, *names: str) -> MemoryPlan:
+        """The same for these phases alone."""
+        dies = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.dies)
+        return replace(self, dies=tuple(dies))
+
+    def without(self, names: Iterable[str]) -> MemoryPlan:
+        """The same without these phases and what only the engine lacks."""
+        left = {phase.name for phase in self.dies[0].phases} - set(names)
+        return replace(self.only(*left), problems=())
+
+
+def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
+    """Return the bytes of every die of a run.
+
+    Raises:
+        ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
+    """
+    run = read_shape(cfg, chip, num_nodes)
+    problems: list[str] = []
+    engine = engine_of(run, problems)
+    dies = []
+    stages = run.actor.plan.layout.pp
+    for stage in range(stages):
+        phases = _phases(run, engine, stage)
+        dies.append(Dies(_stage_name(stage, stages), *_ranks(run, stage, stages), tuple(phases)))
+    return MemoryPlan(chip.name, chip.memory, tuple(dies), None if engine is None else engine.cache, tuple(problems))
+
+
+# ---------------------------------------------------------------------- phases
+
+
+def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
+    """In the order of an iteration; each with what is on a die of this pipeline stage."""
+    stages = run.actor.plan.layout.pp
+    actor, held = run.actor, run.actor.elements[stage]
+    fixed = {"runtime": run.chip.runtime, "HCCL buffers": _communicators(run)}
+    weights = {"weights": actor.weights(held)}
+    state = {"gradients": actor.gradients(held), "optimizer": actor.optimizer(held)}
+    extra = {name: _share(model, model.stage(stage, stages)) for name, model in run.others.items()}
+    activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
+    everything = {name: share.total for name, share in extra.items()}
+    # built beside one another
+    fresh = {name: _share(model, model.stage(stage, stages), stepped=False).total for name, model in run.others.items()}
+    start = _phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(held, stepped=False)}, fresh)
+    if engine is None:
+        return [start, _phase("update", fixed, weights, state, everything, activations)]
+    generate = run.generate
+    assert generate is not None and run.cfg.rl_config is not None
+    stays = _stays(generate, weights, state, extra)
+    serving = {"rollout weights": engine.weights, "KV cache": engine.cache.room, "engine step": engine.step}
+    beside = {} if run.chip.sleeps or generate.offload_train_param else serving
+    phases = [start, _phase("generate", fixed, stays, serving)]
+    objective = resolve_objective(run.cfg)
+    for name in ("reward model", "reference"):
+        if name in extra:
+            model = run.others[name]
+            passing = _pass(run, model, model.plan, stage, "ref")
+            phases.append(_phase(f"{name} pass", fixed, stays, {name: everything[name]}, beside, passing))
+    if objective.needs_old_log_probs(on_policy=run.sizes.steps_per_rollout * run.sizes.epochs == 1):
+        passing = _pass(run, actor, actor.plan, stage, "actor")
+        phases.append(_phase("log-probs", fixed, stays, weights, beside, passing))
+    if "critic" in extra:
+        critic = run.others["critic"]
+        first = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
+        phases.append(_phase("update critic", fixed, stays, weights, {"critic": everything["critic"]}, beside, first))
+    phases.append(_phase("update", fixed, stays, weights, state, beside, activations))
+    push = {"rollout weights": engine.weights, "push buckets": _push_bytes(run), **({} if run.chip.sleeps else serving)}
+    phases.append(_phase("update_weights", fixed, stays, weights, push))
+    return phases
+
+
+def _phase(name: str, *parts: dict[str, int]) -> Phase:
+    """A phase in which all of these are on the die; what two of them name is there once."""
+    owners: dict[str, int] = {}
+    for part in parts:
+        for owner, count in part.items():
+            owners[owner] = max(owners.get(owner, 0), count)
+    passing = sum(owners.get(owner, 0) for owner in ("activations", "logits", "engine step", "push buckets"))
+    owners["fragmentation"] = int(FRAGMENTATION * passing)
+    return Phase(name, {owner: count for owner, count in owners.items() if count})
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Bytes of a rank of a model beside the actor."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def _share(model: Model, held: Elements, *, stepped: bool = True) -> _Share:
+    return _Share(model.weights(held), model.gradients(held), model.optimizer(held, stepped=stepped))
+
+
+def _stays(
+    generate: GenerateConfig, weights: dict[str, int], state: dict[str, int], extra: dict[str, _Share]
+) -> dict[str, int]:
+    """What of the training side is on the die while the engine generates."""
+    on = {
+        "weights": not generate.offload_train_param,
+        "gradients": not generate.offload_train_grad,
+        "optimizer": not generate.offload_train_optimizer,
+    }
+    stays = {owner: count for owner, count in {**weights, **state}.items() if on[owner]}
+    for name, share in extra.items():
+        stays[name] = sum(getattr(share, owner) for owner in on if on[owner])
+    return stays
+
+
+def _update_activations(run: RunShape, model: Model, stage: int) -> int:
+    return int(stage_activations(model.config, model.plan, run.tokens("update"), run.micro_batches, stage))
+
+
+def _head(run: RunShape, model: Model, stage: int, use: str, trains: bool) -> int:
+    if stage != model.plan.layout.last_chunk[0]:
+        return 0
+    return int(head_bytes(model.config, model.plan.network, run.tokens(use), trains=trains))
+
+
+def _pass(run: RunShape, model: Model, plan: ModelPlan, stage: int, use: str) -> dict[str, int]:
+    last = stage * len(model.elements) // run.actor.plan.layout.pp
+    return {
+        "activations": int(forward_bytes(model.config, plan, run.tokens(use))),
+        "logits": _head(run, model, last, use, False),
+    }
+
+
+def _push_bytes(run: RunShape) -> int:
+    """One bucket on the way out and one on the way in, none larger than what a rank holds."""
+    assert run.generate is not None
+    share = max(run.actor.weights(held) for held in run.actor.elements)
+    return 2 * min(run.generate.update_weights_bucket_mb * MIB, share)
+
+
+def _communicators(run: RunShape) -> int:
+    """Buffers of the process groups that exchange tensors on the devices; none where there is no HCCL."""
+    rl = run.cfg.rl_config
+    if not run.chip.sleeps or run.sizes.actor.num_npus == 1:
+        return 0
+    size = (rl.hccl_buffersize if rl is not None else 200) * MIB
+    config, lie = run.actor.config, run.sizes.actor
+    replicas = max(1, lie.num_npus // (lie.tensor * lie.pipeline))
+    expert, inner = config.expert_sizes
+    groups = {
+        "world": lie.num_npus,
+        "tp": lie.tensor,
+        "cp": lie.context,
+        "pp": lie.pipeline,
+        "dp_cp": replicas,
+        "mp": lie.tensor * lie.pipeline,
+    }
+    if config.num_experts:
+        groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": lie.num_npus // max(1, expert * inner * lie.pipeline)}
+    if run.generate is not None:
+        engines = rollout_layout(run.generate, run.sizes.rollout.num_npus)
+        groups |= {"rollout tp": engines.tensor, "rollout ep": engines.expert_ranks}
+    own = _own_sizes(config.hccl_group_buffer)
+    return sum(_HCCL_BUFFERS * own.get(name, size) for name, ranks in groups.items() if ranks > 1)
+
+
+def _own_sizes(text: str | None) -> dict[str, int]:
+    parts = (part.partition(":") for part in (text or "").replace(",", ";").split(";") if part.strip())
+    return {name.strip(): int(size) * MIB for name, _, size in parts if size.strip().isdigit()}
+
+
+# ---------------------------------------------------------------------- dies
+
+
+def _stage_name(stage: int, stages: int) -> str:
+    return "all dies" if stages == 1 else f"stage {stage}"
+
+
+def _ranks(run: RunShape, stage: int, stages: int) -> tuple[str, int]:
+    """Numbers of the dies of a stage: a block of them, or with use_tp_pp_dp_mapping one block a replica."""
+    world = run.sizes.actor.num_npus
+    count = world // stages
+    if not run.actor.config.use_tp_pp_dp_mapping:
+        return _block(stage * count, count), count
+    inner = run.sizes.actor.tensor * run.sizes.actor.context
+    starts = range(stage * inner, world, inner * stages)
+    shown = ", ".join(_block(start, inner) for start in list(starts)[:3])
+    return shown + (", ..." if len(starts) > 3 else ""), count
+
+
+def _block(start: int, count: int) -> str:
+    return str(start) if count == 1 else f"{start}-{start + count - 1}"

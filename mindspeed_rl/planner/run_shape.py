@@ -1,0 +1,153 @@
+"""The models of a run and how they lie over its dies: what memory and time are computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import Sizes, layout, own_reward_devices, read_sizes, world_size
+from mindspeed_rl.models.plan import ModelPlan
+from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.shapes import Elements, role_plan, stage_elements
+
+
+@dataclass(frozen=True)
+class Model:
+    """A role's model on the dies of the run.
+
+    Attributes:
+        elements: of each pipeline stage.
+        dp, expert_dp: ranks that hold dense parameters, and experts, alike.
+    """
+
+    config: MegatronConfig
+    plan: ModelPlan
+    elements: list[Elements]
+    dp: int
+    expert_dp: int
+    trains: bool
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.config.bf16 else 4
+
+    def stage(self, stage: int, of: int) -> Elements:
+        """Of the stage that lies where stage `stage` of `of` lies."""
+        return self.elements[stage * len(self.elements) // of]
+
+    def weights(self, held: Elements) -> int:
+        count = held.parameters + held.dense_adapters + held.expert_adapters
+        return count * self.itemsize + held.buffers * 4
+
+    def _trained(self, held: Elements) -> tuple[int, int]:
+        if self.config.lora_target_modules:
+            return held.dense_adapters, held.expert_adapters
+        return held.dense, held.expert
+
+    def gradients(self, held: Elements) -> int:
+        return 4 * sum(self._trained(held)) if self.trains else 0
+
+    def optimizer(self, held: Elements, *, stepped: bool = True) -> int:
+        """Two moments, and under bf16 the float32 weights; split over the ranks that hold a parameter alike.
+
+        Args:
+            stepped: the first step was made, which is when the moments come.
+        """
+        return 0 if self.config.swap_optimizer else self.state(held, stepped=stepped)
+
+    def state(self, held: Elements, *, stepped: bool = True) -> int:
+        """The same wherever it is."""
+        if not self.trains:
+            return 0
+        each = (8 if stepped else 0) + (0 if not self.config.bf16 else 2 if self.config.reuse_fp32_param else 4)
+        dense, expert = self._trained(held)
+        if self.config.use_distributed_optimizer:
+            dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
+        return each * (dense + expert)
+
+
+def _model(config: MegatronConfig, world: int, *, trains: bool, is_scored: bool = False) -> Model:
+    plan = role_plan(config, is_scored=is_scored)
+    lie = layout(config, world)
+    dp = max(1, world // (lie.tensor * lie.pipeline))  # context-parallel ranks hold all parameters alike
+    size, inner = config.expert_sizes
+    return Model(config, plan, stage_elements(plan, config), dp, max(1, world // (size * inner * lie.pipeline)), trains)
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What the phases are computed from."""
+
+    cfg: RunConfig
+    sizes: Sizes
+    chip: Chip
+    actor: Model
+    others: dict[str, Model]
+
+    @property
+    def generate(self) -> GenerateConfig | None:
+        return None if self.sizes.counting == "samples" else self.cfg.generate_config
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that trains."""
+        rl, generate = self.cfg.rl_config, self.generate
+        if rl is None or generate is None:
+            return self.cfg.actor_config.seq_length or 4096
+        return min(rl.max_prompt_length + generate.sampling_config.max_tokens, max(generate.max_model_len, 1))
+
+    def tokens(self, use: str) -> float:
+        """Tokens of the largest micro-batch of a pass: "update", "actor" or "ref"."""
+        rl = self.cfg.rl_config
+        rows = self.sizes.micro_batch_size
+        if rl is None or self.generate is None:
+            pairs = 2 if self.cfg.stage in ("dpo", "simpo", "orm") else 1
+            return pairs * rows * self.longest
+        if rl.use_dynamic_bsz:
+            return max(getattr(rl, f"{use}_max_packing_token_size"), self.longest)
+        if use != "update":
+            rows = getattr(rl, f"{use}_forward_micro_batch_size") or rows
+        share = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
+        return min(rows, max(1.0, float(share))) * self.longest
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an optimizer step on one replica."""
+        rl = self.cfg.rl_config
+        if rl is not None and self.generate is not None and rl.use_dynamic_bsz:
+            samples = Fraction(self.sizes.step_samples) / Fraction(self.sizes.actor.dp_size)
+            return max(1, int(samples * self.longest / Fraction(self.tokens("update"))))
+        return max(1, int(self.sizes.accumulation_steps))
+
+
+def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
+    world = world_size(cfg)
+    if world is None or world < 1:
+        raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
+    sizes = read_sizes(cfg, num_nodes)
+
+    def model(role: str, config: MegatronConfig, **keys: bool) -> Model:
+        try:
+            return _model(config, world, **keys)
+        except ValueError as error:
+            raise ValueError(f"{role}: {error}") from error
+
+    scored = cfg.stage in ("orm",)
+    actor = model("actor_config", cfg.actor_config, trains=True, is_scored=scored)
+    others: dict[str, Model] = {}
+    if cfg.rl_config is None or cfg.is_supervised:
+        if cfg.stage == "dpo" and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
+            others["reference"] = model("actor_config", cfg.actor_config, trains=False)
+        return RunShape(cfg, sizes, chip, actor, others)
+    objective = resolve_objective(cfg)
+    if objective.needs_reference and not cfg.rl_config.share_backbone:
+        others["reference"] = model("ref_config", cfg.ref_config, trains=False)
+    if objective.has_critic and cfg.critic_config is not None:
+        others["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True)
+    if cfg.reward_config is not None and own_reward_devices(cfg) is None:
+        others["reward model"] = model("reward_config", cfg.reward_config, trains=False, is_scored=True)
+    return RunShape(cfg, sizes, chip, actor, others)

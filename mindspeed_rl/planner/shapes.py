@@ -1,0 +1,198 @@
+"""Elements that a rank holds of a model, counted from the table of its weights (`Architecture.weight_ops`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.config.rollout_layout import RolloutLayout
+from mindspeed_rl.models.architecture import Architecture, ExpertPacking
+from mindspeed_rl.models.keyed_network import network_of_keys
+from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.network_keys import check_network_keys
+from mindspeed_rl.models.plan import ModelPlan, placed, read_model
+from mindspeed_rl.models.weights import WeightOp
+
+#: rows of the vocabulary that the rollout engine pads to
+_ENGINE_VOCAB = 64
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of one rank.
+
+    Attributes:
+        dense: parameters that data-parallel ranks hold alike.
+        expert: parameters of experts, which the expert-data-parallel ranks hold alike.
+        buffers: elements that do not train and stay float32.
+        dense_adapters, expert_adapters: parameters of low-rank adapters.
+    """
+
+    dense: int = 0
+    expert: int = 0
+    buffers: int = 0
+    dense_adapters: int = 0
+    expert_adapters: int = 0
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values())))
+
+    @property
+    def parameters(self) -> int:
+        """All of them, adapters not included."""
+        return self.dense + self.expert
+
+
+def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
+    """Return the plan of a role's model: from config.json where its folder is here, else from the role's network keys.
+
+    Args:
+        is_scored: the model ends in one score a token (critic, reward model).
+
+    Raises:
+        ValueError: neither says the shape, they contradict each other, or the layout does not fit.
+    """
+    hf_config = {}
+    folder = _model_folder(config)
+    if folder is not None:
+        architecture, network, hf_config = read_model(folder)
+        check_network_keys(config, network, folder / "config.json")
+    else:
+        architecture, network = network_of_keys(config)
+    network = network.with_head("reward" if is_scored else network.head)
+    plan = placed(config, architecture, network, hf_config)
+    if mistake := _indivisible(plan.architecture, plan.network, plan.layout.tp, plan.layout.expert_tp_size):
+        raise ValueError(mistake)
+    return plan
+
+
+@lru_cache(maxsize=256)
+def _indivisible(architecture: Architecture, network: Network, tp: int, etp: int) -> str | None:
+    """The first weight that cannot be cut over so many ranks."""
+    try:
+        for op in _ops(architecture, network):
+            op.check_divisible(etp if op.axis == "etp" else tp)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _model_folder(config: MegatronConfig) -> Path | None:
+    for name in (config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path):
+        for folder in (Path(name).expanduser(), Path(name).expanduser() / HF_FILES) if name else ():
+            if (folder / "config.json").is_file():
+                return folder
+    return None
+
+
+@lru_cache(maxsize=64)
+def _ops(architecture: Architecture, network: Network) -> tuple[WeightOp, ...]:
+    """The table with all experts of a layer in one row; of the expert ranks each holds an equal part of it."""
+    return tuple(architecture.weight_ops(network, ExpertPacking("grouped", 1)))
+
+
+@lru_cache(maxsize=4096)
+def _by_place(
+    architecture: Architecture, network: Network, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]
+) -> dict[str | int, Elements]:
+    """One rank's elements by place: "pre", "post", "tied" (a head that repeats the embedding), or the number of a layer."""
+    found: dict[str | int, Elements] = {}
+    for op in _ops(architecture, network):
+        place: str | int = "tied" if op.copy_of_tied else "post" if op.place == "mtp" else op.place
+        if op.place == "layer":
+            assert op.layer is not None
+            place = op.layer
+        found[place] = found.get(place, Elements()) + _of_op(op, tp, etp, groups, rank, targets)
+    return found
+
+
+def _of_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]) -> Elements:
+    adapted = rank if any(f".{target}." in op.mcore for target in targets) else 0
+    if op.axis == "tp":
+        shape = op.shard_shape(tp)
+        if op.buffer:
+            return Elements(buffers=math.prod(shape))
+        return Elements(dense=math.prod(shape), dense_adapters=adapted * sum(shape) if len(shape) == 2 else 0)
+    held = len(op.experts) // groups
+    adapters = 0
+    if ("linear_fc1" if "weight1" in op.mcore else "linear_fc2") in targets:
+        rows, columns = op.shapes[0]
+        fused = len(op.hf) // len(op.experts)
+        outer, inner = (fused * rows // etp, columns) if fused > 1 else (rows, columns // etp)
+        adapters = held * rank * (outer + inner)
+    return Elements(expert=math.prod(op.shard_shape(etp)) // groups, expert_adapters=adapters)
+
+
+def stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
+    """Return what a rank of each pipeline stage holds; ranks of one stage hold equally many."""
+    layout = plan.layout
+    targets = tuple(config.lora_target_modules or ())
+    places = _by_place(
+        plan.architecture,
+        plan.network,
+        layout.tp,
+        layout.expert_tp_size,
+        layout.num_expert_groups if layout.num_experts else 1,
+        config.lora_r,
+        targets,
+    )
+    none = Elements()
+    stages = []
+    for stage in range(layout.pp):
+        total = Elements()
+        for chunk in range(layout.vpp):
+            for layer in layout.chunk_layers(stage, chunk):
+                total += none if layer is None else places[layer]
+        if stage == layout.first_chunk[0]:
+            total += places["pre"]
+        if stage == layout.last_chunk[0]:
+            total += places["post"]
+            # the head of a tied model is the embedding itself where one stage has both
+            total += places.get("tied", none) if stage != layout.first_chunk[0] else none
+        stages.append(total)
+    return stages
+
+
+def model_parameters(architecture: Architecture, network: Network) -> int:
+    """Return the parameters of the whole model, tied ones once, without padding."""
+    network = network.padded(1, 1)
+    ops = _ops(architecture, network)
+    return sum(math.prod(op.shard_shape()) for op in ops if not op.copy_of_tied and not op.buffer)
+
+
+@lru_cache(maxsize=256)
+def rollout_elements(architecture: Architecture, network: Network, tensor: int, expert_ranks: int) -> int:
+    """Return the weights of one rank of the rollout engine, under the engine's own rules of cutting.
+
+    Query, key and value are cut by heads (a rank has one key/value head at least), the low-rank down projections of latent
+    attention are whole on every rank, and experts lie over `expert_ranks` where those are above 1.
+    """
+    vocab = -(-network.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
+    total = 0
+    for op in _ops(architecture, network.padded(1, 1)):
+        if op.copy_of_tied or op.place == "mtp":
+            continue
+        if op.axis == "etp" and expert_ranks > 1:
+            total += math.prod(op.shard_shape()) // expert_ranks
+            continue
+        for shape, split in zip(op.shapes, op.splits):
+            size = math.prod(shape)
+            if split.dim is None or "_down_proj" in op.mcore:
+                total += size
+            elif shape[0] == network.vocab_size:
+                total += size // shape[0] * (vocab // tensor)
+            else:
+                # query heads may part from their key/value head
+                unit = split.unit if split.unit % network.kv_channels else network.kv_channels
+                units = shape[split.dim] // unit
+                total += size // units * -(-units // tensor)
+    return total
+
+
+def rollout_weights(plan: ModelPlan, lie: RolloutLayout) -> int:
+    """Elements of a rank of these engines."""
+    return rollout_elements(plan.architecture, plan.network, lie.tensor, lie.expert_ranks)

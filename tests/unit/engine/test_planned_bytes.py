@@ -1,0 +1,70 @@
+"""Bytes that are planned from shapes against those of models that Megatron built."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+import tiny_models
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine import parallel
+from mindspeed_rl.engine.build import build_model
+from mindspeed_rl.engine.offload import Offloader
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.planner.shapes import role_plan, stage_elements
+
+MODELS = "llama31-tied qwen2 qwen3 mixtral qwen2-moe qwen3-moe deepseek2-lite deepseek3 gemma2 glm4".split()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planned_parameters_are_those_of_the_built_model(name: str, training_world: None, tmp_path: Path) -> None:
+    config_class = tiny_models.CONFIGS[name]()
+    architectures = {"architectures": [f"{type(config_class).__name__.removesuffix('Config')}ForCausalLM"]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**json.loads(config_class.to_json_string(use_diff=False)), **architectures})
+    )
+    config = MegatronConfig(bf16=False, load=str(tmp_path))
+    parallel.seed_all(1)
+    built = build_model(config, plan_model(config, tmp_path), trainable=False)
+    (planned,) = stage_elements(role_plan(config), config)
+    parameters = dict(built.models[0].named_parameters())
+    experts = sum(value.numel() for key, value in parameters.items() if ".experts." in key and "shared_experts" not in key)
+    assert planned.expert == experts
+    assert planned.dense == sum(value.numel() for value in parameters.values()) - experts
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_planned_gradients_and_optimizer_are_those_of_the_engine(
+    bf16: bool, distributed: bool, make_engine: Callable[..., TrainEngine]
+) -> None:
+    engine = make_engine(bf16=bf16, use_distributed_optimizer=distributed)
+    held = list(engine.model.models[0].parameters())
+    parameters = sum(value.numel() for value in held)
+    assert sum(value.main_grad.numel() * value.main_grad.itemsize for value in held) == 4 * parameters  # what the plan counts
+    main = 0
+    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for group in optimizer.optimizer.param_groups:
+            main += sum(value.numel() * value.itemsize for value in group["params"])
+    # float32 weights of the optimizer's own under bf16; without, they are the model's
+    assert main == 4 * parameters
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_engine_measures_the_bytes_of_its_owners(distributed: bool, make_engine: Callable[..., TrainEngine]) -> None:
+    offloader = Offloader(engine := make_engine(bf16=True, use_distributed_optimizer=distributed))
+    parameters = sum(value.numel() for value in engine.model.models[0].parameters())
+    held = offloader.resident_bytes()
+    # buffers pad each parameter to 64 elements, and there are few small ones
+    assert 2 * parameters <= held["weights"] <= 2.2 * parameters + 2048 * 16
+    assert 4 * parameters <= held["gradients"] <= 4.4 * parameters + 4096 * 16
+    assert held["optimizer"] == 4 * parameters  # before the first step
+    offloader.offload(grads=True, optimizer=True)
+    assert offloader.resident_bytes() | {"weights": 0} == {"weights": 0, "gradients": 0, "optimizer": 0}

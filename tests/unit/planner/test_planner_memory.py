@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from mindspeed_rl.cli import plan as command
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.mend import with_values
+from mindspeed_rl.config.run_files import compose, locate, project_configs
+from mindspeed_rl.models.keyed_network import network_of_keys
+from mindspeed_rl.models.kv_cache import kv_bytes_per_token
+from mindspeed_rl.models.plan import placed
+from mindspeed_rl.planner.advice import changes_to_fit
+from mindspeed_rl.planner.chips import CHIPS, GIB, chip_of
+from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.planner.shapes import model_parameters, rollout_elements, stage_elements
+
+#: parameters that the publishers and transformers give; embeddings that are tied count once
+PARAMETERS = {
+    "deepseekv3_671b": 671_026_404_352,
+    "llama32_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen25_0p5b": 494_032_768,
+    "qwen25_1p5b": 1_543_714_304,
+    "qwen25_32b": 32_763_876_352,
+    "qwen25_7b": 7_615_616_512,
+    "qwen3_0p6b": 596_049_920,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_8b": 8_190_735_360,
+}
+BLOCKS = {path.stem: yaml.safe_load(path.read_text())[path.stem] for path in (project_configs() / "model").glob("*.yaml")}
+NPU = sorted(path.stem for path in project_configs().glob("*.yaml") if "tiny" not in path.stem)
+
+
+def planned(name: str, **overrides: object) -> MemoryPlan:
+    tree = compose(*locate(name, None), [])
+    cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+    return plan_memory(cfg, chip_of(cfg))
+
+
+def owners(plan: MemoryPlan, owner: str) -> int:
+    return max(phase.owners.get(owner, 0) for dies in plan.dies for phase in dies.phases)
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_a_model_block_has_as_many_parameters_as_the_published_model(name: str) -> None:
+    architecture, network = network_of_keys(MegatronConfig(**BLOCKS[name]))
+    # the blocks name the rows of the published checkpoints
+    assert model_parameters(architecture, network) == PARAMETERS[name]
+
+
+def test_every_shipped_model_block_is_counted() -> None:
+    assert set(BLOCKS) == {*PARAMETERS, "tiny_qwen25"}
+
+
+@pytest.mark.parametrize(
+    ("block", "changes"),
+    [
+        ("tiny_qwen25", {}),
+        ("tiny_qwen25", {"untie_embeddings_and_output_weights": True}),
+        ("qwen3_0p6b", {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "padded_vocab_size": 128}),
+    ],
+)
+def test_a_block_is_counted_as_the_model_that_transformers_builds(block: str, changes: dict) -> None:
+    keys = {**BLOCKS[block], **changes}
+    kind = transformers.Qwen3Config if keys.get("qk_layernorm") else transformers.Qwen2Config
+    config = kind(
+        vocab_size=keys["padded_vocab_size"],
+        hidden_size=keys["hidden_size"],
+        intermediate_size=keys["ffn_hidden_size"],
+        num_hidden_layers=keys["num_layers"],
+        num_attention_heads=keys["num_attention_heads"],
+        num_key_value_heads=keys["num_query_groups"],
+        head_dim=keys.get("kv_channels") or keys["hidden_size"] // keys["num_attention_heads"],
+        tie_word_embeddings=not keys.get("untie_embeddings_and_output_weights", False),
+    )
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    assert model_parameters(*network_of_keys(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 2, 1), (4, 1, 1)])
+def test_the_stages_of_a_dense_model_hold_all_of_it_between_them(tp: int, pp: int, ep: int) -> None:
+    # by hand: 64 layers of 5120; qkv 8192 + 2 x 1024 rows, output 5120 x 8192, gated MLP of 25600, two norms, two head norms
+    layer_cut = (8192 + 2048) * 5120 + 5120 * 8192 + 3 * 25600 * 5120
+    layer_whole = 2 * 5120 + 2 * 128
+    vocabulary = 151936 * 5120
+    config = MegatronConfig(**BLOCKS["qwen3_32b"], tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    stages = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    layers = 64 // pp * (layer_cut // tp + layer_whole)
+    expected = [layers] * pp
+    expected[0] += vocabulary // tp
+    expected[-1] += vocabulary // tp + 5120
+    assert [stage.dense for stage in stages] == expected
+    assert not any(stage.expert for stage in stages)
+
+
+def test_experts_are_divided_over_expert_ranks_and_cut_over_expert_tensor_ranks() -> None:
+    keys = {**BLOCKS["qwen3_30b_a3b"], "tensor_model_parallel_size": 4, "expert_model_parallel_size": 2}
+    experts = 48 * 128 * 3 * 768 * 2048
+    config = MegatronConfig(**keys)
+    (cut,) = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    config = MegatronConfig(**keys, moe_tp_extend_ep=True)
+    (whole,) = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    assert cut.expert == whole.expert == experts // 8
+
+
+def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
+    architecture, network = network_of_keys(MegatronConfig(**BLOCKS["qwen3_30b_a3b"]))
+    layer_cut = 32 * 128 * 2048 + 2048 * 32 * 128  # query and output
+    key_value = 2 * 128 * 2048  # of one head; there are four
+    experts = 128 * 3 * 768 * 2048
+    whole = 2 * 2048 + 2 * 128 + 128 * 2048  # norms, head norms, router
+    vocabulary = 2 * 151936 * 2048
+    rest = 48 * whole + 2048
+    # eight ranks: each has one of four key/value heads, and vocabulary rows come in 64s
+    expected = 48 * (layer_cut // 8 + key_value + experts // 8) + rest + vocabulary // 8
+    assert rollout_elements(architecture, network, 8, 1) == expected
+    # replicas of one rank that share experts hold the rest whole
+    assert rollout_elements(architecture, network, 1, 8) == 48 * (layer_cut + 4 * key_value + experts // 8) + rest + vocabulary
+
+
+def test_adapters_are_all_that_trains() -> None:
+    keys = {**BLOCKS["tiny_qwen25"], "lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 8}
+    config = MegatronConfig(**keys, tensor_model_parallel_size=2)
+    (held,) = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    # qkv: [8, 128] and [256 / 2, 8]; fc2: [8, 384 / 2] and [128, 8]
+    assert held.dense_adapters == 4 * 8 * (128 + 128 + 192 + 128)
+
+
+def test_bytes_of_gradients_and_optimizer_follow_from_parameters_and_ranks() -> None:
+    plan = planned("dapo_qwen3_32b_A3")  # TP8 PP2 on 16 dies: one replica, bf16
+    layer = ((8192 + 2048) * 5120 + 5120 * 8192 + 3 * 25600 * 5120) // 8 + 2 * 5120 + 2 * 128
+    first = 32 * layer + 151936 * 5120 // 8
+    update = plan.dies[0].phases[-2]
+    assert update.name == "update"
+    assert update.owners["weights"] == 2 * first
+    assert update.owners["gradients"] == 4 * first
+    assert update.owners["optimizer"] == 12 * first
+    half = planned("dapo_qwen3_32b_A3", rl_config__actor_resource__num_npus=32).dies[0].phases[-2]
+    assert half.owners["optimizer"] == 6 * first
+
+
+def test_bytes_of_a_cached_token() -> None:
+    _, dense = network_of_keys(MegatronConfig(**BLOCKS["qwen3_235b_a22b"]))
+    # 94 layers, 4 heads of 128, keys and values, bf16: 1.47 GB for 32768 tokens on a rank of TP4, as published
+    assert kv_bytes_per_token(dense, 2, 4) == 94 * 2 * 128 * 2
+    assert round(kv_bytes_per_token(dense, 2, 4) * 32768 / 1e9, 2) == 1.58  # 1.47 GiB
+    assert round(kv_bytes_per_token(dense, 2, 4) * 32768 / GIB, 2) == 1.47
+    _, latent = network_of_keys(MegatronConfig(**BLOCKS["deepseekv3_671b"]))
+    assert kv_bytes_per_token(latent, 2, 4) == 61 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize("name", NPU)
+def test_published_configurations_that_ran_fit(name: str) -> None:
+    assert planned(name).verdict in ("fits", "tight")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        # 32B with its optimizer on 8 dies: 16 bytes a parameter are 61 GiB before anything else
+        ("dapo_qwen3_32b_A3", {"actor_config__pipeline_model_parallel_size": 1, "rl_config__actor_resource__num_npus": 8}),
+        # everything of the trainer beside an engine that takes six tenths
+        (
+            "dapo_qwen25_32b_A3",
+            {f"generate_config__offload_train_{part}": False for part in ("optimizer", "grad", "param")},
+        ),
+        # a whole 32B replica on one die
+        ("grpo_qwen25_32b_A3", {"generate_config__infer_tensor_parallel_size": 1}),
+        # the whole of DeepSeek's optimizer state on the device
+        ("grpo_deepseek_r1_671b_A3", {"megatron_training__swap_optimizer": False}),
+    ],
+)
+def test_what_cannot_fit_does_not(name: str, overrides: dict) -> None:
+    assert planned(name, **overrides).verdict == "does not fit"
+
+
+@pytest.mark.parametrize("name", ["dapo_qwen3_32b_A3", "grpo_qwen25_7b_A3", "dapo_qwen3_30b_a3b_A3"])
+def test_more_tensor_ranks_never_raise_the_weights_of_a_die(name: str) -> None:
+    held = [owners(planned(name, actor_config__tensor_model_parallel_size=tp), "weights") for tp in (1, 2, 4)]
+    served = [owners(planned(name, generate_config__infer_tensor_parallel_size=tp), "rollout weights") for tp in (1, 2, 4)]
+    assert held == sorted(held, reverse=True)
+    assert served == sorted(served, reverse=True)
+
+
+def test_longer_responses_never_lower_the_cache_they_need_nor_activations() -> None:
+    plans = [
+        planned(
+            "grpo_qwen3_8b_A3",
+            generate_config__sampling_config__max_tokens=length,
+            generate_config__max_model_len=length + 2048,
+        )
+        for length in (1024, 4096, 16384)
+    ]
+    needed = [plan.cache.needed for plan in plans if plan.cache is not None]
+    kept = [owners(plan, "activations") for plan in plans]
+    assert len(needed) == 3 and needed == sorted(needed) and kept == sorted(kept)
+
+
+def test_recomputation_and_context_parallelism_lower_activations_and_more_stages_in_front_raise_them() -> None:
+    base = planned("dapo_qwen3_32b_A3")
+    full = {"actor_config__recompute_granularity": "full", "actor_config__recompute_method": "uniform"}
+    again = planned("dapo_qwen3_32b_A3", **full, actor_config__recompute_num_layers=1)
+    split = planned("dapo_qwen3_32b_A3", actor_config__context_parallel_size=2, rl_config__actor_resource__num_npus=32)
+    assert owners(again, "activations") < owners(base, "activations") / 4
+    assert owners(split, "activations") == pytest.approx(owners(base, "activations") / 2, rel=0.01)
+    first, last = (dies.phases[-2].owners["activations"] for dies in base.dies)
+    assert first > last  # two micro-batches are under way in front, one behind
+
+
+def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:
+    changed = {"actor_config.pipeline_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 8}
+    tree = with_values(compose(*locate("dapo_qwen3_32b_A3", None), []), changed)
+    cfg = build_run_config(tree)
+    chip = CHIPS["A3"]
+    found = changes_to_fit(tree, cfg, plan_memory(cfg, chip), chip)
+    assert found and all(change.plan.verdict == "fits" for change in found)
+    assert plan_memory(build_run_config(with_values(tree, found[0].values)), chip).verdict == "fits"
+    roomy = replace(chip, memory=400 * GIB)
+    assert changes_to_fit(tree, cfg, plan_memory(cfg, roomy), roomy) == []
+
+
+def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = transformers.Qwen2Config(
+        vocab_size=96, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    config.architectures = ["Qwen2ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    with torch.device("meta"):
+        built = transformers.Qwen2ForCausalLM(config)
+    tree = compose(*locate("sft_tiny_cpu", None), [])
+    tree = with_values(tree, {"megatron_training.tokenizer_name_or_path": str(folder), "megatron_training.load": str(folder)})
+    tree = with_values(tree, {"model": {"tiny_qwen25": {}}, "megatron_training.tensor_model_parallel_size": 1})
+    cfg = build_run_config(tree)
+    counted = owners(plan_memory(cfg, CHIPS["cpu"]), "weights")
+    assert counted == sum(parameter.numel() for parameter in built.parameters()) * (2 if cfg.actor_config.bf16 else 4)
+
+
+def test_a_model_that_nothing_describes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["memory", "--config-name", "dapo_qwen3_32b_A3", "model.qwen3_32b.num_layers=null"]) == 2
+    assert "network keys num_layers are not set" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_peak_and_returns_1_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["memory", "--config-name", "dapo_qwen3_32b_A3", "--memory-gib", "32", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "does not fit" and report["changes"]
+    assert command.main(["memory", "--config-name", "dapo_qwen3_32b_A3"]) == 0
+    assert capsys.readouterr().out.startswith("fits: the peak is ")
+    assert command.main(["memory", "--config-name", "dapo_qwen3_32b_A3", "--memory-gib", "-1"]) == 2
+    assert "--memory-gib: -1 must be above 0" in capsys.readouterr().err
+
+
+def test_a_plan_imports_no_torch_and_few_modules() -> None:
+    code = (
+        "import sys\nfrom mindspeed_rl.cli.plan import main\n"
+        "status = main(['memory', '--config-name', 'grpo_deepseek_r1_671b_A3'])\n"
+        "heavy = {'torch', 'ray', 'vllm', 'megatron', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "own = [name for name in sys.modules if name.startswith('mindspeed_rl.')]\n"
+        "assert not heavy, heavy\nassert len(own) < 90, len(own)\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

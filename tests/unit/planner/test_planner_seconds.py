@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.cli import explain
+from mindspeed_rl.cli import plan as command
+from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.mend import with_values
+from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.observability.report import write_report
+from mindspeed_rl.planner import published
+from mindspeed_rl.planner.calibration import comparison, later_medians
+from mindspeed_rl.planner.chips import CHIPS
+from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
+from mindspeed_rl.planner.lengths import SIGMA, Lengths
+from mindspeed_rl.planner.seconds import TimePlan, calibrated, plan_time
+
+
+def planned(name: str, mean_response: float | None = None, **overrides: object) -> TimePlan:
+    tree = compose(*locate(name, None), [])
+    cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+    return plan_time(cfg, CHIPS["A3"], mean_response=mean_response, mean_prompt=200.0)
+
+
+def test_lengths_are_those_of_a_cut_lognormal() -> None:
+    lengths = Lengths(1000.0, 4000.0)
+    generator = random.Random(1)
+    median = lengths.mean  # found by the draw itself: the mean of what is cut must come out as asked
+    for _ in range(60):
+        drawn = [min(4000.0, generator.lognormvariate(math.log(median), SIGMA)) for _ in range(20000)]
+        median *= 1000.0 / (sum(drawn) / len(drawn))
+    drawn = [min(4000.0, generator.lognormvariate(math.log(median), SIGMA)) for _ in range(50000)]
+    assert lengths.above(2000.0) == pytest.approx(sum(one > 2000 for one in drawn) / len(drawn), abs=0.01)
+    assert lengths.mean_square == pytest.approx(sum(one * one for one in drawn) / len(drawn), rel=0.03)
+    assert lengths.above(4000.0) == 0.0 and lengths.above(0.0) == 1.0
+    assert lengths.longest_of(10_000) == 4000.0 and lengths.longest_of(4) < 4000.0
+
+
+def test_an_update_is_its_operations_over_the_chips_share() -> None:
+    plan = planned("dapo_qwen3_32b_A3", mean_response=1000.0)
+    # 32.8e9 parameters less the embedding, 6 operations a parameter and token, 256 responses of 1200 tokens, 16 dies
+    weights = 32_762_123_264 - 151936 * 5120
+    least = 6 * weights * 256 * 1200 / (16 * 354e12 * NPU.train)
+    assert least < plan.parts["update"]["computing"] < 1.1 * least  # attention is on top
+
+
+def test_recomputation_adds_a_third_of_the_update() -> None:
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    plain = planned("dapo_qwen3_32b_A3").parts["update"]["computing"]
+    full = planned("dapo_qwen3_32b_A3", **{f"actor_config__{key}": value for key, value in again.items()})
+    assert full.parts["update"]["computing"] == pytest.approx(plain * 4 / 3)
+
+
+def test_more_devices_and_shorter_responses_are_never_slower() -> None:
+    seconds = [planned("grpo_qwen3_8b_A3", rl_config__actor_resource__num_npus=count).total for count in (16, 32, 64)]
+    assert seconds == sorted(seconds, reverse=True)
+    lengths = [planned("grpo_qwen3_8b_A3", mean_response=mean).total for mean in (500.0, 1000.0, 4000.0, 8000.0)]
+    assert lengths == sorted(lengths)
+
+
+def test_stages_make_bubbles_and_one_stage_makes_none() -> None:
+    parts = planned("dapo_qwen3_32b_A3").parts["update"]
+    # one replica, 256 micro-batches, two stages
+    assert parts["bubble"] == pytest.approx((parts["computing"] + parts["host"] + parts["collectives"]) / 256)
+    alone = planned("dapo_qwen3_32b_A3", actor_config__pipeline_model_parallel_size=1)
+    assert alone.parts["update"]["bubble"] == 0.0
+
+
+def test_a_calibrated_plan_takes_as_long_as_was_measured() -> None:
+    plan = planned("grpo_qwen3_8b_A3")
+    longer = calibrated(plan, {"rollout": 2.0, "all": 3.0})
+    assert longer.phases["rollout"] == pytest.approx(2 * plan.phases["rollout"])
+    assert longer.phases["update"] == pytest.approx(3 * plan.phases["update"])
+    assert sum(longer.parts["rollout"].values()) == pytest.approx(longer.phases["rollout"])
+
+
+def test_the_shipped_efficiencies_are_the_fit_to_the_published_figures() -> None:
+    found = published.fitted(range(len(published.FIGURES)))
+    for name in ("train", "prefill", "layer_s", "graph_layer_s"):
+        assert getattr(NPU, name) == pytest.approx(getattr(found, name), rel=0.1), name
+    assert EFFICIENCIES["A2"] is NPU
+
+
+def test_two_of_three_published_figures_lie_within_the_range_of_the_fit_to_the_others() -> None:
+    errors = [
+        abs(math.log(one.predicted[name] / seconds))
+        for one in published.leave_one_out()
+        for name, seconds in one.published.items()
+    ]
+    within = sum(error <= math.log(NPU.spread) for error in errors)
+    assert 0.6 <= within / len(errors) <= 0.8
+
+
+def test_the_fit_recovers_efficiencies_that_made_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = replace(NPU, train=0.3, prefill=0.45, layer_s=2e-3)
+    numbers = [0, 3]
+
+    def observed(number: int, plan: TimePlan) -> dict[str, float]:
+        made = published.predicted(number, truth)
+        return {"rollout": made.phases["rollout"], "update": made.phases["update"]}
+
+    monkeypatch.setattr(published, "observed", observed)
+    found = published.fitted(numbers)
+    assert found.train == pytest.approx(0.3, rel=0.05) and found.layer_s == pytest.approx(2e-3, rel=0.05)
+
+
+def test_time_prints_ranges_and_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["time", "--config-name", "grpo_qwen3_8b_A3", "--mean-response", "2000"]) == 0
+    text = capsys.readouterr().out
+    assert " to " in text.splitlines()[0] and "one_step_off" in text
+    assert command.main(["time", "--config-name", "grpo_qwen3_8b_A3", "--mean-response", "90000"]) == 2
+    assert "--mean-response: 90000 must be above 0 and at most max_tokens, 8192" in capsys.readouterr().err
+
+
+def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
+    plain = plan_time(cfg, CHIPS["cpu"], mean_response=4.0, mean_prompt=6.0)
+    records = [
+        {
+            "iteration": number,
+            "timing/rollout": seconds * plain.phases["rollout"],
+            "timing/update": 0.5 * plain.phases["update"],
+            "timing/all": 1.0,
+            "response_length/mean": 4.0,
+            "prompt_length/mean": 6.0,
+            "memory/weights_gib": 0.001,
+        }
+        for number, seconds in ((1, 90.0), (2, 90.0), (3, 3.0), (4, 3.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    medians = later_medians(records)
+    rows = comparison(cfg, CHIPS["cpu"], 1, medians)
+    path = write_report(tmp_path, dataclasses.asdict(cfg), title="grpo_tiny_cpu", config_set=cfg.as_written(), plan=rows)
+    by_name = {row["name"]: row for row in rows["rows"]}
+    assert by_name["rollout"]["measured"] == pytest.approx(3 * by_name["rollout"]["predicted"])
+    assert by_name["weights"]["measured"] == 0.001
+    assert "| Planned for cpu |" in path.read_text()
+    assert '"name":"rollout","predicted"' in (tmp_path / "report.html").read_text()
+    assert command.main(["time", "--config-name", "grpo_tiny_cpu", "--calibrate", str(tmp_path), "--json"]) == 0
+    factors = json.loads(capsys.readouterr().out)["factors"]
+    assert factors["rollout"] == pytest.approx(3.0) and factors["update"] == pytest.approx(0.5)
+    assert command.main(["time", "--config-name", "grpo_tiny_cpu", "--calibrate", str(tmp_path / "none")]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "npus"), [("qwen3_32b", 16), ("qwen3_30b_a3b", 16), ("qwen25_7b", 8)])
+def test_fit_finds_layouts_that_fit_and_explain_accepts(
+    model: str, npus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.yaml"
+    asked = ["fit", "--npus", str(npus), "--model", model, "--prompt", "2k", "--response", "8k", "--json", "-o", str(path)]
+    assert command.main(asked) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert layouts and layouts[0]["verdict"] == "fits"
+    assert [one["seconds"]["middle"] for one in layouts] == sorted(one["seconds"]["middle"] for one in layouts)
+    assert explain.main(["--config-name", str(path)]) == 0
+    assert command.main(["memory", "--config-name", str(path), "--chip", "A3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.partition("valid\n")[2])
+    assert report["peak"]["bytes"] == layouts[0]["bytes"]
+
+
+def test_fit_says_what_does_not_fit_and_which_model_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["fit", "--npus", "2", "--model", "qwen3_32b"]) == 2
+    assert "qwen3_32b" in capsys.readouterr().err
+    assert command.main(["fit", "--npus", "16", "--model", "qwen3_33b"]) == 2
+    assert "the nearest name is qwen3_32b" in capsys.readouterr().err
+    assert command.main(["fit", "--npus", "0", "--model", "qwen3_32b"]) == 2
+    assert "--npus: 0 must be at least 1" in capsys.readouterr().err
