@@ -231,7 +231,7 @@ def _training_layouts(wanted: Wanted, chip: Chip) -> Iterator[dict[str, Any]]:
         for ep in _powers(min(experts, stage)) if experts else (1,):
             if experts % ep or stage % ep:
                 continue
-            base = {
+            base: dict[str, Any] = {
                 "actor_config.tensor_model_parallel_size": tp,
                 "actor_config.pipeline_model_parallel_size": pp,
                 "actor_config.context_parallel_size": cp,

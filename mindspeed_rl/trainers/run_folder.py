@@ -77,7 +77,7 @@ def _plan_beside(run: Run) -> dict[str, Any]:
         chip = chip_named(run.platform) if run.platform == "cpu" else chip_of(run.config)
         medians = later_medians(read_metrics(run.folder / "metrics.jsonl"))
         return comparison(run.config, chip, run.num_nodes, medians)
-    except ValueError as error:  # a model of the user's own, for example: the run itself goes on without a plan
+    except Exception as error:  # a model of the user's own, for example: a plan that cannot be made ends no run
         return {"missing": str(error)}
 
 
