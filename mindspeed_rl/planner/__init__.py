@@ -8,7 +8,7 @@
 | chips.py | memory, operations and links of the device kinds |
 | memory.py | bytes of a die, by owner and phase |
 | advice.py | changes after which a run fits, nearest first |
-| seconds.py, traffic.py, lengths.py | seconds by phase; efficiency.py has their constants, published.py what those are fitted to |
+| seconds.py, traffic.py, lengths.py | seconds by phase; constants in efficiency.py, fitted in published.py |
 | fit.py, run_file.py | layouts that fit, and the best as a run file |
 | calibration.py | what a run measured, beside what was predicted for it |
 """
