@@ -178,6 +178,8 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     if not apart:
         push["rollout weights"] = engine.weights
     phases.append(_phase("update_weights", fixed, stays, weights, push))
+    if actor.config.async_save:  # the engine stays where it is, and all models come at once
+        phases.append(_phase("save", fixed, weights, state, everything, serving))
     return phases
 
 
