@@ -300,3 +300,10 @@ def test_a_background_save_finds_the_engine_on_the_device() -> None:
 def test_a_critic_leaves_before_the_actor_trains() -> None:
     phases = {phase.name: phase.owners for phase in planned("ppo_qwen25_32b_A3").dies[0].phases}
     assert "critic" in phases["update critic"] and "critic" not in phases["update"]
+
+
+def test_a_platform_without_figures_asks_for_a_chip(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["memory", "--config-name", "grpo_qwen3_8b_A3", "platform=cuda"]
+    assert command.main(asked) == 2
+    assert "no figures of cuda devices" in capsys.readouterr().err
+    assert command.main([*asked, "--chip", "A2"]) in (0, 1)
