@@ -55,9 +55,7 @@ def chip_of(cfg: RunConfig, name: str | None = None, memory_gib: float | None = 
     """
     if name is None:
         if cfg.platform == "cuda":
-            raise ValueError(
-                f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(CHIPS)}."
-            )
+            raise ValueError(f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(CHIPS)}.")
         name = "cpu" if cfg.platform == "cpu" else "A2" if "A2" in cfg.config_name else "A3"
     return chip_named(name, memory_gib)
 
