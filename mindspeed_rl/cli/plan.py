@@ -13,6 +13,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.config.sizes import rollout_is_apart
 from mindspeed_rl.config.validation import validate
 from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.calibration import factors, read_measured
@@ -149,7 +150,8 @@ def _time(arguments: argparse.Namespace) -> int:
     plan = plan_time(cfg, chip, arguments.nodes, mean_response=response, mean_prompt=prompt)
     if measured is not None:
         plan = calibrated(plan, factors(measured, chip_of(measured.cfg, arguments.chip, arguments.memory_gib)))
-    modes = {} if cfg.is_supervised else _modes(cfg, plan)
+    # where the rollout has devices of its own the run file says which mode, and the plan is of that
+    modes = {} if cfg.is_supervised or rollout_is_apart(cfg) else _modes(cfg, plan)
     shown = json.dumps(time_json(plan, modes), indent=2) if arguments.json else time_text(plan, modes)
     print(shown, flush=True)
     return 0

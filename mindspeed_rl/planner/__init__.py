@@ -2,9 +2,13 @@
 
 | file | what it has |
 |---|---|
+| run_shape.py, engine.py | models of a run and how they lie; bytes of a rollout rank |
 | shapes.py | elements that a rank holds, from the same weight tables that build and load the models |
 | activations.py | what a micro-batch keeps for backward, and the vocabulary head |
 | chips.py | memory, operations and links of the device kinds |
 | memory.py | bytes of a die, by owner and phase |
 | advice.py | changes after which a run fits, nearest first |
+| seconds.py, traffic.py, lengths.py | seconds by phase; constants in efficiency.py, fitted in published.py |
+| fit.py, run_file.py | layouts that fit, and the best as a run file |
+| calibration.py | what a run measured, beside what was predicted for it |
 """

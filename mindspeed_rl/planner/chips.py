@@ -51,9 +51,11 @@ def chip_of(cfg: RunConfig, name: str | None = None, memory_gib: float | None = 
     """Return the chip a run is planned for: the one named, else cpu for such runs, A2 if the run file's name has it, else A3.
 
     Raises:
-        ValueError: there is no such chip, or the memory is not above 0.
+        ValueError: there is no such chip, none is known for the run's platform, or the memory is not above 0.
     """
     if name is None:
+        if cfg.platform == "cuda":
+            raise ValueError(f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(CHIPS)}.")
         name = "cpu" if cfg.platform == "cpu" else "A2" if "A2" in cfg.config_name else "A3"
     return chip_named(name, memory_gib)
 

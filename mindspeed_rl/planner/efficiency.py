@@ -48,10 +48,10 @@ NPU = Efficiency(
     host=0.1,
     spread=2.2,
 )
-#: for one worker on one core, by the quickstart's run; `--calibrate` makes it another machine's
+#: for one worker on one core, by three small runs of docs/planner.md; `--calibrate` makes it another machine's
 CPU = Efficiency(
-    train=0.4,
-    prefill=0.3,
+    train=0.6,
+    prefill=0.4,
     bandwidth=0.5,
     layer_s=4e-4,
     graph_layer_s=4e-4,
@@ -59,7 +59,7 @@ CPU = Efficiency(
     collective=0.5,
     push=0.1,
     host=0.5,
-    spread=3.0,
+    spread=2.0,
 )
 EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "cpu": CPU}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
@@ -28,6 +28,7 @@ _KEPT = 10
 #: shares of the device that an engine is offered
 _SHARES = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _SHARE = "generate_config.gpu_memory_utilization"
+_SPLITS = ("tensor_model", "pipeline_model", "context", "expert_model")
 _TRAINING = ("reference_model", "old_log_p", "update", "offload")
 
 
@@ -58,12 +59,14 @@ class Found:
     Attributes:
         tree: its run file.
         values: the keys that the search chose, by dotted name.
+        trainers: dies that train where the engines have the others; None where all do both in turn.
     """
 
     tree: dict[str, Any]
     values: dict[str, Any]
     memory: MemoryPlan
     time: TimePlan
+    trainers: int | None = None
 
 
 def base_tree(wanted: Wanted) -> dict[str, Any]:
@@ -123,50 +126,87 @@ def fit(wanted: Wanted, chip: Chip, efficiency: Efficiency | None = None, *, mea
     Raises:
         ValueError: nothing fits; the message has what came nearest.
     """
+    nearest: list[tuple[int, MemoryPlan]] = []
+    found = _searched(wanted, None, chip, efficiency, mean_response, nearest)
+    for part in (2, 4):  # the engines on half of the dies, or on all but a quarter
+        if wanted.npus % part == 0 and wanted.npus >= 2 * part:
+            trainers = wanted.npus // part
+            found += _searched(wanted, trainers, chip, efficiency, mean_response, nearest)
+    if not found:
+        raise ValueError(_nothing(wanted, chip, nearest))
+    return sorted(found, key=_rank)
+
+
+def _rank(one: Found) -> tuple[int, int, int, float]:
+    """What fits before what is tight, faster before slower; where times are within a twentieth, fewer splits of the model."""
+    split = math.prod(int(one.values.get(f"actor_config.{name}_parallel_size", 1)) for name in _SPLITS[:3])
+    return _VERDICTS[one.memory.verdict], round(math.log(one.time.total) / 0.05), split, one.time.total
+
+
+def _searched(
+    wanted: Wanted,
+    trainers: int | None,
+    chip: Chip,
+    efficiency: Efficiency | None,
+    mean_response: float | None,
+    nearest: list[tuple[int, MemoryPlan]],
+) -> list[Found]:
+    """Layouts with everything on all dies in turn, or with training on `trainers` of them and the engines on the others.
+
+    Args:
+        nearest: gets the bytes of what does not fit.
+    """
     tree = base_tree(wanted)
-    nearest: list[tuple[int, dict[str, Any], MemoryPlan]] = []
-    engines = _rollouts(tree, wanted, chip, efficiency, mean_response)
+    if trainers is not None:
+        tree = with_values(tree, _apart(trainers, wanted.npus - trainers))
+    engines = _rollouts(tree, wanted, wanted.npus - (trainers or 0), chip, efficiency, mean_response)
     if not engines:
-        raise ValueError(f"--npus: no engine of {wanted.model} fits on {wanted.npus} dies of {chip.memory >> 30} GiB.")
-    trainers: list[tuple[int, float, dict[str, Any]]] = []
-    for values in _training_layouts(wanted, chip):
+        return []
+    layouts: list[tuple[int, float, dict[str, Any]]] = []
+    for values in _training_layouts(wanted, trainers or wanted.npus, chip):
         # the engine's share is out of the way while the model trains, so that any engine serves to look at training
         planned = _planned(tree, values | engines[0][1], chip, wanted, efficiency, mean_response, ("generate", "start"))
         if planned is None:
             continue
         memory, time = planned
         if not _acceptable(memory):
-            nearest.append((memory.fullest.peak.total, values, memory))
+            nearest.append((memory.fullest.peak.total, memory))
             continue
-        trainers.append((_VERDICTS[memory.verdict], sum(time.phases.get(name, 0.0) for name in _TRAINING), values))
-    if not trainers:
-        raise ValueError(_nothing(wanted, chip, nearest))
-    trainers.sort(key=lambda one: one[:2])
+        layouts.append((_VERDICTS[memory.verdict], sum(time.phases.get(name, 0.0) for name in _TRAINING), values))
+    layouts.sort(key=lambda one: one[:2])
     found: list[Found] = []
-    for train, (_, serve) in itertools.product(_varied(trainers), engines[:4]):
+    for train, (_, serve) in itertools.product(_varied(layouts), engines[:4]):
         best: Found | None = None
         for share in (share for share in _SHARES if share <= serve[_SHARE]):
             values = train | serve | {_SHARE: share}
             planned = _planned(tree, values, chip, wanted, efficiency, mean_response)
             if planned is not None and _acceptable(planned[0]):
-                best = best or Found(with_values(tree, values), values, *planned)
-                if planned[0].verdict == "fits":
-                    best = Found(with_values(tree, values), values, *planned)
+                fits = planned[0].verdict == "fits"
+                best = Found(with_values(tree, values), values, *planned, trainers) if fits or best is None else best
+                if fits:
                     break
         if best is not None:
             found.append(best)
-    if not found:
-        raise ValueError(_nothing(wanted, chip, nearest))
-    found.sort(key=lambda one: (_VERDICTS[one.memory.verdict], one.time.total))
     return found
 
 
-def _nothing(wanted: Wanted, chip: Chip, nearest: list[tuple[int, dict[str, Any], MemoryPlan]]) -> str:
+def _apart(trainers: int, engines: int) -> dict[str, Any]:
+    """Engines on dies of their own generate for the next iteration while this one trains."""
+    return {
+        "rl_config.use_integrated_worker": False,
+        "rl_config.actor_resource.num_npus": trainers,
+        "rl_config.rollout_resource": {"num_npus": engines},
+        "rl_config.trainer_mode": "one_step_off",
+        **{f"generate_config.offload_train_{part}": False for part in ("optimizer", "grad", "param")},
+    }
+
+
+def _nothing(wanted: Wanted, chip: Chip, nearest: list[tuple[int, MemoryPlan]]) -> str:
     text = f"--npus: {wanted.model} with sequences of {wanted.prompt + wanted.response} tokens does not fit on {wanted.npus}"
     text += f" dies of {chip.memory / (1 << 30):.0f} GiB"
     if not nearest:
-        return f"{text}: no layout keeps the rules; another number of devices, or another batch, may."
-    total, _, memory = min(nearest, key=lambda one: one[0])
+        return f"{text}: no engine does, or no layout keeps the rules; another number of dies, or another batch, may."
+    total, memory = min(nearest, key=lambda one: one[0])
     return f"{text}; the nearest layout takes {total / (1 << 30):.0f} GiB in phase {memory.fullest.peak.name}."
 
 
@@ -179,8 +219,7 @@ def _varied(trainers: list[tuple[int, float, dict[str, Any]]]) -> list[dict[str,
     """The best few, each split of the model once."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for _, _, values in trainers:
-        names = ("tensor_model", "pipeline_model", "context", "expert_model")
-        kept.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in names), values)
+        kept.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
     return list(kept.values())[:_KEPT]
 
 
@@ -220,14 +259,14 @@ def _powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
 
 
-def _training_layouts(wanted: Wanted, chip: Chip) -> Iterator[dict[str, Any]]:
+def _training_layouts(wanted: Wanted, npus: int, chip: Chip) -> Iterator[dict[str, Any]]:
     layers, experts = int(wanted.block["num_layers"]), int(wanted.block.get("num_experts") or 0)
     node = min(chip.devices_per_node, 16)
     longest = wanted.prompt + wanted.response
-    for tp, pp, cp in itertools.product(_powers(min(node, wanted.npus)), _powers(32), (1, 2, 4, 8)):
-        if wanted.npus % (tp * pp * cp) or pp > layers or (cp > 1 and longest / cp < 1024):
+    for tp, pp, cp in itertools.product(_powers(min(node, npus)), _powers(32), (1, 2, 4, 8)):
+        if npus % (tp * pp * cp) or pp > layers or (cp > 1 and longest / cp < 1024):
             continue
-        stage = wanted.npus // pp
+        stage = npus // pp
         for ep in _powers(min(experts, stage)) if experts else (1,):
             if experts % ep or stage % ep:
                 continue
@@ -275,7 +314,7 @@ def _even(layers: int, stages: int) -> list[int]:
 
 
 def _rollouts(
-    tree: dict[str, Any], wanted: Wanted, chip: Chip, efficiency: Efficiency | None, mean_response: float | None
+    tree: dict[str, Any], wanted: Wanted, npus: int, chip: Chip, efficiency: Efficiency | None, mean_response: float | None
 ) -> list[tuple[float, dict[str, Any]]]:
     """Seconds and keys of the engines that fit, the fastest first."""
     found: list[tuple[float, dict[str, Any]]] = []
@@ -285,9 +324,9 @@ def _rollouts(
         "actor_config.pipeline_model_parallel_size": 1,
         "rl_config.max_packing_token_size": wanted.prompt + wanted.response,
     }
-    for tensor in _powers(min(16, wanted.npus, chip.devices_per_node)):
-        replicas = wanted.npus // tensor
-        if wanted.npus % tensor:
+    for tensor in _powers(min(16, npus, chip.devices_per_node)):
+        replicas = npus // tensor
+        if npus % tensor:
             continue
         for sharing in _powers(replicas) if experts else (1,):
             for share in _SHARES:
@@ -304,7 +343,8 @@ def _rollouts(
                     continue
                 memory, time = planned
                 generate = memory.only("generate")
-                if generate.verdict == "fits":
+                engines = tuple(dies for dies in generate.dies if dies.name == "rollout")
+                if replace(generate, dies=engines or generate.dies).verdict == "fits":
                     found.append((time.phases["rollout"] + time.phases["resharding_to_infer"], values))
                     break  # with less of the device it would only be slower
     return sorted(found, key=lambda one: one[0])

@@ -13,6 +13,7 @@ from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
 from mindspeed_rl.planner.chips import Chip
@@ -108,11 +109,11 @@ class MemoryPlan:
     def only(self, *names: str) -> MemoryPlan:
         """The same for these phases alone."""
         dies = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.dies)
-        return replace(self, dies=tuple(dies))
+        return replace(self, dies=tuple(one for one in dies if one.phases))
 
     def without(self, names: Iterable[str]) -> MemoryPlan:
         """The same without these phases and what only the engine lacks."""
-        left = {phase.name for phase in self.dies[0].phases} - set(names)
+        left = {phase.name for one in self.dies for phase in one.phases} - set(names)
         return replace(self.only(*left), problems=())
 
 
@@ -130,6 +131,7 @@ def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
     for stage in range(stages):
         phases = _phases(run, engine, stage)
         dies.append(Dies(_stage_name(stage, stages), *_ranks(run, stage, stages), tuple(phases)))
+    dies += _own_dies(run, engine)
     return MemoryPlan(chip.name, chip.memory, tuple(dies), None if engine is None else engine.cache, tuple(problems))
 
 
@@ -154,7 +156,8 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     generate = run.generate
     assert generate is not None and run.cfg.rl_config is not None
     stays = _stays(generate, weights, state, extra)
-    serving = {"rollout weights": engine.weights, "KV cache": engine.cache.room, "engine step": engine.step}
+    apart = rollout_is_apart(run.cfg)
+    serving = {} if apart else _serving(engine)
     beside = {} if run.chip.sleeps or generate.offload_train_param else serving
     phases = [start, _phase("generate", fixed, stays, serving)]
     objective = resolve_objective(run.cfg)
@@ -171,9 +174,40 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
         first = {"activations": _update_activations(run, critic, stage * len(critic.elements) // stages)}
         phases.append(_phase("update critic", fixed, stays, weights, {"critic": everything["critic"]}, beside, first))
     phases.append(_phase("update", fixed, stays, weights, state, beside, activations))
-    push = {"rollout weights": engine.weights, "push buckets": _push_bytes(run), **({} if run.chip.sleeps else serving)}
+    push = {"push buckets": _push_bytes(run), **({} if run.chip.sleeps else serving)}
+    if not apart:
+        push["rollout weights"] = engine.weights
     phases.append(_phase("update_weights", fixed, stays, weights, push))
+    if actor.config.async_save:  # the engine stays where it is, and all models come at once
+        phases.append(_phase("save", fixed, weights, state, everything, serving))
     return phases
+
+
+def _serving(engine: Engine) -> dict[str, int]:
+    return {"rollout weights": engine.weights, "KV cache": engine.cache.room, "engine step": engine.step}
+
+
+def _own_dies(run: RunShape, engine: Engine | None) -> list[Dies]:
+    """Dies of rollout servers that the run starts itself, and of roles with devices of their own."""
+    found: list[Dies] = []
+    fixed = {"runtime": run.chip.runtime, "HCCL buffers": _communicators(run)}
+    count = own_rollout_devices(run.cfg)
+    if engine is not None and count is not None:
+        generate = _phase("generate", fixed, _serving(engine))
+        push = _phase("update_weights", fixed, _serving(engine), {"push buckets": _push_bytes(run)})
+        found.append(Dies("rollout", f"{count} of their own", count, (generate, push)))
+    for name, model in run.apart.items():
+        lie = model.plan.layout
+        for stage, held in enumerate(model.elements):
+            share = {name: _share(model, held).total}
+            passing = {"activations": int(forward_bytes(model.config, model.plan, run.tokens("ref")))}
+            if model.trains:
+                passing = {"activations": _update_activations(run, model, stage)}
+            passing["logits"] = _head(run, model, stage, "ref", False)
+            group = name if lie.pp == 1 else f"{name} stage {stage}"
+            dies = model.dp * lie.tp
+            found.append(Dies(group, f"{dies} of its own", dies, (_phase(f"{name} pass", fixed, share, passing),)))
+    return found
 
 
 def _phase(name: str, *parts: dict[str, int]) -> Phase:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import Sizes, layout, own_reward_devices, read_sizes, world_size
+from mindspeed_rl.config.sizes import (
+    Sizes,
+    layout,
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    read_sizes,
+    world_size,
+)
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.shapes import Elements, role_plan, stage_elements
@@ -80,13 +88,19 @@ def _model(config: MegatronConfig, world: int, *, trains: bool, is_scored: bool 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What the phases are computed from."""
+    """What the phases are computed from.
+
+    Attributes:
+        others: models on the actor's dies, by what they are called as owners.
+        apart: models on dies of their own.
+    """
 
     cfg: RunConfig
     sizes: Sizes
     chip: Chip
     actor: Model
     others: dict[str, Model]
+    apart: dict[str, Model] = field(default_factory=dict)
 
     @property
     def generate(self) -> GenerateConfig | None:
@@ -130,9 +144,9 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
         raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
     sizes = read_sizes(cfg, num_nodes)
 
-    def model(role: str, config: MegatronConfig, **keys: bool) -> Model:
+    def model(role: str, config: MegatronConfig, *, trains: bool, is_scored: bool = False, own: int | None = None) -> Model:
         try:
-            return _model(config, world, **keys)
+            return _model(config, own or world, trains=trains, is_scored=is_scored)
         except ValueError as error:
             raise ValueError(f"{role}: {error}") from error
 
@@ -144,10 +158,16 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
             others["reference"] = model("actor_config", cfg.actor_config, trains=False)
         return RunShape(cfg, sizes, chip, actor, others)
     objective = resolve_objective(cfg)
+    apart: dict[str, Model] = {}
+
+    def add(name: str, role: str, config: MegatronConfig, own: int | None, *, trains: bool, is_scored: bool) -> None:
+        holder = others if own is None else apart
+        holder[name] = model(role, config, trains=trains, is_scored=is_scored, own=own)
+
     if objective.needs_reference and not cfg.rl_config.share_backbone:
-        others["reference"] = model("ref_config", cfg.ref_config, trains=False)
+        add("reference", "ref_config", cfg.ref_config, own_reference_devices(cfg), trains=False, is_scored=False)
     if objective.has_critic and cfg.critic_config is not None:
-        others["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True)
-    if cfg.reward_config is not None and own_reward_devices(cfg) is None:
-        others["reward model"] = model("reward_config", cfg.reward_config, trains=False, is_scored=True)
-    return RunShape(cfg, sizes, chip, actor, others)
+        add("critic", "critic_config", cfg.critic_config, own_critic_devices(cfg), trains=True, is_scored=True)
+    if cfg.reward_config is not None:
+        add("reward model", "reward_config", cfg.reward_config, own_reward_devices(cfg), trains=False, is_scored=True)
+    return RunShape(cfg, sizes, chip, actor, others, apart)

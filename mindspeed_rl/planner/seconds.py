@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.flops import ModelFlops
 from mindspeed_rl.models.network import Network
@@ -38,6 +39,7 @@ class TimePlan:
         phases: by name, in order.
         parts: what a phase is made of, by its name: prefill, decoding and its long tail, bubbles.
         tokens: prompt and response tokens of an iteration.
+        overlaps: generation goes on while others train, on dies of its own.
         factors: measured seconds over those of the model, by phase, where a run calibrates it.
     """
 
@@ -50,11 +52,16 @@ class TimePlan:
     lengths: Lengths
     notes: tuple[str, ...] = ()
     factors: dict[str, float] = field(default_factory=dict)
+    overlaps: bool = False
 
     @property
     def total(self) -> float:
-        """Seconds of all phases, one after the other."""
-        return sum(self.phases.values())
+        """Seconds of all phases, one after the other; generation beside all others but the push where they overlap."""
+        whole = sum(self.phases.values())
+        if not self.overlaps:
+            return whole
+        push, rollout = self.phases["resharding_to_infer"], self.phases["rollout"]
+        return max(rollout, whole - rollout - push) + push
 
     def bounds(self, seconds: float) -> tuple[float, float]:
         """Where these seconds are, two times of three."""
@@ -116,7 +123,10 @@ def plan_time(
     notes = (
         () if mean_response else (f"responses of {mean:.0f} tokens in the mean, half of the limit; --mean-response says it",)
     )
-    return TimePlan(chip.name, phases, parts, tokens, run.sizes.actor.num_npus, efficiency, lengths, notes)
+    own = own_rollout_devices(cfg)
+    devices = run.sizes.actor.num_npus + (own or 0)
+    overlaps = rollout_is_apart(cfg) and cfg.rl_config.trainer_mode != "sync"
+    return TimePlan(chip.name, phases, parts, tokens, devices, efficiency, lengths, notes, overlaps=overlaps)
 
 
 def _phases(

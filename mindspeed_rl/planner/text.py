@@ -183,6 +183,7 @@ def _about(value: float) -> str:
 # ---------------------------------------------------------------------- layouts
 
 _COLUMNS = {
+    "train on": "trainers",
     "TP": "actor_config.tensor_model_parallel_size",
     "PP": "actor_config.pipeline_model_parallel_size",
     "VPP layers": "actor_config.num_layers_per_virtual_pipeline_stage",
@@ -200,12 +201,13 @@ _COLUMNS = {
 
 def fit_text(wanted: Wanted, chip: Chip, found: Sequence[Found]) -> str:
     """Return the table that `mindspeed-rl plan fit` prints."""
-    columns = {name: key for name, key in _COLUMNS.items() if any(one.values.get(key) is not None for one in found)}
+    chosen = [one.values | {"trainers": one.trainers} for one in found]
+    columns = {name: key for name, key in _COLUMNS.items() if any(values.get(key) is not None for values in chosen)}
     heads = ["", *columns, "GiB", "in phase", "s an iteration"]
     rows = [heads]
-    for one in found:
+    for one, values in zip(found, chosen):
         peak = one.memory.fullest.peak
-        cells = [_value(one.values.get(key)) for key in columns.values()]
+        cells = [_value(values.get(key)) for key in columns.values()]
         rows.append([one.memory.verdict, *cells, f"{peak.total / GIB:.0f}", peak.name, seconds_range(one.time, one.time.total)])
     widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
     lines = [
@@ -226,6 +228,7 @@ def fit_json(found: Sequence[Found]) -> dict[str, Any]:
         "layouts": [
             {
                 "values": one.values,
+                "trainers": one.trainers,
                 "verdict": one.memory.verdict,
                 "bytes": one.memory.fullest.peak.total,
                 "phase": one.memory.fullest.peak.name,

@@ -173,6 +173,8 @@ def count_prompts(run: Run) -> int:
     """
     actor = run.config.actor_config
     folder = actor.tokenizer_name_or_path or find_model(actor, "actor_config").hf_folder
+    if not Path(folder).expanduser().is_dir():  # nobody waits for a hub to hear of a plan
+        raise ValueError(f"actor_config.tokenizer_name_or_path: {folder} is no folder on this machine.")
     tokenizer = load_tokenizer(Path(folder).expanduser(), use_fast=not actor.tokenizer_not_use_fast)
     train, _, _ = split_shares(actor.split)
     return len(open_run_prompts(run, actor.data_path, tokenizer, "data_path").part(0, train))

@@ -19,7 +19,7 @@ from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.run_files import read_metrics
 from mindspeed_rl.planner.calibration import comparison, later_medians
-from mindspeed_rl.planner.chips import chip_named, chip_of
+from mindspeed_rl.planner.chips import chip_of
 from mindspeed_rl.trainers.ending import Terminated
 from mindspeed_rl.trainers.run_logger import RunLogger
 
@@ -74,9 +74,8 @@ class RunReport:
 def _plan_beside(run: Run) -> dict[str, Any]:
     """What `mindspeed-rl plan` says of this run, beside what it measured so far."""
     try:
-        chip = chip_named(run.platform) if run.platform == "cpu" else chip_of(run.config)
         medians = later_medians(read_metrics(run.folder / "metrics.jsonl"))
-        return comparison(run.config, chip, run.num_nodes, medians)
+        return comparison(run.config, chip_of(run.config), run.num_nodes, medians)
     except Exception as error:  # a model of the user's own, for example: a plan that cannot be made ends no run
         return {"missing": str(error)}
 

@@ -75,21 +75,31 @@ class ActorWorker(ModelWorker):
     # ------------------------------------------------------------------ rollout
 
     def push_weights(self, version: int) -> WorkerReport:
-        """Actor weights -> rollout engine, with proof; training state leaves the device where the run file says so.
-
-        It leaves before the engine's weights come: both together are more than a device may have.
-        """
+        """Actor weights -> rollout engine, with proof; training state leaves the device where the run file says so."""
         metrics = Metrics()
         with self.timers("resharding_to_infer"):
-            for role in (*self.roles.trained(), *self.roles.frozen()):
-                self._rest(role, weights=role is not self.roles.actor)
-            self.roles.actor.offloader.onload(params=True)
-            proven = self.rollout.load(self.roles.actor.stream, version)
-            self._offload_all()
-            self.rollout.engine.restore_cache()
+            proven = self._hand_over(version)
         metrics.add_min("rollout/proven_parameters", proven)
         metrics.add_max("rollout/weight_version", version)
         return self._report(metrics)
+
+    def _hand_over(self, version: int) -> int:
+        """The device is the engine's, with the actor's weights; returns how many parameters were proven to have arrived.
+
+        Training state leaves before the engine's weights come: both together are more than a device may have.
+        """
+        for role in (*self.roles.trained(), *self.roles.frozen()):
+            self._rest(role, weights=role is not self.roles.actor)
+        self.roles.actor.offloader.onload(params=True)
+        proven = self.rollout.load(self.roles.actor.stream, version)
+        self._offload_all()
+        self.rollout.engine.restore_cache()
+        return proven
+
+    @property
+    def _shares_memory(self) -> bool:
+        """True where the engine's memory has to go before training state may come."""
+        return self.rollout.hands_memory_over
 
     def _offload_all(self) -> None:
         for role in (*self.roles.trained(), *self.roles.frozen()):
@@ -232,13 +242,24 @@ class ActorWorker(ModelWorker):
     # ------------------------------------------------------------------ saving
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> WorkerReport:
-        """Checkpoints of everything that changes; the actor's comes last, since a run resumes where the actor does."""
+        """Checkpoints of everything that changes; the actor's comes last, since a run resumes where the actor does.
+
+        Where engine and trainer share the device's memory the engine gives it back, and has the weights again in the end; not
+        with background saves, which still read what would leave.
+        """
         roles = [role for role in (self.roles.reference, self.roles.critic, self.roles.actor) if role is not None]
+        shared = self._shares_memory and not any(role.config.async_save for role in roles)
         with self.timers("save"):
+            if shared:
+                self.rollout.engine.release_memory()
             for role in roles:
                 trains = role in self.roles.trained()
                 role.offloader.onload(params=True, grads=trains, optimizer=trains)
                 role.save(iteration, run_state)
+                if shared:
+                    self._rest(role)
+            if shared:
+                self._hand_over(self.rollout.engine.weight_version)
         return self._report()
 
     def finish(self) -> WorkerReport:

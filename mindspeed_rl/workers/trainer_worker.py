@@ -56,6 +56,10 @@ class TrainerWorker(ActorWorker):
             self._offload_all()
         return trained, self._report()
 
+    @property
+    def _shares_memory(self) -> bool:
+        return False
+
     def finish_rollout(self) -> WorkerReport:
         """Nothing is to be handed over: the engines have devices of their own."""
         return self._report()

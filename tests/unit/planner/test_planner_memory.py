@@ -276,3 +276,34 @@ def test_a_plan_imports_no_torch_and_few_modules() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_engines_on_dies_of_their_own_leave_the_trainers_theirs() -> None:
+    apart = {
+        "rl_config__use_integrated_worker": False,
+        "rl_config__rollout_resource": {"num_npus": 16},
+        "rl_config__trainer_mode": "one_step_off",
+    }
+    plan = planned("dapo_qwen3_32b_A3", **apart)
+    trainers, engines = plan.dies[:-1], plan.dies[-1]
+    assert (engines.name, engines.count) == ("rollout", 16)
+    assert not any("KV cache" in phase.owners or "rollout weights" in phase.owners for one in trainers for phase in one.phases)
+    assert not any("optimizer" in phase.owners for phase in engines.phases)
+    assert {"KV cache", "rollout weights"} <= set(engines.phases[0].owners)
+
+
+def test_a_background_save_finds_the_engine_on_the_device() -> None:
+    plan = planned("dapo_qwen3_32b_A3", actor_config__async_save=True)
+    assert {"KV cache", "optimizer"} <= set(plan.dies[0].phases[-1].owners) and plan.dies[0].phases[-1].name == "save"
+
+
+def test_a_critic_leaves_before_the_actor_trains() -> None:
+    phases = {phase.name: phase.owners for phase in planned("ppo_qwen25_32b_A3").dies[0].phases}
+    assert "critic" in phases["update critic"] and "critic" not in phases["update"]
+
+
+def test_a_platform_without_figures_asks_for_a_chip(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["memory", "--config-name", "grpo_qwen3_8b_A3", "platform=cuda"]
+    assert command.main(asked) == 2
+    assert "no figures of cuda devices" in capsys.readouterr().err
+    assert command.main([*asked, "--chip", "A2"]) in (0, 1)
