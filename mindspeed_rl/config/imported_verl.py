@@ -6,9 +6,11 @@ import shlex
 from collections.abc import Callable, Collection
 from typing import Any
 
+from mindspeed_rl.catalogue import ADVANTAGES, needing
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.imported import Import, lora_targets, scalar
 from mindspeed_rl.config.imported_swift import ACTOR, RL
+from mindspeed_rl.config.other_projects import VALUES, VERL_DEFAULTS
 
 _KEPT = "actor_rollout_ref."
 
@@ -36,8 +38,9 @@ def from_verl(command: str, rewards: Collection[str], num_devices: int | None = 
     if not said:
         raise ConfigError(["there is no key of verl, such as data.train_files=train.parquet, in the command line"])
     made = Import("verl")
-    estimator = said.get("algorithm.adv_estimator", "gae")
-    made.add(f"{ACTOR}.stage", "ray_ppo" if estimator == "gae" else "ray_grpo", f"the loop for adv_estimator {estimator}")
+    estimator = said.get("algorithm.adv_estimator", VERL_DEFAULTS["algorithm.adv_estimator"])
+    has_critic = estimator in needing(ADVANTAGES, "values")
+    made.add(f"{ACTOR}.stage", "ray_ppo" if has_critic else "ray_grpo", f"the loop for adv_estimator {estimator}")
     world = said.get("trainer.n_gpus_per_node", said.get("trainer.n_npus_per_node", num_devices or 1)) * said.get(
         "trainer.nnodes", 1
     )
@@ -56,7 +59,7 @@ def from_verl(command: str, rewards: Collection[str], num_devices: int | None = 
             made.without[option] = "held-out prompts are answered greedily, or with eval_greedy: false as in training"
         elif not made.by_name(option, value):
             made.unknown(option)
-    _losses(said, made, estimator)
+    _losses(said, made, has_critic)
     asked = said.get("custom_reward_function.name")
     made.add(
         f"{RL}.verifier_function",
@@ -75,11 +78,11 @@ def from_verl(command: str, rewards: Collection[str], num_devices: int | None = 
     return made.finished()
 
 
-def _losses(said: dict[str, Any], made: Import, estimator: str) -> None:
+def _losses(said: dict[str, Any], made: Import, has_critic: bool) -> None:
     """The clip range, and the one coefficient that the KL has here."""
     low, high = (said.get(f"{_KEPT}actor.clip_ratio_{side}") for side in ("low", "high"))
     if low is not None or high is not None:
-        both = said.get(f"{_KEPT}actor.clip_ratio", 0.2)
+        both = said.get(f"{_KEPT}actor.clip_ratio", VERL_DEFAULTS[f"{_KEPT}actor.clip_ratio"])
         values = {"clip_higher_enable": True, "clip_ratio_low": low or both, "clip_ratio_high": high or both}
         made.put(f"{_KEPT}actor.clip_ratio_low/high", {f"{RL}.{name}": value for name, value in values.items()})
     in_reward = bool(said.get("algorithm.use_kl_in_reward", False))
@@ -88,7 +91,7 @@ def _losses(said: dict[str, Any], made: Import, estimator: str) -> None:
         raise ConfigError(["algorithm.use_kl_in_reward and actor.use_kl_loss are both true, but the KL has one place here"])
     name = "algorithm.kl_ctrl.kl_coef" if in_reward else f"{_KEPT}actor.kl_loss_coef"
     coefficient = said.get(name, 0.001) if in_reward or in_loss else 0.0
-    place = {f"{RL}.use_kl_in_reward": in_reward} if in_reward or estimator != "gae" else {}
+    place = {f"{RL}.use_kl_in_reward": in_reward} if in_reward or not has_critic else {}
     made.put("use_kl_loss, use_kl_in_reward", {**place, f"{RL}.init_kl_coef": coefficient})
 
 
@@ -140,12 +143,7 @@ def _deviation(made: Import, option: str, value: Any) -> None:
 
 
 def _aggregation(made: Import, option: str, value: Any) -> None:
-    kinds = {
-        "token-mean": "dapo",
-        "seq-mean-token-mean": "grpo",
-        "seq-mean-token-sum": "dr_grpo",
-        "seq-mean-token-sum-norm": "dr_grpo",
-    }
+    kinds = VALUES["loss_type"]
     if value not in kinds:
         raise ConfigError([f"{option} is {value!r}, but must be one of {', '.join(kinds)}"])
     made.put(option, {f"{RL}.loss_type": kinds[value]})

@@ -35,9 +35,7 @@ def mended(tree: Mapping[str, Any], num_nodes: int = 1) -> dict[str, Any]:
             return {}
         # the others mean nothing beside numbers that are none; one batch rule at a time: its proposal satisfies the others too
         violations = (
-            list(out_of_bounds(cfg))
-            or other_violations(cfg, num_nodes)
-            or list(islice(batch_violations(cfg, num_nodes), 1))
+            list(out_of_bounds(cfg)) or other_violations(cfg, num_nodes) or list(islice(batch_violations(cfg, num_nodes), 1))
         )
         if not violations:
             return changes

@@ -269,7 +269,13 @@ VALUES: dict[str, dict[str, str]] = {
         "reinforce++-baseline": "reinforce_plus_plus_baseline",
         "reinforce_baseline": "reinforce_plus_plus_baseline",
     },
-    "loss_type": {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo", "vanilla": "grpo"},
+    "loss_type": {
+        "token-mean": "dapo",
+        "seq-mean-token-mean": "grpo",
+        "seq-mean-token-sum": "dr_grpo",
+        "seq-mean-token-sum-norm": "dr_grpo",
+        "vanilla": "grpo",
+    },
     "stage": {
         "grpo": "ray_grpo",
         "dapo": "ray_dapo",
@@ -315,6 +321,9 @@ SWIFT_DEFAULTS: dict[str, object] = {
     "megatron_training.clip_grad": 1.0,
     "megatron_training.weight_decay": 0.1,
 }
+
+#: key of verl -> what it takes where it is not given and the run depends on it
+VERL_DEFAULTS: dict[str, object] = {"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.clip_ratio": 0.2}
 
 #: dataset -> key of megatron_training.map_keys -> the column that ms-swift takes from it
 DATASET_COLUMNS: dict[str, dict[str, str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.completions import Completion
+
+_logger = logging.getLogger(__name__)
 
 #: heads of a table of completions
 COLUMNS = ("iteration", "group", "sample", "prompt", "response", "reward", "parts", "advantage")
@@ -69,9 +72,10 @@ class WandbTracker:
             dir=rl_config.wandb_save_dir or str(run_dir),
             mode=rl_config.wandb_mode,
             config=dict(config),
-            # it would put itself between the run and its console, and hold up what is printed
-            settings={"console": "off"},
+            # it would put itself between the run and its console, and print a page of its own at the end
+            settings={"console": "off", "silent": True},
         )
+        _logger.info("wandb: %s", self._run.url or f"offline in {self._run.dir}; wandb sync sends it")
 
     @staticmethod
     def check() -> None:

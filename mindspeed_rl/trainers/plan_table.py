@@ -14,7 +14,7 @@ def plan_rows(run: Run, num_devices: int) -> dict[str, str]:
     cfg, plan, actor = run.config, run.plan, run.config.actor_config
     rows = {
         "stage": run.stage,
-        "model": str(actor.load or actor.pretrained_checkpoint or actor.model or "fresh weights"),
+        "model": str(actor.pretrained_checkpoint or actor.load or actor.model or "fresh weights"),
         "devices": f"{num_devices} x {run.platform} on {run.num_nodes} node(s), {_layout(actor)}",
         "length": f"{plan.train_iters} iterations",
     }

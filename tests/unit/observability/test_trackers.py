@@ -59,6 +59,8 @@ def fake_wandb(tmp_path, monkeypatch):
     (tmp_path / "modules" / "wandb.py").write_text(
         "asked = {}\n"
         "class Run:\n"
+        "    url = None\n"
+        "    dir = 'here'\n"
         "    def log(self, figures, step): asked.update(step=step)\n"
         "    def finish(self): asked.update(finished=True)\n"
         "def init(**options):\n"
