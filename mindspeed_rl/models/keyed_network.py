@@ -45,7 +45,7 @@ def network_of_keys(config: MegatronConfig) -> tuple[Architecture, Network]:
         kv_channels=width,
         vocab_size=_whole(config.padded_vocab_size),
         padded_vocab_size=_whole(config.padded_vocab_size),
-        max_position_embeddings=config.max_position_embeddings or 2048,
+        max_position_embeddings=2048,  # no byte depends on it: rotary positions have no end
         untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights,
         add_qkv_bias=config.add_qkv_bias,
         qk_layernorm=config.qk_layernorm or latent,

@@ -96,8 +96,6 @@ def base_tree(wanted: Wanted) -> dict[str, Any]:
             "n_samples_per_prompt": wanted.samples,
             "mini_batch_size": wanted.prompts,
             "max_prompt_length": wanted.prompt,
-            "adv_estimator": "group_norm",
-            "kl_penalty": "low_var_kl",
             "init_kl_coef": 0.001,
             "use_remove_padding": True,
             "use_dynamic_bsz": True,

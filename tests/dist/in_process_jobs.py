@@ -29,7 +29,10 @@ def _requests() -> list[tuple[tuple[int, ...], int]]:
 
 
 def _host(pair: Pair, infer_tp: int) -> InProcessEngine:
-    return InProcessEngine(pair.rollout, pair.group, dist.get_rank() // infer_tp * infer_tp)
+    groups = [dist.new_group(ranks, backend="gloo") for ranks in pair.rollout.layout.replica_groups()]
+    group = groups[dist.get_rank() // infer_tp]
+    assert isinstance(group, dist.ProcessGroup)  # a number for groups of others
+    return InProcessEngine(pair.rollout, group, dist.get_rank() // infer_tp * infer_tp)
 
 
 def _by_vllm(pair: Pair) -> list[Completion]:

@@ -99,6 +99,7 @@ ELSEWHERE: dict[str, str] = {
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
+    "models/kv_cache.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "padded_vocab_size",
     "observability/services.py": "wandb_project wandb_exp_name wandb_save_dir wandb_mode swanlab_mode swanlab_project "
@@ -111,7 +112,7 @@ ELSEWHERE: dict[str, str] = {
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
     "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
     "rewards/totals.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens",
-    "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization kv_cache_memory_gib "
+    "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization "
     "trust_remote_code enable_prefix_caching enforce_eager max_model_len",
     "trainers/admission.py": "max_off_policy_threshold max_off_policy_strategy parameter_sync_step",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
