@@ -116,7 +116,7 @@ def interrupt(setting: Setting, infer_tp: int) -> dict[str, Any]:
         ended = host.run(lambda: _all(host, cut))
         again = host.run(lambda: _all(host, cut))
         box = [cut]
-        dist.broadcast_object_list(box, src=dist.get_rank() // infer_tp * infer_tp, group=pair.group)
+        dist.broadcast_object_list(box, src=dist.get_rank() // infer_tp * infer_tp, group=host.group)
         rest = [
             pair.rollout.generate(
                 [GenerationRequest([*ids, *one.token_ids], continued_seed(seed, len(one.token_ids)))],
