@@ -21,54 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, ordered_sum
 from mindspeed_rl.resharding.boxes import whole
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.plan import Plan
 from mindspeed_rl.resharding.sources import Sources
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-_MASK = (1 << 64) - 1
-# odd, with well mixed bits; as a signed number, because torch sums in int64, which wraps modulo 2^64
-_C = 0x9E3779B97F4A7C15 - (1 << 64)
-#: elements that exist as eight bytes each at a time: few enough for a processor's cache, many enough for a device's kernels
-_CACHED, _CHUNK = 1 << 16, 1 << 22
-
 
 class WeightDeliveryError(RuntimeError):
     """The rollout engine does not hold the weights that were trained."""
-
-
-def bit_sum(tensor: Tensor) -> int:
-    """The sum of x (x + C) over the elements' bit patterns x as signed integers, modulo 2^64."""
-    patterns = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
-    squares = total = 0
-    # a square of 16 bits and a sum of _CACHED of them are exact in float64, whose products are the faster ones
-    narrow = patterns.dtype == torch.int16
-    for chunk in patterns.split(_CACHED if patterns.is_cpu else _CHUNK):
-        total += int(chunk.sum(dtype=torch.int64))
-        if patterns.is_cpu:
-            x = chunk.to(torch.float64 if narrow else torch.int64)
-            squares += int(torch.dot(x, x))
-        else:
-            x = chunk.to(torch.int64)
-            squares += int((x * x).sum())
-    return (squares + _C * total) & _MASK
-
-
-def ordered_sum(views: Iterable[Tensor]) -> int:
-    """The sum of w_i x_i (x_i + C) over the elements of tensors one after the other, with odd w_i of their own places i.
-
-    Unlike `bit_sum` it also changes when elements change places.
-    """
-    total = first = 0
-    for view in views:
-        patterns = view.detach().contiguous().view(_INTEGERS[view.element_size()]).flatten()
-        for chunk in patterns.split(_CACHED if patterns.is_cpu else _CHUNK):
-            x = chunk.to(torch.int64)
-            places = torch.arange(first, first + x.numel(), device=x.device)
-            total += int((x * (x + _C) * (places * _C * 2 + 1)).sum())
-            first += x.numel()
-    return total & _MASK
 
 
 @dataclass(frozen=True)
@@ -94,7 +55,7 @@ def piece_sums(
         sources: this rank's shards; None on a rank that trains nothing.
         dtypes: what the engine stores each tensor in: it holds the bits of the cast.
     """
-    return _summed(plan, sources, dtypes, group, device, lambda views: sum(map(bit_sum, views)) & _MASK)
+    return _summed(plan, sources, dtypes, group, device, lambda views: sum(map(bit_sum, views)) & MASK)
 
 
 @torch.no_grad()
@@ -125,7 +86,7 @@ def _summed(
         packed[number, 0], packed[number, 1] = total & 0xFFFFFFFF, total >> 32
     packed = packed.to(device)
     dist.all_reduce(packed, group=group)
-    return [(low + (high << 32)) & _MASK for low, high in packed.tolist()]
+    return [(low + (high << 32)) & MASK for low, high in packed.tolist()]
 
 
 def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
@@ -134,7 +95,7 @@ def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -
     numbers = plan.tensor_numbers
     for entry in destinations.entries:
         pieces = plan.need_pieces[numbers[entry.tensor], entry.box]
-        expected[entry.parameter] = (expected.get(entry.parameter, 0) + sum(sums[piece] for piece in pieces)) & _MASK
+        expected[entry.parameter] = (expected.get(entry.parameter, 0) + sum(sums[piece] for piece in pieces)) & MASK
     return expected
 
 
@@ -175,7 +136,7 @@ def check_delivery(
             found = bit_sum(parameter)
             if tensors := destinations.whole.get(name):
                 boxes = [(numbers[tensor], whole(destinations.shapes[tensor])) for tensor in tensors]
-                wanted = sum(sums[piece] for box in boxes for piece in plan.need_pieces[box]) & _MASK
+                wanted = sum(sums[piece] for box in boxes for piece in plan.need_pieces[box]) & MASK
                 loaded.append((replica, name, found, wanted))
             elif found != expected.get(name, 0):  # nothing but padding where nothing is needed
                 wrong.append(name)
@@ -197,8 +158,8 @@ def _wrong_together(loaded: Sequence[tuple[int, str, int, int]]) -> list[str]:
         groups.setdefault((replica, name), []).append((found, wanted))
     wrong = []
     for (_, name), values in groups.items():
-        together = sum(found for found, _ in values) & _MASK
-        cut = any(together == times * values[0][1] & _MASK for times in range(1, len(values) + 1))
+        together = sum(found for found, _ in values) & MASK
+        cut = any(together == times * values[0][1] & MASK for times in range(1, len(values) + 1))
         if not cut and any(found != wanted for found, wanted in values):
             wrong.append(name)
     return wrong

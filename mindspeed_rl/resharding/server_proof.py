@@ -10,30 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
-
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-_MASK = (1 << 64) - 1
-# odd, with well mixed bits; as a signed number, because torch sums in int64, which wraps modulo 2^64
-_C = 0x9E3779B97F4A7C15 - (1 << 64)
-_CHUNK = 1 << 22
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
 
 
 class ServerDeliveryError(RuntimeError):
     """A rollout server does not hold the weights that were trained."""
-
-
-def bit_sum(tensor: Tensor) -> int:
-    """The sum of x (x + C) over the elements' bit patterns x as signed integers, modulo 2^64."""
-    patterns = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
-    total = 0
-    for chunk in patterns.split(_CHUNK):  # eight bytes an element exist for one chunk at a time
-        x = chunk.to(torch.int64)
-        total += int((x * (x + _C)).sum())
-    return total & _MASK
 
 
 @dataclass(frozen=True)
@@ -86,10 +70,10 @@ def compare_sums(everyone: Sequence[EngineSums], trained: Mapping[str, int], *, 
             continue
         values = [part.parameters[name] for part in everyone]
         repeat = max(1, infer_tp_size // kv_heads) if kv_heads < infer_tp_size else 1
-        split = sum((repeat if _is_key_or_value(source) else 1) * trained[source] for source in sources) & _MASK
-        replicated = sum(trained[source] for source in sources) & _MASK
+        split = sum((repeat if _is_key_or_value(source) else 1) * trained[source] for source in sources) & MASK
+        replicated = sum(trained[source] for source in sources) & MASK
         # a parameter is either cut over the workers or held whole by each of them
-        if sum(values) & _MASK != split and any(value != replicated for value in values):
+        if sum(values) & MASK != split and any(value != replicated for value in values):
             wrong.append(name)
         for source in sources:
             remaining.pop(source, None)

@@ -8,9 +8,7 @@ from megatron.core import parallel_state
 
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.weights import local_weights, model_ops
-from mindspeed_rl.resharding.server_proof import bit_sum
-
-_MASK = (1 << 64) - 1
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
 
 
 @torch.no_grad()
@@ -40,6 +38,6 @@ def trained_sums(model: BuiltModel, dtype: torch.dtype) -> dict[str, int]:
             sums[index[name]] = bit_sum(part if op.buffer else part.to(dtype)) if part.numel() else 0
     packed = torch.tensor([[value & 0xFFFFFFFF, value >> 32] for value in sums], dtype=torch.int64).to(device)
     dist.all_reduce(packed)  # low and high halves apart: no rank count overflows them
-    trained = {name: (int(low) + (int(high) << 32)) & _MASK for name, (low, high) in zip(names, packed.tolist())}
+    trained = {name: (int(low) + (int(high) << 32)) & MASK for name, (low, high) in zip(names, packed.tolist())}
     copies = model.plan.architecture.hf_copies(model.plan.network)
     return trained | {copy: trained[owner] for copy, owner in copies.items()}
