@@ -138,18 +138,18 @@ def charted(names: Iterable[str], chart: Chart) -> list[str]:
 
 def _thinned(name: str, xs: list[float], ys: list[float], most: int) -> Curve:
     if len(xs) <= most:
-        return Curve(name, xs, [_short(y) for y in ys])
+        return Curve(name, xs, [five_digits(y) for y in ys])
     size = -(-len(xs) // most)
     buckets = [slice(start, start + size) for start in range(0, len(xs), size)]
     return Curve(
         name,
         [xs[bucket][-1] for bucket in buckets],
-        [_short(statistics.fmean(ys[bucket])) for bucket in buckets],
-        [_short(min(ys[bucket])) for bucket in buckets],
-        [_short(max(ys[bucket])) for bucket in buckets],
+        [five_digits(statistics.fmean(ys[bucket])) for bucket in buckets],
+        [five_digits(min(ys[bucket])) for bucket in buckets],
+        [five_digits(max(ys[bucket])) for bucket in buckets],
     )
 
 
-def _short(value: float) -> float:
-    """Five digits are more than a screen shows."""
+def five_digits(value: float) -> float:
+    """The value as precisely as anybody reads it."""
     return float(f"{value:.5g}")

@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from mindspeed_rl import __version__
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.progress import clock
-from mindspeed_rl.observability.run_files import read_metrics, read_run
+from mindspeed_rl.observability.run_files import read_files
 from mindspeed_rl.observability.signs import Sign, find_signs
 
 # Packages whose versions decide what a run computes.
@@ -75,8 +75,8 @@ def write_report(
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    records = read_metrics(run_dir / "metrics.jsonl")
-    summaries = summarize(records)
+    run = read_files(run_dir)
+    summaries = summarize(run.records)
     report = {
         "title": title,
         "outcome": outcome,
@@ -84,7 +84,7 @@ def write_report(
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": installed_versions(),
-        "iterations": len(records),
+        "iterations": len(run.records),
         "planned_iterations": planned_iterations,
         "results": dict(results or {}),
         "metrics": {name: asdict(summary) for name, summary in summaries.items()},
@@ -92,11 +92,11 @@ def write_report(
         "config_set": dict(config_set or {}),
         "config": dict(config),
     }
-    (run_dir / "report.json").write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
-    run = read_run(run_dir)
+    text = json.dumps(report, indent=2, default=str)
+    (run_dir / "report.json").write_text(text + "\n", encoding="utf-8")
     path = run_dir / "report.md"
     path.write_text(_markdown(report, summaries, find_signs(run.records, run.completions)), encoding="utf-8")
-    write_page(run_dir / "report.html", [run])
+    write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,19 @@ def read_run(folder: Path) -> RunFiles:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
-    records = read_metrics(folder / "metrics.jsonl")
-    report_file = folder / "report.json"
-    if not records and not report_file.exists():
+    run, report_file = read_files(folder), folder / "report.json"
+    if not run.records and not report_file.exists():
         raise ValueError(f"{folder} holds no run: neither metrics.jsonl nor report.json is in it.")
+    return replace(run, report=json.loads(report_file.read_text(encoding="utf-8"))) if report_file.exists() else run
+
+
+def read_files(folder: Path) -> RunFiles:
+    """What the run itself has written so far, which may be nothing; without a report."""
     return RunFiles(
         folder,
-        records,
+        read_metrics(folder / "metrics.jsonl"),
         list(read_lines(folder / "completions.jsonl"))[-MOST_COMPLETIONS:],
         _read_events(folder / "timeline.json"),
-        json.loads(report_file.read_text(encoding="utf-8")) if report_file.exists() else {},
     )
 
 

@@ -138,12 +138,7 @@ class AsyncEngine:
 def extended(whole: Generated, piece: Piece) -> Generated:
     """The response with what came last."""
     versions = (piece.version,) * len(piece.token_ids)
-    return Generated(
-        whole.token_ids + piece.token_ids,
-        whole.log_probs + piece.log_probs,
-        whole.versions + versions,
-        piece.finish or "aborted",
-    )
+    return whole.followed_by(Generated(piece.token_ids, piece.log_probs, versions, piece.finish or "aborted"))
 
 
 def _log_probs(found: Any, tokens: tuple[int, ...]) -> tuple[float, ...]:

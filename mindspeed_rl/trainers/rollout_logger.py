@@ -13,6 +13,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, token_texts
+from mindspeed_rl.observability.curves import five_digits
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.timers import throughput_metrics
 from mindspeed_rl.observability.trackers import Trackers
@@ -109,4 +110,4 @@ class RolloutLogger(RunLogger):
 
 def _short(values: Tensor) -> list[float]:
     """Five digits: the file is for reading."""
-    return [float(f"{value:.5g}") for value in values.tolist()]
+    return [five_digits(value) for value in values.tolist()]
