@@ -18,6 +18,7 @@ from vllm import SamplingParams, envs
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.rollout_layout import RolloutLayout
 from mindspeed_rl.models.kv_cache import cpu_cache_bytes
 from mindspeed_rl.rollout.requests import Sampling
 
@@ -28,15 +29,17 @@ def engine_arguments(
     hf_folder: str | Path,
     config: GenerateConfig,
     hooks: EngineHooks,
+    layout: RolloutLayout,
     *,
     whole_distribution: bool,
     kv_bytes_per_token: int,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of an engine with dummy weights, as the run file says; the executor is the caller's business.
+    """Keyword arguments of an engine with dummy weights, as the run file says.
 
     Args:
         hf_folder: folder with config.json (no weights are read).
+        layout: of the engines; a platform's hooks may replace its executor.
         whole_distribution: no token is cut off when training responses are drawn.
         kv_bytes_per_token: of the whole model's KV cache; sizes the cache where the run file does not.
         changes: arguments that take the place of those made here.
@@ -48,7 +51,6 @@ def engine_arguments(
         "dtype": config.dtype,
         "enforce_eager": config.enforce_eager,
         "trust_remote_code": config.trust_remote_code,
-        "tensor_parallel_size": config.infer_tensor_parallel_size,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         # vLLM refuses less: a step holds a token a sequence and, without chunked prefill, a whole prompt
@@ -62,10 +64,9 @@ def engine_arguments(
         "disable_log_stats": True,
         # never drawn from: every request brings its own
         "seed": 0,
+        **layout.engine_arguments(),
         **hooks.engine_arguments(config),
     }
-    if config.enable_expert_parallel:
-        arguments["enable_expert_parallel"] = True
     if "quantization_config" in json.loads(Path(hf_folder, "config.json").read_text()):
         # the weights that are pushed are in full, whatever the published ones are
         arguments["hf_overrides"] = {"quantization_config": None}

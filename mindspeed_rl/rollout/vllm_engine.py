@@ -75,9 +75,10 @@ class VllmEngine:
             hf_folder,
             config,
             self._hooks,
+            self.layout,
             whole_distribution=sampling.whole_distribution,
             kv_bytes_per_token=kv_bytes_per_token,
-            changes=self.layout.engine_arguments() | self._hooks.engine_arguments(config) | dict(engine_arguments or {}),
+            changes=engine_arguments,
         )
         _set_place(self.layout)
         set_num_threads = torch.set_num_threads

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from mindspeed_rl import adaptors
+from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.rollout.arguments import engine_arguments
 from mindspeed_rl.rollout.async_engine import AsyncEngine
 from mindspeed_rl.rollout.service import RolloutService
@@ -37,6 +38,7 @@ def open_engine(settings: ServerSettings) -> AsyncEngine:
             settings.hf_folder,
             generate,
             adaptors.engine_hooks(),
+            rollout_layout(generate, generate.infer_tensor_parallel_size),
             whole_distribution=settings.whole_distribution,
             kv_bytes_per_token=CacheShape.of(settings.hf_folder).bytes_per_token(2 if generate.dtype == "bfloat16" else 4),
             changes=changes,
