@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [pytest arguments]
 #
+# Unit tests run on as many cores as there are (at most four), a file on one of them; the others start processes of their own.
 # --all runs the tests marked slow too. Paths among the pytest arguments replace the default ones. The tests on the simulated
 # NPU run where it can be set up (x86_64, Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
 # VENV_DIR=... uses another environment than .venv, NPU_SIM_VENV=... another one than .venv-npu-sim.
@@ -25,9 +26,7 @@ done
 whole=no
 if [[ ${#paths[@]} -eq 0 ]]; then
     whole=yes
-    for folder in tests/unit tests/dist tests/e2e; do
-        [[ -d "$folder" ]] && paths+=("$folder")
-    done
+    paths=(tests/dist tests/e2e)
 fi
 
 bash envs/cpu/install.sh "$venv"
@@ -41,7 +40,15 @@ status=0
 "$venv/bin/pyrefly" check --python-interpreter-path "$venv/bin/python" --output-format min-text --summary=none || status=1
 [[ $status -eq 0 ]] || echo "tests/run.sh: the linters or the type checker found faults (see above); the result is a failure whatever the tests say." >&2
 
-"$venv/bin/python" -m pytest "${select[@]}" ${arguments[@]+"${arguments[@]}"} "${paths[@]}" || status=$?
+run_tests() {
+    "$venv/bin/python" -m pytest ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "$@" || status=$?
+}
+
+if [[ "$whole" == yes ]]; then
+    cores="$(getconf _NPROCESSORS_ONLN)"
+    run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile tests/unit
+fi
+run_tests "${paths[@]}"
 # The simulated NPU has an environment of its own.
 if [[ "$whole" == yes ]]; then
     reason=""

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import expert_sizes
+from mindspeed_rl.platform.rendezvous import meeting_store
 
 #: seconds that ranks wait for each other in collectives before the run is given up
 _COLLECTIVE_TIMEOUT_S = 1800.0
@@ -66,10 +67,12 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
 
 
 def init_process_group(info: RankInfo, timeout_s: float) -> None:
-    """Joins the training world; collective over all its ranks."""
+    """Joins the training world at MASTER_ADDR:MASTER_PORT; collective over all its ranks."""
     if not dist.is_initialized():
+        master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         dist.init_process_group(
             platform.current().collective_backend,
+            store=meeting_store(*master, info.world_size, serves=info.rank == 0, timeout_s=timeout_s),
             rank=info.rank,
             world_size=info.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Generator, Sequence
-
-import torch.distributed as dist
 
 from mindspeed_rl import platform
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.engine.parallel import RankInfo, init_process_group
 from mindspeed_rl.inference.engine import InferenceEngine
 from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.model_files import open_model
 from mindspeed_rl.inference.requests import Piece, Request
 from mindspeed_rl.rollout.requests import Sampling
+
+#: seconds that the ranks of an engine wait for each other
+_GROUP_TIMEOUT_S = 1800.0
 
 
 class InferenceWorker:
@@ -22,9 +23,9 @@ class InferenceWorker:
 
     def __init__(self, settings: EngineSettings, run_id: str, *, rank: int) -> None:
         """Joins the others, builds the engine and loads its weights; collective over all workers."""
-        device = platform.current()
-        device.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(device.collective_backend)
+        info = RankInfo.from_env()
+        platform.current().set_device(info.local_rank)
+        init_process_group(info, _GROUP_TIMEOUT_S)
         tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
         self._engine = InferenceEngine(settings, open_model(settings.model), tokenizer, run_id=run_id)
         self._replica, self._replica_rank = divmod(rank, settings.tensor_parallel_size)

@@ -6,7 +6,6 @@ from every trainer takes their place without a change around them.
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.platform.rendezvous import meeting_store
 
 #: most bytes of one message, unless a single tensor is larger
 BUCKET_BYTES = 256 << 20
@@ -63,10 +63,7 @@ class SpanningGroup:
         Raises:
             Exception: not all members came in time; torch's own words.
         """
-        timeout = datetime.timedelta(seconds=meeting.timeout_s)
-        store = dist.TCPStore(
-            meeting.host, meeting.port, meeting.size, rank == 0, timeout=timeout, wait_for_workers=False, use_libuv=True
-        )
+        store = meeting_store(meeting.host, meeting.port, meeting.size, serves=rank == 0, timeout_s=meeting.timeout_s)
         self._store = store  # rank 0 serves it as long as the group lives
         self._group: Any = platform.current().process_group(
             dist.PrefixStore(meeting.name, store), rank, meeting.size, meeting.timeout_s

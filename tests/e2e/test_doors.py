@@ -19,8 +19,9 @@ KINDS = {
     "raylet/raylet": "Ray: raylet",
     "DashboardAgent": "Ray: dashboard agent",
     "RuntimeEnvAgent": "Ray: runtime environment agent",
-    "monitor.py": "Ray: monitor",
-    "log_monitor": "Ray: log monitor",
+    "log_monitor.py": "Ray: log monitor",
+    "_private/monitor.py": "Ray: monitor",
+    "dashboard/dashboard.py": "Ray: dashboard",
     "WorkerProcess": "device worker",
     "RewardWorker": "reward worker",
     "TransferDock": "data plane",
@@ -29,9 +30,13 @@ KINDS = {
 }
 
 
+#: Ray's side processes, some of which open their sockets when the run is long under way
+LATE = {name for name in KINDS.values() if name.startswith("Ray: ")} - {"Ray: control service (gcs_server)", "Ray: raylet"}
+
+
 def kind_of(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
-    return next((name for part, name in KINDS.items() if part in words), words[:60])
+    return next((name for part, name in KINDS.items() if part in words), words[:120])
 
 
 def doors(command: Command) -> dict[str, set[str]]:
@@ -69,4 +74,6 @@ def test_every_door_is_on_loopback_and_in_the_table(task: Path, tmp_path: Path) 
         assert command.wait(90) == 143
         # those of runs beside this one may come and go
         assert not [path for path in own if f"{path}/" in command.output]
-    assert found == documented()
+    table = documented()
+    assert found.items() <= table.items()
+    assert table.keys() - found.keys() <= LATE
