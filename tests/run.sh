@@ -40,8 +40,15 @@ status=0
 "$venv/bin/pyrefly" check --python-interpreter-path "$venv/bin/python" --output-format min-text --summary=none || status=1
 [[ $status -eq 0 ]] || echo "tests/run.sh: the linters or the type checker found faults (see above); the result is a failure whatever the tests say." >&2
 
+found=no
+take_result() { # pytest says 5 where nothing was selected, as by -k
+    [[ $1 -eq 5 ]] || found=yes
+    [[ $1 -eq 0 || $1 -eq 5 ]] || status=$1
+}
 run_tests() {
-    "$venv/bin/python" -m pytest ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "$@" || status=$?
+    local result=0
+    "$venv/bin/python" -m pytest ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "$@" || result=$?
+    take_result "$result"
 }
 
 if [[ "$whole" == yes ]]; then
@@ -63,7 +70,10 @@ if [[ "$whole" == yes ]]; then
     if [[ -n "$reason" ]]; then
         echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
     else
-        bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} || status=$?
+        result=0
+        bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} || result=$?
+        take_result "$result"
     fi
 fi
+[[ "$found" == yes || $status -ne 0 ]] || status=5
 exit "$status"
