@@ -102,16 +102,11 @@ _UNITS = {
 
 
 def render(report: dict[str, Any]) -> str:
-    """Return the report of `explain` as text for a terminal."""
+    """Return the report of `explain` as text for a terminal, on which what is seen last is what it comes to."""
     parts: list[str] = []
     run = report["run"]
     if run:
         parts.append(f"{run['config_name']}: stage {run['stage']}, model {run['model']}, platform {run['platform']}")
-    if report["errors"]:
-        parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
-    if report["mended"]:
-        values = {name: written(value) for name, value in report["mended"].items()}
-        parts.append("Changes that together satisfy every rule\n" + _table(values))
     if report["batch"]:
         batch = dict(report["batch"])
         counting = batch.pop("counting")
@@ -144,6 +139,11 @@ def render(report: dict[str, Any]) -> str:
         parts.append("Keys by names of earlier releases\n" + _table(report["earlier_names"]))
     if report["warnings"]:
         parts.append("Warnings\n" + "\n".join(f"  - {line}" for line in report["warnings"]))
+    if report["mended"]:
+        values = {name: written(value) for name, value in report["mended"].items()}
+        parts.append("Changes that together satisfy every rule\n" + _table(values))
+    if report["errors"]:
+        parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
     if report["valid"]:
         parts.append(_verdict(report))
     return "\n\n".join(parts)

@@ -67,7 +67,7 @@ class Declared:
         """Adds a plug-in's names.
 
         Raises:
-            ValueError: no such file, or no Python; names the line.
+            ValueError: no such file, no Python, or it imports what is not there; names the line.
         """
         if not path.is_file():
             raise ValueError(f"there is no file '{path}'")
@@ -79,6 +79,9 @@ class Declared:
             raise ValueError(f"'{path}', line {error.lineno}: {type(error).__name__}: {error.msg}") from error
         except ValueError as error:  # null bytes
             raise ValueError(f"'{path}': {error}") from error
+        for line, package in _needed(tree):
+            if not (package in sys.stdlib_module_names or _holds(path.parent, package) or _exists(package)):
+                raise ValueError(f"'{path}', line {line}: there is no module '{package}'")
         for name in _registered(tree):
             if name is None:
                 self.complete = False
@@ -115,6 +118,14 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module.partition(".")[0]
+
+
+def _needed(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, top-level package) of the imports without which a file does not load: those that stand in no function, `try` or
+    `if`."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            yield from ((node.lineno, package) for package in _imported(ast.Module([node], [])))
 
 
 def _is_beside(package: str, path: Path) -> bool:

@@ -44,6 +44,7 @@ def test_sound_names_have_no_mistakes(tmp_path: Path) -> None:
         (["min"], GOOD, r"unknown reward function 'min'; did you mean 'mine'\? Known: .*mine.*yours"),
         (["mine"], "def f(:\n    pass\n", r"plugin.py', line 1: SyntaxError: "),
         (["mine"], GOOD + "\n  x = 1\n", r"plugin.py', line 10: IndentationError: unexpected indent"),
+        (["mine"], "import os, not_there.part\n" + GOOD, r"plugin.py', line 1: there is no module 'not_there'"),
         (["no_such_package_xyz:f"], None, "there is no module 'no_such_package_xyz'"),
     ],
 )
