@@ -33,9 +33,10 @@ def _tensor(cfg: RunConfig) -> Iterator[Derivation]:
     if rollout_servers(cfg):
         yield Derivation(1, "it is the business of the servers that vllm_server_host names")
         return
-    world, actor = own_rollout_devices(cfg) or world_size(cfg), cfg.actor_config
+    actor = cfg.actor_config
     split = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
-    if world is None or world < 1 or split < 1:
+    world = own_rollout_devices(cfg) or world_size(cfg) or split  # a run whose devices are still to be named has as many
+    if world < 1 or split < 1:
         return
     shape, most = shape_of_run(cfg), min(split, _MOST_TENSOR)
     value = next(size for size in range(most, 0, -1) if world % size == 0 and splits(shape, size))
