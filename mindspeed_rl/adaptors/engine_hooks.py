@@ -28,6 +28,21 @@ def refresh_latent_attention(model: nn.Module) -> None:
             holder.process_weights_after_loading(module.kv_b_proj.weight.dtype)
 
 
+def unlink_message_buffers() -> None:
+    """Takes the names of vLLM's message buffers out of /dev/shm; the ranks of this engine have mapped them by now.
+
+    vLLM unlinks them in `__del__`, which a worker process that is ended does not reach. Looked up in 0.18 to 0.32.
+    """
+    from vllm.distributed import parallel_state
+
+    for group in parallel_state._groups.values():
+        queue = getattr(group(), "mq_broadcaster", None)
+        buffer = getattr(queue, "buffer", None)
+        if buffer is not None and buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False
+
+
 class EngineHooks:
     """The plain case: vLLM needs nothing but its own calls (sleep and wake_up).
 

@@ -19,6 +19,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
+from mindspeed_rl.adaptors.engine_hooks import unlink_message_buffers
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
 from mindspeed_rl.rollout.arguments import engine_arguments as engine_arguments_of
@@ -84,6 +85,7 @@ class VllmEngine:
         set_num_threads = torch.set_num_threads
         with platform.current().kept_rng_state(), own_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
+        unlink_message_buffers()
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
         gc.unfreeze()

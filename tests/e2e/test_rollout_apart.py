@@ -91,6 +91,15 @@ def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_ctrl_c_ends_the_servers_too(task: Path, tmp_path: Path) -> None:
+    with running(task, tmp_path, *SHARED, *APART, "megatron_training.train_iters=100000") as command:
+        command.wait_until(lambda: len(command.metrics) >= 1)
+        command.interrupt()
+        assert command.wait(60) == 130, command.output[-4000:]
+        assert not command.leftovers()
+
+
+@pytest.mark.slow
 def test_a_run_generates_on_a_server_that_was_started_by_hand(task: Path, tmp_path: Path) -> None:
     port = free_port()
     words = ["--model", str(task / "model"), "--dtype", "float32", "--max-model-len", "64", "--kv-cache-memory-gib", "0.05"]

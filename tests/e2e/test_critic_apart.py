@@ -1,0 +1,38 @@
+"""A critic on a device of its own, beside a rollout on another, learns what it learns on the actor's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from grpo_command import ONE_PROCESS, finished
+from test_grpo_run import figures
+
+
+@pytest.mark.slow
+def test_where_the_critic_is_changes_no_figure(task: Path, tmp_path: Path) -> None:
+    keys = [
+        *ONE_PROCESS,
+        "megatron_training.stage=ray_ppo",
+        "megatron_training.train_iters=4",
+        "actor_config.save=null",
+        "rl_config.adv_estimator=gae",
+        "rl_config.critic_warmup=1",
+        "rl_config.cliprange_value=0.5",
+        "+critic_config.model=tiny_qwen25",
+        "+critic_config.micro_batch_size=16",
+        "+critic_config.lr=1e-3",
+        "+critic_config.finetune=true",
+        f"+critic_config.load={task / 'model'}",
+    ]
+    shared = finished(task, tmp_path / "shared", *keys)
+    own = ["rl_config.use_integrated_worker=false", "rl_config.critic_resource.num_npus=1"]
+    apart = finished(task, tmp_path / "apart", *keys, *own)
+    served = finished(task, tmp_path / "served", *keys, *own, "rl_config.rollout_resource.num_npus=1")
+    assert [record["iteration"] for record in shared.metrics] == [1, 2, 3, 4]
+    assert all(record["critic/vf_loss"] > 0 for record in shared.metrics)
+    for other in (apart, served):
+        for found, expected in zip(other.metrics, shared.metrics, strict=True):
+            for name, value in figures(expected).items():
+                # kernels round differently for other batch sizes
+                assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
