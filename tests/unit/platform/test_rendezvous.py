@@ -10,7 +10,9 @@ from mindspeed_rl.platform.rendezvous import meeting_store
 
 
 def addresses(port: int) -> set[str]:
-    return {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.laddr.port == port and c.status == psutil.CONN_LISTEN}
+    return {
+        c.laddr.ip for c in psutil.Process().net_connections("inet") if c.laddr.port == port and c.status == psutil.CONN_LISTEN
+    }
 
 
 def test_a_store_on_loopback_is_out_of_reach_of_other_machines() -> None:
