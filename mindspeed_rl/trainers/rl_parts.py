@@ -321,9 +321,9 @@ def _existing(path: str | None) -> str | None:
 def open_data_plane(run: Run) -> DataPlane:
     """The data plane that the run file asks for, for the users of this loop."""
     rl, plan = run.rl, run.plan
-    options = {}
-    if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":
-        options["num_storage_units"] = rl.transfer_queue_data_shard_num
+    options: dict[str, Any] = {"answer_timeout_s": run.deadlines.seconds["data_plane"]}
+    if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":  # its sockets have limits of their own
+        options = {"num_storage_units": rl.transfer_queue_data_shard_num}
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, DATA_PLANE_USERS, **options)
 
 

@@ -92,6 +92,8 @@ ELSEWHERE: dict[str, str] = {
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage",
+    "config/deadlines.py": "deadlines",
+    "config/resolve.py": "fault_tolerance",
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
@@ -148,9 +150,7 @@ ELSEWHERE: dict[str, str] = {
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
-REFUSED = (
-    "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
-)
+REFUSED = "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
 
 
 @cache
