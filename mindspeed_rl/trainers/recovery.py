@@ -60,11 +60,8 @@ class Recovery:
             self._left, self._last = self._left - 1, failure
             self._run = going_on(self._run, self._begun)
             where = f"after iteration {iteration}" if iteration else "from the beginning"
-            print(
-                f"{error}\nrl_config.fault_tolerance: all workers were ended; the run goes on {where} ({self._left} restarts left)",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"rl_config.fault_tolerance: all workers were ended; the run goes on {where} ({self._left} restarts left)"
+            print(f"error: {error}\n{said}", file=sys.stderr, flush=True)
 
 
 def newest_iteration(run: Run, begun: float) -> int:
