@@ -25,7 +25,7 @@ done
 whole=no
 if [[ ${#paths[@]} -eq 0 ]]; then
     whole=yes
-    for folder in tests/unit tests/dist tests/e2e; do
+    for folder in tests/unit tests/dist tests/e2e tests/faults; do
         [[ -d "$folder" ]] && paths+=("$folder")
     done
 fi

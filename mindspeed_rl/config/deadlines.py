@@ -73,6 +73,11 @@ class Deadlines:
     seconds: Mapping[str, float] = field(default_factory=lambda: DEFAULTS)
     fixed: frozenset[str] = frozenset()
 
+    @property
+    def rows_s(self) -> float:
+        """Longest wait for rows of the data plane that are not there yet."""
+        return self.seconds["rows"]
+
     def limit(self, name: str, longest_s: float = 0.0) -> float:
         """Seconds that this wait may take now.
 

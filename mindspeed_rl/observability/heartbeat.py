@@ -97,13 +97,15 @@ class Heartbeat:
             return 0
 
     def _answer(self) -> None:
-        with contextlib.suppress(Exception):  # a disk that is full is no reason to die of a question
+        try:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
             if self._recorder is not None:
-                held = json.dumps(self._recorder())
-                self._held.write_text(held, encoding="utf-8")
-            self._beats += 1
-            self._write()
+                self._held.write_text(json.dumps(self._recorder()), encoding="utf-8")
+        except Exception as error:  # a full disk, for example, is no reason to die of a question
+            with contextlib.suppress(OSError):
+                print(f"\nno more could be said: {type(error).__name__}: {error}", file=self._stacks, flush=True)
+        self._beats += 1
+        self._write()
 
     def _write(self) -> None:
         with self._lock, contextlib.suppress(OSError):

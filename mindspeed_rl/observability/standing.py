@@ -216,7 +216,7 @@ def place_of(stacks: str) -> str:
         stacks: as `faulthandler` writes them, the innermost frame of a thread first.
     """
     best: list[tuple[str, str, str]] = []
-    for block in stacks.split("\n\n"):
+    for block in reversed(stacks.split("\n\n")):  # the main thread comes last
         frames = [(match["file"], match["line"], match["name"]) for match in map(_FRAME.match, block.splitlines()) if match]
         own = [frame for frame in frames if _OWN in frame[0] and not any(part in frame[0] for part in (*_IDLE, *_SHELLS))]
         if own and not any(_OWN in file and "heartbeat.py" in file for file, _, _ in frames):

@@ -165,6 +165,7 @@ class Platform(ABC):
         groups = {
             group.group_name: {"name": group.group_desc or group.group_name, "ranks": sorted(ranks)}
             for group, ranks in list(world.pg_group_ranks.items())
+            if isinstance(group, distributed.ProcessGroup)  # a number stands for the groups of others
         }
         return {"rank": distributed.get_rank(), "groups": groups, "entries": self._recorded_entries()}
 

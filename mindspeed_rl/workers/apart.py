@@ -323,7 +323,7 @@ class ServedActorGroup(ApartActorGroup):
         rows = list(range(run.plan.num_samples))
         batch, _ = await loop.run_in_executor(
             self._writer,
-            lambda: self._rows_plane.get("actor_rollout", ["prompt_ids"], indexes=rows, timeout_s=run.rl.wait_timeout_s),
+            lambda: self._rows_plane.get("actor_rollout", ["prompt_ids"], indexes=rows, timeout_s=run.deadlines.rows_s),
         )
         prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
         group, seed, pool = run.plan.n_samples_per_prompt, sampling_seed(run), self.servers.pool

@@ -48,23 +48,20 @@ class RewardWorker:
         Args:
             again: a worker that was lost may have scored some of them.
         """
-        limits = self.run.deadlines.seconds
         size = max(1, self.plan.dispatch_sizes["reward_dispatch_size"])
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             columns = ["responses", "prompt_ids", "labels", "extra", "truncated"]
-            batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=limits["rows"])
-            with (
-                self.timers("rule_reward"),
-                heartbeat.doing(f"scoring {len(part)} responses"),
-            ):  # waiting for responses is no part of it
+            batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=self.run.deadlines.rows_s)
+            # waiting for responses is no part of it
+            with self.timers("rule_reward"), heartbeat.doing(f"scoring {len(part)} responses"):
                 samples = [
                     self._sample(prompt.tolist(), response.tolist(), label, extra, bool(cut))
                     for prompt, response, label, extra, cut in zip(
                         *(batch[name] for name in ("prompt_ids", "responses", "labels", "extra", "truncated"))
                     )
                 ]
-                results = self.pool.score(samples, timeout_s=limits["rewards"])
+                results = self.pool.score(samples, timeout_s=self.run.deadlines.seconds["rewards"])
                 totals = [math.nan if result.total is None else result.total for result in results]
                 self.plane.put({"rewards": totals, "reward_results": results}, part, overwrite=again)
         return WorkerReport(intervals=self.timers.drain())

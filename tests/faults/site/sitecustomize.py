@@ -1,12 +1,12 @@
 """Faults on demand in the real processes of a run; first on PYTHONPATH, so that every interpreter of the run imports it.
 
-`FAULTS` names a folder. A file `<anything>.json` in it arms a fault; the process that comes to the place first takes it (renames
-it to `.taken`) and does what it says. Without the variable nothing is touched.
+`FAULTS` names a folder. A file `<anything>.json` in it arms a fault; the process that comes to the place first takes it (the
+file becomes `.taken`) and does what it says. Without the variable nothing is touched.
 
     {"place": "worker.update_actor", "rank": 1, "how": "kill"}
 
-Places: `<kind>.<method>` of the classes in PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), raise, exit, leak (memory),
-nan (the result of the place becomes not a number, see there), drop, repeat and corrupt (of a bucket).
+Places: see PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), raise, exit; of a step also "nan weight"; of a bucket
+drop, repeat, corrupt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def commit(fault: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(3600)
     elif how == "hang":
         time.sleep(3600)
     elif how == "exit":
