@@ -23,6 +23,8 @@ TOLERANT = [
     "rl_config.fault_tolerance.max_restarts=100",
     "rl_config.fault_tolerance.heartbeat_interval_s=1",
 ]
+#: what the console says of a restart
+RESTARTED = "all workers were ended; the run goes on"
 #: figures that depend on nothing but what the run computes
 EXACT = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "response_length/mean")
 
@@ -106,6 +108,6 @@ def strike(run: FaultRun, fault: Fault) -> None:
     seconds = time.monotonic() - begun
     found = run.iterations
     assert found == list(range(1, len(found) + 1)), "an iteration is missing, or was written twice"
-    recovered = "the run goes on" in run.output[said:]
+    recovered = RESTARTED in run.output[said:]
     assert recovered == (fault.end == "recovers"), run.output[said:][-3000:]
     note(fault, seconds, culprit_line(run.output[said:], fault.said))

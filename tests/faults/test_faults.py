@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_run import EXACT, LONG, TOLERANT, TWO, FaultRun, culprit_line, note, strike, struck
+from fault_run import EXACT, LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, note, strike, struck
 from fault_table import ENDED, FAULTS, RECOVERED, REFUSED, SURVIVED, Fault
 from grpo_command import ONE_PROCESS, finished
 
@@ -57,7 +57,7 @@ def test_a_killed_worker_and_rewards_that_hang_or_die_do_not_end_a_run(task: Pat
         killed = by_id(ENDED, "end-worker-kill")[0]
         said = len(run.output)
         run.arm(killed)
-        run.wait_until(lambda: "the run goes on" in run.output[said:])
+        run.wait_until(lambda: RESTARTED in run.output[said:])
         culprit_line(run.output[said:], killed.said)
         reached = len(run.metrics)
         run.wait_until(lambda: len(run.metrics) > reached, 200)
@@ -109,12 +109,15 @@ def strike_start(run: FaultRun, first: Fault, second: Fault) -> None:
 
 
 @pytest.mark.slow
-def test_what_can_be_replaced_ends_nothing(task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["reward process", "others"])
+def test_what_can_be_replaced_ends_nothing(task: Path, tmp_path: Path, role: str) -> None:
     tracker = [f"rl_config.report_to=[{'faulty_reward:DownTracker'}]"]
     beats = ["rl_config.fault_tolerance.heartbeat_interval_s=1"]
     with struck(task, tmp_path, *ONE_PROCESS, *REWARD, *tracker, *beats, LONG) as run:
         run.wait_until(lambda: run.metrics)
         for fault in SURVIVED:
+            if (fault.role == "reward process") != (role == "reward process"):
+                continue
             if fault.id == "worker-pause":
                 pause(run, fault)
             else:
