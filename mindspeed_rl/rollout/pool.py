@@ -119,7 +119,7 @@ class ServerPool:
         self._timeout_s, self._drain_s, self._most_moves, self._on_lost = timeout_s, drain_s, most_moves, on_lost
         self._members: dict[str, _Member] = {}
         self._waiting: list[_Request] = []
-        self._paused = False
+        self._paused = self._draining = False
         self._numbers = itertools.count()
         self.version = -1
         self.lost: list[tuple[str, str]] = []
@@ -227,7 +227,9 @@ class ServerPool:
         """Requests without a server get the one with the fewest tokens to come."""
         if self._paused or not self._members:
             return
-        waiting, self._waiting = self._waiting, []
+        # before a pause only those go on that a server was lost with
+        waiting = [request for request in self._waiting if request.moves or not self._draining]
+        self._waiting = [request for request in self._waiting if not request.moves and self._draining]
         loads = {name: member.load for name, member in self._members.items()}
         for request in waiting:
             name = min(loads, key=lambda key: loads[key])
@@ -352,10 +354,14 @@ class ServerPool:
     async def _drain(self) -> None:
         """No request is under way."""
         running = [request.done for member in self._members.values() for request in member.requests.values()]
-        running += [request.done for request in self._waiting if self._members]
+        running += [request.done for request in self._waiting if request.moves]
         if not running:
             return
-        _, left = await asyncio.wait(running, timeout=self._drain_s)
+        self._draining = True
+        try:
+            _, left = await asyncio.wait(running, timeout=self._drain_s)
+        finally:
+            self._draining = False
         if left:
             busy = ", ".join(f"{len(m.requests)} on {name}" for name, m in self._members.items() if m.requests)
             raise TimeoutError(
