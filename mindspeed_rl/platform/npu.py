@@ -112,10 +112,8 @@ class NpuPlatform(Platform):
     def _recorded_entries(self) -> list[dict[str, Any]]:
         import torch_npu
 
-        # Its fields are those of torch's own recorder; beside it are the groups over gloo. Releases from 2.10 on may lack it.
-        # Not verified on NPU.
-        dump = getattr(torch_npu._C._distributed_c10d, "_dump_hccl_trace_json", None)
-        held = [] if dump is None else json.loads(dump()).get("entries", [])
+        # its fields are those of torch's own recorder; beside it are the groups over gloo. Not verified on NPU
+        held = json.loads(torch_npu._C._distributed_c10d._dump_hccl_trace_json()).get("entries", [])
         return [*super()._recorded_entries(), *held]
 
     def process_group(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,9 +75,13 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
 
 @contextlib.contextmanager
 def _whoever_ended_it(ending: Ending) -> Iterator[None]:
-    """Workers that got the same SIGTERM as the driver have not failed."""
+    """Workers that got the same SIGTERM as the driver have not failed; nor has Ray, whose handler is there while it starts."""
     try:
         yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:
+            raise
+        raise Terminated("SIGTERM: all workers were ended.") from error
     except (RuntimeError, TimeoutError) as error:
         if not ending.requested:
             raise

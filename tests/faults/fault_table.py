@@ -218,7 +218,16 @@ ENDED = [
     Fault("end-sigint", "driver", "update_actor", "SIGINT", "ends", 40.0, "interrupted", {}),
     Fault("end-sigint-twice", "driver", "update_actor", "SIGINT twice", "ends", 40.0, "interrupted", {}),
     Fault("end-sigterm", "driver", "update_actor", "SIGTERM", "ends", 60.0, "to go on after iteration", {}),
-    Fault("end-sigterm-twice", "driver", "update_actor", "SIGTERM twice", "ends", 40.0, "SIGTERM: all workers were ended", {}),
+    Fault(
+        "end-sigterm-twice",
+        "driver",
+        "update_actor",
+        "SIGTERM twice",
+        "ends",
+        40.0,
+        "SIGTERM: (all workers were ended|the run ended)",
+        {},
+    ),
     Fault("end-sigterm-start", "driver", "set_up", "SIGTERM", "ends", 40.0, "SIGTERM: all workers were ended", {}),
     Fault("end-driver-kill", "driver", "update_actor", "SIGKILL", "ends", 40.0, "", {}),
     Fault(
