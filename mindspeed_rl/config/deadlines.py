@@ -58,7 +58,7 @@ class FaultTolerance:
 
     enabled: bool = key(False, "a dead or hung worker ends all workers, and the run goes on from its last checkpoint by itself")
     max_restarts: int = key(3, "how often in a run")
-    heartbeat_interval_s: float = key(5.0, "seconds between two signs of life; who misses six is hung")
+    heartbeat_interval_s: float = key(5.0, "seconds between two signs of life; who is stopped for six is hung")
 
 
 @dataclass(frozen=True)

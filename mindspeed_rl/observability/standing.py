@@ -20,8 +20,9 @@ from mindspeed_rl.observability.collectives import Stalled, last_collective, sta
 from mindspeed_rl.observability.heartbeat import FOLDER, REQUEST, file_of
 
 State = Literal["works", "stopped", "silent", "dead", "ended"]
-#: who misses so many beats is silent
+#: who misses so many beats is silent, but not before so many seconds: who loads libraries keeps Python's lock for long
 MISSED_BEATS = 6
+_SILENT_S = 60.0
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 #: frames of a thread that wait for work, or that write these stacks
 _IDLE = ("heartbeat.py", "/threading.py", "concurrent/futures/thread.py", "/selectors.py", "/queue.py")
@@ -141,6 +142,14 @@ def culprit(standings: Sequence[Standing], names: Sequence[str]) -> Standing | N
     return by_name.get(names[0]) if len(names) == 1 else None
 
 
+def forget(folder: Path, names: Iterable[str]) -> None:
+    """What earlier processes of these names have left is gone, so that nobody takes it for their successors' silence."""
+    for name in names:
+        for kind in (".json", ".stacks", ".recorder"):
+            with contextlib.suppress(OSError):
+                file_of(folder, name, kind).unlink()
+
+
 def end_processes(folder: Path, names: Iterable[str], *, grace_s: float = 3.0) -> list[str]:
     """Those of these processes that are on this machine are gone; returns the names of those that had to be killed.
 
@@ -174,7 +183,7 @@ def _read(path: Path) -> Standing | None:
         state = "dead"
     elif process is not None and _is_stopped(process):
         state = "stopped"
-    elif age_s > MISSED_BEATS * about["interval_s"]:
+    elif age_s > max(_SILENT_S, MISSED_BEATS * about["interval_s"]):
         state = "silent"
     names = ("name", "pid", "host", "beats", "doing", "since")
     return Standing(state=state, **{name: about[name] for name in names})

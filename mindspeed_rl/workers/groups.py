@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rl import adaptors
 from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run, own_reward_devices
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.observability.standing import end_processes
+from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
@@ -70,6 +70,8 @@ class WorkerGroup:
         bundle = {"CPU": cpus} | ({} if resource is None else {resource: 1})
         self._watch = watch or Watch(settings.folder, Deadlines(), FaultTolerance())
         self._folder = settings.folder
+        self._names = [f"{title} {rank}" for rank in range(size)]
+        forget(self._folder, self._names)
         limit_s = self._watch.limit("placement")
         self._placement = placement_group([bundle] * size, strategy="PACK")
         if not self._placement.wait(timeout_seconds=limit_s):
@@ -88,7 +90,6 @@ class WorkerGroup:
             place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=place, **options)
             self.processes.append(actor_handle(remote.remote(settings, rank)))
-        self._names = [f"{title} {rank}" for rank in range(size)]
         self._plane = plane
 
     def start_workers(self, *arguments: Any, steps: StartSteps | None = None) -> None:

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.observability.standing import end_processes
+from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.workers.cluster import worker_environment
@@ -50,6 +50,7 @@ class RewardGroup:
         self._actors = [self._start(number) for number in range(run.num_nodes)]
 
     def _start(self, number: int) -> ActorHandle[RewardWorker]:
+        forget(self._run.folder, [self._names[number]])
         return actor_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, number))
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:

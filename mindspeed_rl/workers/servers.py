@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import Run, own_rollout_devices, rollout_servers
-from mindspeed_rl.observability.standing import end_processes
+from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.pool import ServerLost, ServerPool
 from mindspeed_rl.workers.cluster import worker_environment
@@ -93,6 +93,7 @@ class RolloutServers:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=number),
         )
         name = f"rollout server {number}"
+        forget(self._run.folder, [name])
         actor = actor_handle(remote.remote(self._settings, number))
         self._actors[name], self._starting[name] = actor, actor.start.remote()
 

@@ -17,6 +17,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.progress import clock
 from mindspeed_rl.observability.standing import MISSED_BEATS, Standing, ask_standings, culprit, read_standings, stalled
+from mindspeed_rl.workers.cluster import head_is_gone
 from mindspeed_rl.workers.reports import WorkerReport
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +82,12 @@ class Watch:
         return cls(run.folder, run.deadlines, run.fault_tolerance)
 
     def begin(self, phase: str, names: Sequence[str]) -> Wait:
-        """A wait for these processes begins."""
+        """A wait for these processes begins.
+
+        Raises:
+            WorkerFailed: they cannot be reached for long any more.
+        """
+        _check_head(phase)
         return Wait(self, phase, names, self._now_s())
 
     def limit(self, name: str) -> float:
@@ -117,6 +123,7 @@ class Wait:
         Raises:
             WorkerFailed: the deadline has passed.
         """
+        _check_head(self._phase)
         watch, now = self._watch, self._watch._now_s()
         if list(missing) != self._missing:
             self._missing, self._event_s = list(missing), now
@@ -183,6 +190,11 @@ class Wait:
             lines.append(f"  and {len(others) - _MOST_SHOWN} more")
         lines.append(f"  all stacks: {self._watch.folder / heartbeat.FOLDER}")
         return "\n".join(lines)
+
+
+def _check_head(phase: str) -> None:
+    if head_is_gone():
+        raise WorkerFailed(f"Ray's control service (gcs_server) failed in {phase}: its process died.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ class Fault:
     arm: dict[str, Any] = field(default_factory=dict)
 
 
-def _worker(phase: str, how: str, said: str, within_s: float = 150.0, rank: int = 1) -> Fault:
+def _worker(phase: str, how: str, said: str, within_s: float = 240.0, rank: int = 1) -> Fault:
     words = {"kill": "SIGKILL", "stop": "SIGSTOP", "raise": "exception", "hang": "sleeps for ever"}[how]
     arm = {"place": f"worker.{phase}", "rank": rank, "how": how}
     return Fault(f"worker-{how}-{phase}", "worker", phase, words, "recovers", within_s, said, arm)
@@ -61,7 +61,7 @@ RECOVERED = [
         "push_weights",
         "a corrupted bucket",
         "recovers",
-        150.0,
+        240.0,
         r"worker \d failed in push_weights: .*",
         {"place": "push.bucket", "how": "corrupt"},
     ),
@@ -71,7 +71,7 @@ RECOVERED = [
         "push_weights",
         "a dropped bucket",
         "recovers",
-        150.0,
+        240.0,
         r"worker \d failed in push_weights: .*",
         {"place": "push.bucket", "how": "drop"},
     ),
@@ -81,7 +81,7 @@ RECOVERED = [
         "update_actor",
         "NaN in a gradient",
         "recovers",
-        150.0,
+        240.0,
         r"worker \d failed in update_actor: NonFiniteError",
         {"place": "engine.gradient", "how": "nan"},
     ),
@@ -91,7 +91,7 @@ RECOVERED = [
         "generate",
         "SIGKILL",
         "recovers",
-        150.0,
+        240.0,
         r"^error: .*(data plane|ActorDied|died)",
         {"place": "data_plane.put", "how": "kill"},
     ),
@@ -240,7 +240,16 @@ ENDED = [
         r"save: .* could not be written: ",
         {},
     ),
-    Fault("end-head-kill", "Ray's control service", "generate", "SIGKILL", "ends", 120.0, "^error: ", {}),
+    Fault(
+        "end-head-kill",
+        "Ray's control service",
+        "generate",
+        "SIGKILL",
+        "ends",
+        60.0,
+        r"Ray's control service \(gcs_server\) failed in \w+: its process died",
+        {},
+    ),
 ]
 
 #: found before anything starts
