@@ -26,7 +26,7 @@ done
 whole=no
 if [[ ${#paths[@]} -eq 0 ]]; then
     whole=yes
-    paths=(tests/dist tests/e2e)
+    paths=(tests/dist tests/e2e tests/faults)
 fi
 
 bash envs/cpu/install.sh "$venv"

@@ -41,13 +41,16 @@ def main(argv: list[str]) -> int:
         from mindspeed_rl import platform
         from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
         from mindspeed_rl.trainers.model_plans import with_networks
+        from mindspeed_rl.trainers.recovery import Recovery
         from mindspeed_rl.trainers.start import started
 
         cfg = with_networks(cfg)
         run = resolve(cfg, arguments.nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
+        recovery = Recovery(run)
         try:
-            with started(run) as trainer:
-                trainer.fit()
+            for attempt in recovery.attempts():
+                with recovery.tolerated(), started(attempt) as trainer:
+                    trainer.fit()
         except Terminated as error:
             print(error, file=sys.stderr)
             _say_how_to_go_on(run, begun)

@@ -3,6 +3,7 @@
 Importing it needs neither torch nor Ray nor Hydra.
 """
 
+from mindspeed_rl.config.deadlines import DeadlineKeys, Deadlines, FaultTolerance
 from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig
@@ -30,6 +31,9 @@ __all__ = [
     "SUPERVISED_STAGES",
     "BatchPlan",
     "ConfigError",
+    "DeadlineKeys",
+    "Deadlines",
+    "FaultTolerance",
     "GenerateConfig",
     "IntegratedModeConfig",
     "MegatronConfig",

@@ -38,6 +38,7 @@ _PARALLEL = (
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
     "context_parallel_size"
 )
+_DEADLINES = "placement start generate rewards log_probs update weights evaluate save rows data_plane collective server tool"
 _DISPATCH = (
     "actor_rollout actor_logprob ref reward adv actor_update dynamic_sampling kl critic_value critic_update actor_image_embeds"
 )
@@ -153,6 +154,9 @@ RANGES: dict[str, Bounds] = {
     **_of("rl_config", "max_tool_calls max_parallel_calls", Bounds(0, 10**6)),
     **_of("rl_config", "max_total_response_length max_tool_response_length", Bounds(0, _TOKENS)),
     "rl_config.wait_timeout_s": Bounds(0, _SECONDS, excludes_low=True, usual=1800),
+    **_of("rl_config.deadlines", _DEADLINES, Bounds(0, _SECONDS, excludes_low=True, usual=1800)),
+    "rl_config.fault_tolerance.max_restarts": Bounds(0, 10**4),
+    "rl_config.fault_tolerance.heartbeat_interval_s": Bounds(0.1, 3600),
     "rl_config.transfer_queue_data_shard_num": Bounds(1, _PROCESSES),
     "rl_config.transfer_queue_data_shard_port_base": Bounds(1, 65535),
     "rl_config.num_cpus_for_local_task": Bounds(0, 1e4),

@@ -91,6 +91,8 @@ def _written(value: Any) -> str:
 
 # Beginnings of the keys of rl_config that supervised stages read too.
 SUPERVISED_RL_KEYS = (
+    "deadlines",
+    "fault_tolerance",
     "use_tensorboard",
     "use_wandb",
     "wandb_",

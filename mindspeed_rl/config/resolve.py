@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from mindspeed_rl.config.deadlines import Deadlines, FaultTolerance, resolve_deadlines
 from mindspeed_rl.config.derived import derive
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.generate import GenerateConfig
@@ -29,6 +30,7 @@ class Run:
         platform: name of the device kind, never "auto".
         num_nodes: machines the devices are spread over.
         folder: absolute path of the run folder, which need not exist yet.
+        deadlines: how long it waits for what.
     """
 
     config: RunConfig
@@ -37,6 +39,12 @@ class Run:
     platform: str
     num_nodes: int
     folder: Path
+    deadlines: Deadlines
+
+    @property
+    def fault_tolerance(self) -> FaultTolerance:
+        """What becomes of it when a worker dies or hangs; supervised stages have the defaults."""
+        return FaultTolerance() if self.config.rl_config is None else self.config.rl_config.fault_tolerance
 
     @property
     def stage(self) -> str:
@@ -84,6 +92,7 @@ def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
         platform=platform,
         num_nodes=num_nodes,
         folder=(Path(cfg.run_dir) if cfg.run_dir else default_folder(cfg)).resolve(),
+        deadlines=resolve_deadlines(cfg),
     )
 
 

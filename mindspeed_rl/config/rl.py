@@ -7,6 +7,7 @@ from typing import Literal
 
 from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, needing, readers
 from mindspeed_rl.catalogue.records import Level, Scale
+from mindspeed_rl.config.deadlines import DeadlineKeys, FaultTolerance
 from mindspeed_rl.config.schema import key
 
 _CRITIC = ("adv_estimator", needing(ADVANTAGES, "values"))
@@ -364,6 +365,8 @@ class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys,
         True, "send rows inside a replica over sockets", no_effect="rows are broadcast over the process group"
     )
     wait_timeout_s: float = key(1800.0, "seconds any wait for rows may take before the run stops and says who waits for what")
+    deadlines: DeadlineKeys = key(DeadlineKeys, "seconds that other waits may take, by what is waited for")
+    fault_tolerance: FaultTolerance = key(FaultTolerance, "what becomes of a run whose worker dies or hangs")
 
     is_multimodal: bool = key(False, "image input; not available")
     reuse_image_embeds: bool = key(False, "encode images once", no_effect=_TEXT_ONLY)

@@ -182,19 +182,29 @@ def open_prompts(
         ValueError: nothing usable is there, a column is missing, or a row is malformed while on_bad_row is "error".
     """
     settings = settings or PromptSettings()
+    check_prompt_files(data_path)
     data_path, start, stop = sliced(str(data_path))
     if packed_columns(data_path):
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
         return PromptDataset(indexed, lengths, max_prompt_length=max_prompt_length, dropped={}, first=start)
-    if not data_path.startswith(_HUB) and not Path(data_path).expanduser().exists():
-        raise ValueError(
-            f"data_path={data_path!r} is neither a raw file or folder, nor a prefix of files named"
-            f" {data_path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, or hf://owner/name"
-        )
     opened = open_hub(data_path.removeprefix(_HUB)) if data_path.startswith(_HUB) else open_source(data_path)
     source = replace(opened, max_rows=stop)
     return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
+
+
+def check_prompt_files(data_path: str | Path) -> None:
+    """Looks whether there is anything at `data_path`; see `open_prompts`.
+
+    Raises:
+        ValueError: there is not.
+    """
+    path, _, _ = sliced(str(data_path))
+    if not packed_columns(path) and not path.startswith(_HUB) and not Path(path).expanduser().exists():
+        raise ValueError(
+            f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
+            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, or hf://owner/name"
+        )
 
 
 def sliced(data_path: str) -> tuple[str, int, int | None]:

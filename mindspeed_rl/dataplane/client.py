@@ -9,16 +9,22 @@ import numpy as np
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from mindspeed_rl import registry
 from mindspeed_rl.dataplane import ALIASES, DATA_STRATEGIES
 from mindspeed_rl.dataplane.columns import Batch, Ragged, pack
 from mindspeed_rl.dataplane.rows import Users, check_name
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.observability import heartbeat
 
 # Requests that may wait in the dock at the same time; each is a coroutine, not a thread.
 MAX_WAITING_REQUESTS = 10_000
+
+#: longest wait for an answer, beside what the rows asked for may take
+ANSWER_TIMEOUT_S = 120.0
+#: the same for the order to give up, which comes when something is wrong already
+_ABORT_TIMEOUT_S = 10.0
 
 Answer = TypeVar("Answer")
 
@@ -89,7 +95,8 @@ def make_data_plane(
         num_prompts: prompts of an iteration.
         n_samples_per_prompt: rows a prompt.
         users: who puts and asks, by name, and the columns that each puts.
-        **engine_options: tq only: num_storage_units, init_timeout_s.
+        **engine_options: td: answer_timeout_s, of what the rows asked for may not explain; tq: num_storage_units,
+            init_timeout_s.
 
     Raises:
         ValueError: unknown data_strategy, or a column that two users put.
@@ -103,20 +110,23 @@ def make_data_plane(
 class TransferDockClient:
     """A `DataPlane` on a TransferDock actor."""
 
-    def __init__(self, actor: ActorHandle[TransferDock]) -> None:
-        self._actor = actor
+    def __init__(self, actor: ActorHandle[TransferDock], answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._actor, self._answer_timeout_s = actor, answer_timeout_s
 
     @classmethod
-    def create(cls, num_prompts: int, n_samples_per_prompt: int, users: Users) -> TransferDockClient:
+    def create(
+        cls, num_prompts: int, n_samples_per_prompt: int, users: Users, *, answer_timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> TransferDockClient:
         """Starts the actor. It asks for no CPU of its own, so it never competes with the workers for placement."""
         # `wait` is a coroutine, which makes this an asyncio actor: all methods share one thread and need no lock.
         remote = ray.remote(TransferDock).options(num_cpus=0, max_concurrency=MAX_WAITING_REQUESTS)
         # Ray declares the actor's own class as a second kind of result, so that editors complete its methods.
-        return cls(cast("ActorHandle[TransferDock]", remote.remote(num_prompts, n_samples_per_prompt, users)))
+        actor = cast("ActorHandle[TransferDock]", remote.remote(num_prompts, n_samples_per_prompt, users))
+        return cls(actor, answer_timeout_s)
 
     def put(self, data: Mapping[str, Sequence[Any] | Ragged], indexes: Sequence[int], *, overwrite: bool = False) -> None:
         packed = {name: pack(rows) for name, rows in data.items()}
-        _answer(self._actor.put.remote(packed, np.asarray(indexes, dtype=np.int64), overwrite))
+        self._answer("put", self._actor.put.remote(packed, np.asarray(indexes, dtype=np.int64), overwrite))
 
     def get(
         self,
@@ -128,22 +138,37 @@ class TransferDockClient:
         timeout_s: float | None = None,
     ) -> tuple[Batch, list[int]] | tuple[None, None]:
         if timeout_s is None:
-            return _answer(self._actor.get.remote(consumer, list(columns), count, indexes))
-        return _answer(self._actor.wait.remote(consumer, list(columns), count, indexes, timeout_s=timeout_s))
+            return self._answer("get", self._actor.get.remote(consumer, list(columns), count, indexes))
+        waiting = self._actor.wait.remote(consumer, list(columns), count, indexes, timeout_s=timeout_s)
+        with heartbeat.doing(f"waiting for {', '.join(columns)} as {consumer}"):
+            return self._answer("get", waiting, timeout_s)
 
     def clear(self, num_prompts: int) -> None:
-        _answer(self._actor.clear.remote(num_prompts))
+        self._answer("clear", self._actor.clear.remote(num_prompts))
 
     def abort(self, reason: str) -> None:
-        _answer(self._actor.abort.remote(reason))
+        ray.get(self._actor.abort.remote(reason), timeout=_ABORT_TIMEOUT_S)
 
     def close(self) -> None:
         ray.kill(self._actor)
 
+    def _answer(self, call: str, reference: ObjectRef[Answer], rows_s: float = 0.0) -> Answer:
+        """What the dock answers.
 
-def _answer(reference: ObjectRef[Answer]) -> Answer:
-    try:
-        return ray.get(reference)
-    except RayTaskError as error:
-        # The dock's own sentence, without the actor's stack around it.
-        raise error.cause from None
+        Args:
+            rows_s: what it may take until the rows asked for are there.
+
+        Raises:
+            TimeoutError: it does not answer.
+        """
+        limit_s = self._answer_timeout_s + rows_s
+        try:
+            return ray.get(reference, timeout=limit_s)
+        except GetTimeoutError:
+            raise TimeoutError(
+                f"the data plane has not answered a {call} for {limit_s:.0f} s (rl_config.deadlines.data_plane): its process "
+                "is stopped, or its machine is out of reach."
+            ) from None
+        except RayTaskError as error:
+            # The dock's own sentence, without the actor's stack around it.
+            raise error.cause from None

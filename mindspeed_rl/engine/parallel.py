@@ -19,17 +19,22 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import expert_sizes
 from mindspeed_rl.platform.rendezvous import meeting_store
 
-#: seconds that ranks wait for each other in collectives before the run is given up
+#: seconds that ranks wait for each other in collectives before the run is given up, where the environment does not say
 _COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among all processes of the training world."""
+    """This process among all processes of the training world.
+
+    Attributes:
+        timeout_s: longest wait for each other in a collective.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    timeout_s: float = _COLLECTIVE_TIMEOUT_S
 
     @classmethod
     def from_env(cls) -> RankInfo:
@@ -39,7 +44,12 @@ class RankInfo:
             ValueError: a variable is missing.
         """
         try:
-            return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
+            return cls(
+                int(os.environ["RANK"]),
+                int(os.environ["WORLD_SIZE"]),
+                int(os.environ.get("LOCAL_RANK", "0")),
+                float(os.environ.get("MINDSPEED_RL_COLLECTIVE_TIMEOUT_S", _COLLECTIVE_TIMEOUT_S)),
+            )
         except KeyError as error:
             raise ValueError(
                 f"environment: {error} is not set; start ranks through `mindspeed-rl train` or torchrun."
@@ -49,7 +59,7 @@ class RankInfo:
 def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
     """Sets up device, process groups and random generators of this rank; collective over the training world.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and MINDSPEED_RL_COLLECTIVE_TIMEOUT_S.
 
     Args:
         num_chunks: model chunks a pipeline stage holds, from the layout of the model's plan.
@@ -61,8 +71,8 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
     # before the process group, whose communicators belong to the current device
     platform.current().set_device(info.local_rank)
     platform.current().set_deterministic(config.deterministic or config.npu_deterministic)
-    init_process_group(info, _COLLECTIVE_TIMEOUT_S)
-    init_model_parallel(config, num_chunks, _COLLECTIVE_TIMEOUT_S)
+    init_process_group(info, info.timeout_s)
+    init_model_parallel(config, num_chunks, info.timeout_s)
     seed_all(config.seed)
 
 

@@ -14,9 +14,6 @@ from mindspeed_rl.inference.model_files import open_model
 from mindspeed_rl.inference.requests import Piece, Request
 from mindspeed_rl.rollout.requests import Sampling
 
-#: seconds that the ranks of an engine wait for each other
-_GROUP_TIMEOUT_S = 1800.0
-
 
 class InferenceWorker:
     """One rank's share of an engine. Methods are collective over the ranks of the engine."""
@@ -25,7 +22,7 @@ class InferenceWorker:
         """Joins the others, builds the engine and loads its weights; collective over all workers."""
         info = RankInfo.from_env()
         platform.current().set_device(info.local_rank)
-        init_process_group(info, _GROUP_TIMEOUT_S)
+        init_process_group(info, info.timeout_s)
         tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
         self._engine = InferenceEngine(settings, open_model(settings.model), tokenizer, run_id=run_id)
         self._replica, self._replica_rank = divmod(rank, settings.tensor_parallel_size)

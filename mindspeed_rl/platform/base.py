@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -146,6 +147,32 @@ class Platform(ABC):
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    #: makes torch's recorders of collectives remember so many
+    recorder_env: ClassVar[dict[str, str]] = {"TORCH_FR_BUFFER_SIZE": "256"}
+
+    def collective_record(self) -> dict[str, Any]:
+        """What the flight recorders of this process hold of its collectives; any thread may ask.
+
+        Returns:
+            {"rank", "groups": {group: {"name", "ranks"}}, "entries": [...]}: of an entry, `process_group`, `collective_seq_id`,
+            `profiling_name`, `retired` and `time_created_ns` are read.
+        """
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return {"rank": None, "groups": {}, "entries": []}
+        world = distributed.distributed_c10d._world
+        groups = {
+            group.group_name: {"name": group.group_desc or group.group_name, "ranks": sorted(ranks)}
+            for group, ranks in list(world.pg_group_ranks.items())
+            if isinstance(group, distributed.ProcessGroup)  # a number stands for the groups of others
+        }
+        return {"rank": distributed.get_rank(), "groups": groups, "entries": self._recorded_entries()}
+
+    def _recorded_entries(self) -> list[dict[str, Any]]:
+        # not in torch before 2.9; nothing is recorded then
+        dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+        return [] if dump is None else json.loads(dump()).get("entries", [])
 
     def device_id_for_ray(self, assigned: list[str]) -> int:
         """Index of the device Ray assigned, in this process' own numbering."""

@@ -102,18 +102,24 @@ class ServerPool:
     """
 
     def __init__(
-        self, *, timeout_s: float, most_moves: int = 8, on_lost: Callable[[str, str], None] = lambda name, reason: None
+        self,
+        *,
+        timeout_s: float,
+        drain_s: float = 1800.0,
+        most_moves: int = 8,
+        on_lost: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
         """
         Args:
             timeout_s: longest silence of a server: without an answer, or without a token while it works on requests.
+            drain_s: longest wait of a pause for requests that are to end by themselves.
             most_moves: servers that one request may be lost with before it is given up: it may be what kills them.
             on_lost: told of every server that is lost.
         """
-        self._timeout_s, self._most_moves, self._on_lost = timeout_s, most_moves, on_lost
+        self._timeout_s, self._drain_s, self._most_moves, self._on_lost = timeout_s, drain_s, most_moves, on_lost
         self._members: dict[str, _Member] = {}
         self._waiting: list[_Request] = []
-        self._paused = False
+        self._paused = self._draining = False
         self._numbers = itertools.count()
         self.version = -1
         self.lost: list[tuple[str, str]] = []
@@ -221,7 +227,9 @@ class ServerPool:
         """Requests without a server get the one with the fewest tokens to come."""
         if self._paused or not self._members:
             return
-        waiting, self._waiting = self._waiting, []
+        # before a pause only those go on that a server was lost with
+        waiting = [request for request in self._waiting if request.moves or not self._draining]
+        self._waiting = [request for request in self._waiting if not request.moves and self._draining]
         loads = {name: member.load for name, member in self._members.items()}
         for request in waiting:
             name = min(loads, key=lambda key: loads[key])
@@ -324,8 +332,14 @@ class ServerPool:
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`. Servers that do not manage are lost.
 
-        What runs is ended here for mode "wait" and "abort", so that no later token comes behind the pause.
+        What runs is ended here for mode "wait" and "abort", so that no later token comes behind the pause. For mode "wait" what
+        a server is lost with goes on elsewhere first.
+
+        Raises:
+            TimeoutError: requests that were waited for did not end; says how many, and on which servers.
         """
+        if mode == "wait":
+            await self._drain()
         self._paused = True
         if mode == "abort":
             for request in self._waiting:
@@ -333,11 +347,27 @@ class ServerPool:
                     request.done.set_result(request.whole)
             self._waiting = []
         running = [request.done for member in self._members.values() for request in member.requests.values()]
-        if mode == "wait" and running:
-            await asyncio.wait(running)
         await self._ask_all("pause", mode=mode)
         if mode == "abort" and running:
             await asyncio.wait(running, timeout=self._timeout_s)
+
+    async def _drain(self) -> None:
+        """No request is under way."""
+        running = [request.done for member in self._members.values() for request in member.requests.values()]
+        running += [request.done for request in self._waiting if request.moves]
+        if not running:
+            return
+        self._draining = True
+        try:
+            _, left = await asyncio.wait(running, timeout=self._drain_s)
+        finally:
+            self._draining = False
+        if left:
+            busy = ", ".join(f"{len(m.requests)} on {name}" for name, m in self._members.items() if m.requests)
+            raise TimeoutError(
+                f"{len(left)} requests did not end within {self._drain_s:.0f} s before a pause "
+                f"(rl_config.deadlines.generate): {busy or 'no server works on them'}"
+            )
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""

@@ -70,7 +70,7 @@ class Advantages:
             columns.append("values")
         if objective.masks_by_entropy:
             columns.append("entropies")
-        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._run.rl.wait_timeout_s)
+        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._run.deadlines.rows_s)
         versions, version = list(batch["weight_versions"]), self._admission.version(iteration)
         check_versions(versions, version, self._admission.bound, iteration)
         lengths = ragged(batch["response_length"]).tensor().to(torch.int64)

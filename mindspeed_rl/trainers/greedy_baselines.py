@@ -18,7 +18,7 @@ class GreedyBaselines:
     """`answer` needs the rollout engine, `rewards` does not: the device may have gone to training between the two."""
 
     def __init__(self, run: Run, plane: DataPlane, evaluator: Evaluator, model_rewards: ModelRewards | NoModelRewards) -> None:
-        self._plan, self._timeout_s = run.plan, run.rl.wait_timeout_s
+        self._plan, self._timeout_s = run.plan, run.deadlines.rows_s
         self._plane, self._evaluator, self._model_rewards = plane, evaluator, model_rewards
 
     def answer(self) -> list[WorkerReport]:

@@ -71,7 +71,7 @@ class GroupRollout:
         self._plan, self._plane, self._rewards = run.plan, services.plane, services.rewards
         self._feed, self._source, self._model_rewards = feed, source, model_rewards
         self._filter = GroupFilter(run) if rl.filter_groups_enable or rl.dynamic_sample else None
-        self._timeout_s, self._train_iters = rl.wait_timeout_s, run.plan.train_iters
+        self._timeout_s, self._train_iters = run.deadlines.rows_s, run.plan.train_iters
         self._record = run.folder / RECORD_NAME
         self._save = Path(actor.save) if actor.save else None
         self._load = Path(actor.load).expanduser() if actor.load else None

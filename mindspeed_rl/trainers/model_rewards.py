@@ -21,7 +21,7 @@ class ModelRewards:
 
     def __init__(self, run: Run, scorers: ScoringGroup, plane: DataPlane) -> None:
         self._weight = run.rl.reward_model_weight
-        self._timeout_s = run.rl.wait_timeout_s
+        self._timeout_s = run.deadlines.rows_s
         self._scorers, self._plane = scorers, plane
 
     def run(self, num_rows: int) -> list[WorkerReport]:

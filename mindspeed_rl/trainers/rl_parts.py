@@ -7,7 +7,8 @@ import dataclasses
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mindspeed_rl.config import (
     rollout_servers,
 )
 from mindspeed_rl.config.megatron import split_shares
-from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
+from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, check_prompt_files, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
@@ -44,6 +45,7 @@ from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import make_rollout
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.services import OwnEngine, Services
+from mindspeed_rl.trainers.wrong_files import check_all
 from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
@@ -104,6 +106,7 @@ class RLParts:
         """
         run = with_sound_checkpoint(run)
         cfg, actor = run.config, run.config.actor_config
+        check_all(_files(run))
         _check_rewards(run)
         source = find_model(actor, "actor_config")
         model_plans(run, source)
@@ -165,6 +168,23 @@ class RLParts:
         return assemble(self._run, self._services, self._inputs, self._logger, self._resumed)
 
 
+def _files(run: Run) -> Iterator[Callable[[], object]]:
+    """A look at each of the files that the run file names."""
+    cfg, actor = run.config, run.config.actor_config
+    yield partial(_check_reward_names, run)
+    yield partial(find_model, actor, "actor_config")
+    if actor.tokenizer_name_or_path is not None:
+        path = Path(actor.tokenizer_name_or_path).expanduser()
+        yield partial(load_tokenizer, path, use_fast=not actor.tokenizer_not_use_fast)
+    for path in (actor.data_path, actor.eval_data_path):
+        if isinstance(path, str):
+            yield partial(check_prompt_files, path)
+    if cfg.critic_config is not None:
+        yield partial(find_model, cfg.critic_config, "critic_config")
+    if (reward := reward_model_config(cfg)) is not None:
+        yield partial(find_model, reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
+
+
 def count_prompts(run: Run) -> int:
     """How many prompts the run would train on.
 
@@ -222,10 +242,16 @@ def with_length(run: Run, num_prompts: int) -> Run:
     )
 
 
+def _check_reward_names(run: Run) -> None:
+    """Raises ConfigError for reward functions that do not exist."""
+    if mistakes := reward_mistakes(run.rl):
+        raise ConfigError(mistakes)
+
+
 def _check_rewards(run: Run) -> None:
     """Raises ConfigError for reward functions that do not exist and plug-ins that do not load."""
-    mistakes = reward_mistakes(run.rl) or loading_mistakes(run.rl, worker_environment(run.config, run.platform))
-    if mistakes:
+    _check_reward_names(run)
+    if mistakes := loading_mistakes(run.rl, worker_environment(run.config, run.platform)):
         raise ConfigError(mistakes)
 
 
@@ -321,9 +347,9 @@ def _existing(path: str | None) -> str | None:
 def open_data_plane(run: Run) -> DataPlane:
     """The data plane that the run file asks for, for the users of this loop."""
     rl, plan = run.rl, run.plan
-    options = {}
-    if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":
-        options["num_storage_units"] = rl.transfer_queue_data_shard_num
+    options: dict[str, Any] = {"answer_timeout_s": run.deadlines.seconds["data_plane"]}
+    if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":  # its sockets have limits of their own
+        options = {"num_storage_units": rl.transfer_queue_data_shard_num}
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, DATA_PLANE_USERS, **options)
 
 

@@ -130,7 +130,7 @@ class FilteredRollout:
         """
         self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, draws, model_rewards
         self._filter = GroupFilter(run)
-        self._timeout_s = run.rl.wait_timeout_s
+        self._timeout_s = run.deadlines.rows_s
         self._draws = 0
 
     def before_push(self, iteration: int) -> int:

@@ -84,7 +84,7 @@ def _streaming(run: Run, services: Services, feed: PromptFeed) -> StreamingSourc
         score,
         interrupts=rl.trainer_mode == "async" and rl.partial_rollout,
         num_warmup_batches=rl.num_warmup_batches if rl.trainer_mode == "async" else 1,
-        timeout_s=rl.wait_timeout_s,
+        timeout_s=run.deadlines.rows_s,
         keep_alive=services.engine.keep_alive,
     )
 

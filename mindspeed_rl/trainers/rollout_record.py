@@ -42,7 +42,7 @@ def save_rollout(
     names = _ALWAYS | ({"ref_log_probs": "ref_log_probs"} if with_reference else {})
     rows, width = inputs.response_mask.shape
     columns = ["input_ids", "truncated", "weight_versions", *names.values()]
-    batch, _ = plane.get("metrics", columns, indexes=range(rows), timeout_s=run.rl.wait_timeout_s)
+    batch, _ = plane.get("metrics", columns, indexes=range(rows), timeout_s=run.deadlines.rows_s)
     longest = max(len(ids) for ids in batch["input_ids"])
     tensors = {
         "input_ids": ragged(batch["input_ids"]).padded(0, longest),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import summary
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.page.live import LivePage
@@ -68,7 +69,15 @@ class RunReport:
     def show(self, logger: RunLogger) -> None:
         """The report is refreshed while this logger's run goes."""
         self.logger = logger
-        logger.page = LivePage(lambda: self.write("running"))
+        page = logger.page = LivePage(lambda: self.write(_running()))
+        if (beat := heartbeat.current()) is not None:
+            beat.on_notice = page.touch
+
+
+def _running() -> str:
+    """The outcome of a run that goes, with what is to be said of a long wait."""
+    beat = heartbeat.current()
+    return f"running; {beat.notice}" if beat is not None and beat.notice else "running"
 
 
 def _plan_beside(run: Run) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.notices import run_warnings
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import table
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
@@ -42,6 +44,8 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     ending = Ending(cfg.actor_config.sigterm_grace_s)
     with ending.installed(), reported(run) as report, _whoever_ended_it(ending), contextlib.ExitStack() as stack:
+        beat = heartbeat.begin(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
+        stack.callback(beat.end)
         absolute_paths(cfg)
         goes_on_after = parts.beginning.iteration
         trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg), goes_on_after=goes_on_after)
@@ -71,9 +75,13 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
 
 @contextlib.contextmanager
 def _whoever_ended_it(ending: Ending) -> Iterator[None]:
-    """Workers that got the same SIGTERM as the driver have not failed."""
+    """Workers that got the same SIGTERM as the driver have not failed; nor has Ray, whose handler is there while it starts."""
     try:
         yield
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:
+            raise
+        raise Terminated("SIGTERM: all workers were ended.") from error
     except (RuntimeError, TimeoutError) as error:
         if not ending.requested:
             raise

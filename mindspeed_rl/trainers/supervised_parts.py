@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.data.indexed import packed_columns
+from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
@@ -16,6 +18,7 @@ from mindspeed_rl.trainers.beginning import find_beginning, with_sound_checkpoin
 from mindspeed_rl.trainers.model_plans import model_plans
 from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
+from mindspeed_rl.trainers.wrong_files import check_all
 from mindspeed_rl.workers.groups import SupervisedGroup
 from mindspeed_rl.workers.model_source import (
     check_weights,
@@ -45,6 +48,7 @@ class SupervisedParts:
         """
         self._run = run = with_sound_checkpoint(run)
         config = run.config.actor_config
+        check_all(_files(config))
         source = find_model(config, "megatron_training")
         model_plans(run, source)
         self.beginning = find_beginning(run, source)
@@ -92,6 +96,14 @@ class SupervisedParts:
         """The loop, on workers that were started, with the logger that was made."""
         start = self._resumed.get("iteration", 0)
         return SupervisedTrainer(self._run, self._workers, self._logger, evaluates=self._evaluates, start_iteration=start)
+
+
+def _files(config: MegatronConfig) -> Iterator[Callable[[], object]]:
+    """A look at each of the files that the run file names."""
+    yield partial(find_model, config, "megatron_training")
+    if config.tokenizer_name_or_path is not None:
+        yield partial(load_tokenizer, config.tokenizer_name_or_path, use_fast=not config.tokenizer_not_use_fast)
+    yield partial(check_data, config)
 
 
 #: columns a stage reads; Megatron's dataset of stage pretrain has one file without columns

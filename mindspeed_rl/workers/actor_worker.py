@@ -49,7 +49,7 @@ class ActorWorker(ModelWorker):
         source = find_model(cfg.actor_config, "actor_config")
         model_plan = plan_model(cfg.actor_config, source.hf_folder)
         init_distributed(cfg.actor_config, model_plan.layout.vpp)
-        self.replica = Replica(plane, run.rl.wait_timeout_s)
+        self.replica = Replica(plane, run.deadlines.rows_s)
         tokenizer = load_tokenizer_of(cfg.actor_config, source)
         self.roles = build_roles(run, source, model_plan, tokenizer)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
@@ -62,7 +62,7 @@ class ActorWorker(ModelWorker):
     def follow(self, run: Run, plane: DataPlane) -> None:
         """The phases from now on are those of this run, whose roles are the ones that were built."""
         self.run = run
-        self.replica.follow(plane, run.rl.wait_timeout_s)
+        self.replica.follow(plane, run.deadlines.rows_s)
         self.rollout.run, self.rollout.plane = run, plane
 
     def _rests(self, role: Role) -> bool:

@@ -39,7 +39,7 @@ from mindspeed_rl.workers.reports import WorkerReport
 from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
 from mindspeed_rl.workers.server_process import ServerSettings
 from mindspeed_rl.workers.servers import RolloutServers
-from mindspeed_rl.workers.waiting import Pending, WorkerFailed
+from mindspeed_rl.workers.waiting import Pending, WorkerFailed, wait_all
 
 #: how long finished responses are collected before they are put together
 _COLLECT_S = 0.02
@@ -156,7 +156,7 @@ class ApartActorGroup(ActorGroup):
 
     def _start(self, group: RunGroup, method: str, *arguments: Any) -> Pending:
         futures = [process.call.remote(method, *arguments) for process in group.processes]
-        return Pending(futures, group._names, method, self._plane)
+        return Pending(futures, group._names, method, self._plane, self._watch)
 
     def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
         """The first `count` rows have the log-probs of this role, "actor" or "ref"."""
@@ -219,6 +219,7 @@ class ServedActorGroup(ApartActorGroup):
             whole_distribution=self.sampling.whole_distribution,
             platform=run.platform,
             folder=run.folder,
+            heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
         )
         self.servers = RolloutServers(run, settings)
         self._timers = Timers(worker="rollout")
@@ -262,15 +263,15 @@ class ServedActorGroup(ApartActorGroup):
         return found
 
     def _meet(self, names: Sequence[str], invite: Any) -> None:
-        host, port = ray.get(self.processes[0].address.remote(), timeout=60)
+        ((host, port),) = wait_all(
+            [self.processes[0].address.remote()], self._names[:1], "join_servers", self._plane, self._watch
+        )
         if rollout_servers(self._run.config) and self._run.num_nodes == 1 and not self._all_local():
             host = ray.util.get_node_ip_address()
         meeting: Meeting = self.servers.weights.new_meeting(host, port, names)
         futures = [process.call.remote("join_servers", meeting) for process in self.processes]
         invite(meeting)
-        errors = [error for error in map(_error_of, futures) if error is not None]
-        if errors:
-            raise RuntimeError(str(errors[0]).strip().splitlines()[-1])
+        self.wait("join_servers", futures)
 
     def _all_local(self) -> bool:
         return all(host in ("127.0.0.1", "localhost", "::1") for host, _ in rollout_servers(self._run.config))
@@ -278,13 +279,25 @@ class ServedActorGroup(ApartActorGroup):
     def _send(self, version: int) -> tuple[Any, Exception | None]:
         """(sums and reports, None), or (None, what broke the group)."""
         futures = [process.call.remote("send_weights", version) for process in self.processes]
-        error = _error_of(futures[0])
+        error = self._error_in_time(futures[0])
         if error is not None and not isinstance(error, ray.exceptions.RayActorError):
             # the first rank alone talks to the servers; the others must be well
             self.wait("send_weights", futures[1:])
             return None, error
         answers = self.wait("send_weights", futures)
         return (answers[0][0], [report for _, report in answers]), None
+
+    def _error_in_time(self, future: Any) -> Exception | None:
+        """How the first rank failed in sending; None when it did not.
+
+        Raises:
+            WorkerFailed: it neither ends nor fails.
+        """
+        watch = self._watch.begin("send_weights", self._names[:1])
+        while not ray.wait([future], timeout=1.0)[0]:
+            watch.look(self._names[:1])
+        watch.end()
+        return _error_of(future)
 
     def _leave(self) -> None:
         self.wait("leave_servers", [process.call.remote("leave_servers") for process in self.processes])
@@ -310,7 +323,7 @@ class ServedActorGroup(ApartActorGroup):
         rows = list(range(run.plan.num_samples))
         batch, _ = await loop.run_in_executor(
             self._writer,
-            lambda: self._rows_plane.get("actor_rollout", ["prompt_ids"], indexes=rows, timeout_s=run.rl.wait_timeout_s),
+            lambda: self._rows_plane.get("actor_rollout", ["prompt_ids"], indexes=rows, timeout_s=run.deadlines.rows_s),
         )
         prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
         group, seed, pool = run.plan.n_samples_per_prompt, sampling_seed(run), self.servers.pool
@@ -411,12 +424,15 @@ class ServedPending(Pending):
 
     def _until_done(self, look: Any) -> Any:
         pool = self._group.servers.pool
+        watch = self._group._watch.begin(self._method, pool.names)
         try:
             while True:
                 wait([self._work], timeout=_LOOK_EVERY_S)
                 if self._work.done():
+                    watch.end()
                     return self._work.result()
                 look()
+                watch.look(pool.names)  # who is silent is taken out by the pool
                 self._look_at(list(self._group._early.values()))
                 if not pool.names:
                     self._group.recover()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from mindspeed_rl.config import RLConfig, RunConfig
@@ -21,6 +22,10 @@ from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import environment, platform_class
 
+#: name of the process that is Ray's control service
+_HEAD = "gcs_server"
+#: that of the cluster that this process has started, while it runs; Ray too is one a process
+_heads: list[psutil.Process] = []
 #: logical CPUs of a cluster we start ourselves, beside the workers': room for data plane, rewards and the driver's tasks
 _SPARE_CPUS = 16
 #: looked for from the working directory, then beside the project's run files
@@ -118,10 +123,21 @@ def _connected(num_devices: int, platform_name: str, folder: str, cpus: int, dea
     else:
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     try:
+        if folder:
+            _heads.extend(child for child in psutil.Process().children(recursive=True) if child.name() == _HEAD)
         _wait_for_devices(resource or "CPU", num_devices, deadline_s)
         yield
     finally:
+        _heads.clear()
         ray.shutdown()
+
+
+def head_is_gone() -> bool:
+    """True when the control service of this process's own cluster has died.
+
+    Actors go on for a minute without it; then Ray ends this process, without a chance to say or save anything.
+    """
+    return any(not head.is_running() or head.status() == psutil.STATUS_ZOMBIE for head in _heads)
 
 
 def _wait_for_devices(resource: str, wanted: int, deadline_s: float) -> None:

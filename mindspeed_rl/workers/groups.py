@@ -18,8 +18,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl import adaptors
-from mindspeed_rl.config import MegatronConfig, RLConfig, Run, own_reward_devices
+from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run, own_reward_devices
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
@@ -29,10 +30,7 @@ from mindspeed_rl.workers.model_source import reward_model_config
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.workers.reports import DataSummary, WorkerReport
-from mindspeed_rl.workers.waiting import Pending, wait_all
-
-#: how long Ray may take to place the processes, and to start the first
-_PLACEMENT_TIMEOUT_S = 120
+from mindspeed_rl.workers.waiting import Pending, Watch, wait_all
 
 
 class WorkerGroup:
@@ -48,13 +46,20 @@ class WorkerGroup:
     built: ClassVar[str] = "the models are loaded"
 
     def __init__(
-        self, settings: ProcessSettings, env: Mapping[str, str], *, num_cpus: float = 1, plane: DataPlane | None = None
+        self,
+        settings: ProcessSettings,
+        env: Mapping[str, str],
+        *,
+        num_cpus: float = 1,
+        plane: DataPlane | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Places the processes and starts them; `start_workers` must come before any phase.
 
         Args:
             env: environment of the processes.
             num_cpus: Ray CPUs beside each device; where devices are CPUs themselves, 1.
+            watch: what waits for the workers may take; the defaults without one.
 
         Raises:
             TimeoutError: there is no room for them.
@@ -63,9 +68,17 @@ class WorkerGroup:
         resource = platform_class(settings.platform).ray_resource
         cpus = 1 if resource is None else num_cpus
         bundle = {"CPU": cpus} | ({} if resource is None else {resource: 1})
+        self._watch = watch or Watch(settings.folder, Deadlines(), FaultTolerance())
+        self._folder = settings.folder
+        self._names = [f"{title} {rank}" for rank in range(size)]
+        forget(self._folder, self._names)
+        limit_s = self._watch.limit("placement")
         self._placement = placement_group([bundle] * size, strategy="PACK")
-        if not self._placement.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S):
-            raise TimeoutError(f"Ray could not place {size} {title}s with {bundle} each within {_PLACEMENT_TIMEOUT_S} s.")
+        if not self._placement.wait(timeout_seconds=limit_s):
+            raise TimeoutError(
+                f"Ray could not place {size} {title}s with {bundle} each within {limit_s:.0f} s "
+                "(rl_config.deadlines.placement)."
+            )
         options = {
             "num_cpus": cpus,
             "resources": None if resource is None else {resource: 1},
@@ -77,12 +90,11 @@ class WorkerGroup:
             place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=place, **options)
             self.processes.append(actor_handle(remote.remote(settings, rank)))
-        self._names = [f"{title} {rank}" for rank in range(size)]
         self._plane = plane
 
     def start_workers(self, *arguments: Any, steps: StartSteps | None = None) -> None:
         """All workers have joined their world and built their models from these arguments."""
-        master = ray.get(self.processes[0].address.remote(), timeout=_PLACEMENT_TIMEOUT_S)
+        (master,) = wait_all([self.processes[0].address.remote()], self._names[:1], "set_up", self._plane, self._watch)
         _show(steps, f"{self._names[0]} and its peers are started" if len(self._names) > 1 else f"{self._names[0]} is started")
         self.wait("set_up", [process.prepare.remote(master) for process in self.processes])
         _show(steps, "their libraries are loaded")
@@ -95,12 +107,13 @@ class WorkerGroup:
         Raises:
             WorkerFailed: naming the worker, the phase and the cause.
         """
-        return wait_all(futures, self._names, phase, self._plane)
+        return wait_all(futures, self._names, phase, self._plane, self._watch)
 
     def close(self) -> None:
         """Ends all worker processes."""
         for process in self.processes:
             ray.kill(process)
+        end_processes(self._folder, self._names)
         with contextlib.suppress(Exception):
             remove_placement_group(self._placement)
 
@@ -137,9 +150,13 @@ class RunGroup(WorkerGroup):
             folder=run.folder,
             title=self.title,
             log_name=self.log_name,
+            heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
+            collective_timeout_s=run.deadlines.seconds["collective"],
         )
         cpus = (run.config.rl_config or RLConfig()).num_cpus_for_placement_group
-        super().__init__(settings, worker_environment(run.config, run.platform), num_cpus=cpus, plane=plane)
+        super().__init__(
+            settings, worker_environment(run.config, run.platform), num_cpus=cpus, plane=plane, watch=Watch.of(run)
+        )
         self._run = run
 
 
@@ -182,7 +199,7 @@ class ActorGroup(ScoringGroup):
     def generate(self, draw: int) -> Pending:
         """All rows will have a response."""
         futures = [process.call.remote("generate", draw) for process in self.processes]
-        return Pending(futures, self._names, "generate", self._plane)
+        return Pending(futures, self._names, "generate", self._plane, self._watch)
 
     def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[tuple[WorkerReport, list[Generated] | None]]:
         """The responses are up to `num_tokens` tokens longer: each replica's share; None from ranks that hand none out."""

@@ -32,7 +32,7 @@ class ReferenceWorker(ModelWorker):
         init_distributed(config, plan_model(config, source.hf_folder).layout.vpp)
         tokenizer = load_tokenizer_of(actor, source)
         self._role = build_reference(run, source, resumed_at, shared_settings(run, tokenizer))
-        self.replica = Replica(plane, run.rl.wait_timeout_s)
+        self.replica = Replica(plane, run.deadlines.rows_s)
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Log-probs of the reference for this replica's rows."""
@@ -62,7 +62,7 @@ class CriticWorker(ModelWorker):
         init_distributed(config, plan_model(config, find_model(config, "critic_config").hf_folder, head="reward").layout.vpp)
         tokenizer = load_tokenizer_of(actor, source)
         self._role = build_critic(run, resumed_at, shared_settings(run, tokenizer))
-        self.replica = Replica(plane, run.rl.wait_timeout_s)
+        self.replica = Replica(plane, run.deadlines.rows_s)
 
     def compute_values(self, count: int) -> WorkerReport:
         """The critic's value before each response token."""

@@ -16,7 +16,12 @@ import ray
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.deadlines import DEFAULTS
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
+
+#: read by `engine.parallel.init_distributed`, as RANK and WORLD_SIZE are
+COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class ProcessSettings:
         folder: of the run; takes run.log and logs/.
         title: what messages call such a worker, before its rank.
         log_name: its log file is `<log_name>_<rank>.log`.
+        heartbeat_interval_s: between two signs of life.
+        collective_timeout_s: longest that ranks wait for each other.
     """
 
     target: str
@@ -44,6 +51,8 @@ class ProcessSettings:
     folder: Path
     title: str = "worker"
     log_name: str = "rank"
+    heartbeat_interval_s: float = 5.0
+    collective_timeout_s: float = DEFAULTS["collective"]
 
 
 class WorkerProcess:
@@ -70,6 +79,15 @@ class WorkerProcess:
         redirect_output(settings.folder / "logs" / f"{name}.log")
         set_up_logging(settings.folder / "run.log", worker=f"{settings.log_name} {self._rank}", console=False)
         device = platform.select(settings.platform)
+        # the recorders read these when the first group is made
+        os.environ.update({name: value for name, value in device.recorder_env.items() if name not in os.environ})
+        os.environ[COLLECTIVE_TIMEOUT] = str(settings.collective_timeout_s)
+        heartbeat.begin(
+            settings.folder,
+            f"{settings.title} {self._rank}",
+            interval_s=settings.heartbeat_interval_s,
+            recorder=device.collective_record,
+        )
         os.environ.update(
             RANK=str(self._rank),
             WORLD_SIZE=str(settings.world_size),
@@ -77,13 +95,15 @@ class WorkerProcess:
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
         )
-        prepare_process(settings.adapted, settings.keys)
-        import_module(settings.target.partition(":")[0])
+        with heartbeat.doing("set_up: loading libraries"):
+            prepare_process(settings.adapted, settings.keys)
+            import_module(settings.target.partition(":")[0])
 
     def start(self, arguments: tuple[Any, ...]) -> None:
         """The worker is built: `target(*arguments, rank=rank)`; collective over the group, behind `prepare`."""
         module, _, name = self._settings.target.partition(":")
-        self._worker = getattr(import_module(module), name)(*arguments, rank=self._rank)
+        with heartbeat.doing("set_up: building models"):
+            self._worker = getattr(import_module(module), name)(*arguments, rank=self._rank)
         # What was built lives as long as the process, so the garbage collector need not look at it again: with Megatron
         # and vLLM these are 750,000 objects, and half a second for each full collection.
         gc.collect()
@@ -91,7 +111,8 @@ class WorkerProcess:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What the worker's method returns; see the methods of the groups for who calls what."""
-        return getattr(self._worker, method)(*arguments)
+        with heartbeat.doing(method):
+            return getattr(self._worker, method)(*arguments)
 
     def _device_index(self, device: platform.Platform) -> int:
         """Number of this worker's device in its process: the one Ray assigned, where devices are a Ray resource.

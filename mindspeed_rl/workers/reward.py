@@ -9,6 +9,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.rewards.pool import RewardPool
@@ -22,6 +23,7 @@ class RewardWorker:
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str, number: int) -> None:
         redirect_output(run.folder / "logs" / f"reward_{number}.log")
         set_up_logging(run.folder / "run.log", worker=f"reward {number}", console=False)
+        heartbeat.begin(run.folder, f"reward worker {number}", interval_s=run.fault_tolerance.heartbeat_interval_s)
         self.run, self.plan, self.plane = run, run.plan, plane
         self.max_tokens = run.generate.sampling_config.max_tokens
         self.tokenizer = load_tokenizer(tokenizer_path, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
@@ -38,27 +40,30 @@ class RewardWorker:
         self.pool.check(self._sample(list(prompt_ids), answer, label, columns, False))
         return self.pool.accuracies
 
-    def score(self, rows: list[int]) -> WorkerReport:
+    def score(self, rows: list[int], again: bool = False) -> WorkerReport:
         """The rows have rewards; waits for responses that are still being generated.
 
         A score that failed and is to be dropped is NaN: its row does not train.
+
+        Args:
+            again: a worker that was lost may have scored some of them.
         """
-        rl = self.run.rl
         size = max(1, self.plan.dispatch_sizes["reward_dispatch_size"])
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             columns = ["responses", "prompt_ids", "labels", "extra", "truncated"]
-            batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=rl.wait_timeout_s)
-            with self.timers("rule_reward"):  # waiting for responses is no part of it
+            batch, _ = self.plane.get("rule_reward", columns, indexes=part, timeout_s=self.run.deadlines.rows_s)
+            # waiting for responses is no part of it
+            with self.timers("rule_reward"), heartbeat.doing(f"scoring {len(part)} responses"):
                 samples = [
                     self._sample(prompt.tolist(), response.tolist(), label, extra, bool(cut))
                     for prompt, response, label, extra, cut in zip(
                         *(batch[name] for name in ("prompt_ids", "responses", "labels", "extra", "truncated"))
                     )
                 ]
-                results = self.pool.score(samples, timeout_s=rl.wait_timeout_s)
+                results = self.pool.score(samples, timeout_s=self.run.deadlines.seconds["rewards"])
                 totals = [math.nan if result.total is None else result.total for result in results]
-                self.plane.put({"rewards": totals, "reward_results": results}, part)
+                self.plane.put({"rewards": totals, "reward_results": results}, part, overwrite=again)
         return WorkerReport(intervals=self.timers.drain())
 
     def score_now(
@@ -70,13 +75,12 @@ class RewardWorker:
             truncated: which ended for lack of room; none where nothing is said.
         """
         cut = truncated or [False] * len(items)
-        return self.pool.score(
-            [
-                self._sample(item["prompt_ids"], response, item["label"], item["columns"], is_cut)
-                for item, response, is_cut in zip(items, responses, cut)
-            ],
-            timeout_s=self.run.rl.wait_timeout_s,
-        )
+        samples = [
+            self._sample(item["prompt_ids"], response, item["label"], item["columns"], is_cut)
+            for item, response, is_cut in zip(items, responses, cut)
+        ]
+        with heartbeat.doing(f"scoring {len(samples)} responses"):
+            return self.pool.score(samples, timeout_s=self.run.deadlines.seconds["rewards"])
 
     def _sample(
         self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict[str, Any], truncated: bool

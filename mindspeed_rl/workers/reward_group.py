@@ -1,21 +1,29 @@
-"""The reward functions of a run: one worker a node, on CPUs."""
+"""The reward functions of a run: one worker a node, on CPUs; one that is lost is replaced."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.reward import RewardWorker
-from mindspeed_rl.workers.waiting import Pending, wait_all
+from mindspeed_rl.workers.waiting import Pending, Watch, wait_all
+
+_LOG = logging.getLogger(__name__)
+#: reward workers that a run replaces before it gives up: what kills more of them is no accident
+_MOST_REPLACED = 5
 
 
 class RewardGroup:
@@ -26,7 +34,9 @@ class RewardGroup:
     """
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:
-        self._plane = plane
+        self._run, self._plane, self._tokenizer_path = run, plane, tokenizer_path
+        self._watch = Watch.of(run)
+        self._num_replaced = 0
         self.accuracies = frozenset(ACCURACIES)
         env = worker_environment(run.config, run.platform)
         # Scoring needs no tensors: importing torch_npu in these processes would only claim devices.
@@ -35,12 +45,18 @@ class RewardGroup:
             "runtime_env": {"env_vars": env | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}},
             "scheduling_strategy": "SPREAD",
         }
-        remote = ray.remote(RewardWorker).options(**options)
-        self._actors = [actor_handle(remote.remote(run, plane, tokenizer_path, number)) for number in range(run.num_nodes)]
+        self._remote = ray.remote(RewardWorker).options(**options)
+        self._names = [f"reward worker {number}" for number in range(run.num_nodes)]
+        self._actors = [self._start(number) for number in range(run.num_nodes)]
+
+    def _start(self, number: int) -> ActorHandle[RewardWorker]:
+        forget(self._run.folder, [self._names[number]])
+        return actor_handle(self._remote.remote(self._run, self._plane, self._tokenizer_path, number))
 
     def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, Any]) -> None:
         """Every reward function gives a score to a sample."""
-        (found,) = wait_all([self._actors[0].check.remote(prompt_ids, label, columns)], ["reward worker"], "check", None)
+        futures = [self._actors[0].check.remote(prompt_ids, label, columns)]
+        (found,) = wait_all(futures, ["reward worker"], "check", None, self._watch)
         self.accuracies |= frozenset(found)
 
     def score_now(
@@ -53,21 +69,47 @@ class RewardGroup:
         """
         cut = truncated or [False] * len(items)
         share = -(-len(items) // len(self._actors))
-        futures = [
-            actor.score_now.remote(*(part[number * share : (number + 1) * share] for part in (items, responses, cut)))
-            for number, actor in enumerate(self._actors)
-        ]
-        parts = wait_all(futures, [f"reward worker {number}" for number in range(len(futures))], "score_now", self._plane)
+
+        def ask(number: int, again: bool) -> Any:
+            parts = (part[number * share : (number + 1) * share] for part in (items, responses, cut))
+            return self._actors[number].score_now.remote(*parts)
+
+        parts: list[Any] = self._ask_all("score_now", ask).wait()
         return [result for part in parts for result in part]
 
     def start(self, num_rows: int) -> Pending:
         """Starts scoring; rows are taken as soon as they are generated."""
         share = -(-num_rows // len(self._actors))
-        futures = [
-            actor.score.remote(list(range(number * share, min(num_rows, (number + 1) * share))))
-            for number, actor in enumerate(self._actors)
-        ]
-        return Pending(futures, [f"reward worker {number}" for number in range(len(futures))], "score", self._plane)
+
+        def ask(number: int, again: bool) -> Any:
+            return self._actors[number].score.remote(list(range(number * share, min(num_rows, (number + 1) * share))), again)
+
+        return self._ask_all("score", ask)
+
+    def _ask_all(self, method: str, ask: Callable[[int, bool], Any]) -> Pending:
+        """The workers are asked, and asked again where one is replaced meanwhile: nothing is lost with a worker."""
+
+        def ask_another(name: str) -> Any | None:
+            number = self._names.index(name) if name in self._names else None
+            if number is None or not self._replace(number):
+                return None
+            return ask(number, True)
+
+        futures = [ask(number, False) for number in range(len(self._actors))]
+        return Pending(futures, self._names, method, self._plane, self._watch, ask_another)
+
+    def _replace(self, number: int) -> bool:
+        """Another worker is there in place of this one; False when too many were replaced already."""
+        if self._num_replaced == _MOST_REPLACED:
+            return False
+        self._num_replaced += 1
+        with contextlib.suppress(Exception):
+            ray.kill(self._actors[number])
+        end_processes(self._run.folder, [self._names[number]], grace_s=0.0)
+        self._actors[number] = self._start(number)
+        left = _MOST_REPLACED - self._num_replaced
+        _LOG.warning("%s was lost and is replaced (%d more may be)", self._names[number], left)
+        return True
 
     def close(self) -> None:
         """Ends the workers and their pools."""
@@ -75,3 +117,4 @@ class RewardGroup:
             ray.get([actor.close.remote() for actor in self._actors], timeout=10)
         for actor in self._actors:
             ray.kill(actor)
+        end_processes(self._run.folder, self._names)

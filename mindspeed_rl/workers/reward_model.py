@@ -83,7 +83,7 @@ class RewardModelWorker(DeviceWorker):
         init_distributed(config, plan_model(config, source.hf_folder).layout.vpp)
         role, scoring = build_reward_model(run, config, tokenizer, shared_settings(run, tokenizer))
         batching = micro_batching(run.rl, "ref", config.micro_batch_size or run.plan.micro_batch_size)
-        self._model = RewardModel(role, scoring, Replica(plane, run.rl.wait_timeout_s), batching)
+        self._model = RewardModel(role, scoring, Replica(plane, run.deadlines.rows_s), batching)
 
     def compute_model_rewards(self, count: int) -> WorkerReport:
         """The first `count` rows have the reward model's score."""

@@ -116,7 +116,7 @@ class RolloutReplica:
             first = self.replica * share
             for start in range(first, first + share, size):
                 rows = list(range(start, min(start + size, first + share)))
-                yield rows, self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=rl.wait_timeout_s)[0]
+                yield rows, self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=self.run.deadlines.rows_s)[0]
             return
         while True:
             batch, rows = self.plane.get("actor_rollout", columns, size)

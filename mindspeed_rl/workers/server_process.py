@@ -13,6 +13,7 @@ import ray
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.workers.process import prepare_process
 
@@ -29,6 +30,7 @@ class ServerSettings:
         folder: of the run; takes run.log and logs/. None: nothing is written.
         with_tokenizer: the engine reads and writes text, for other interfaces than ours.
         load_weights: the engine begins with the folder's weights instead of waiting for a push.
+        heartbeat_interval_s: between two signs of life.
     """
 
     hf_folder: str
@@ -38,6 +40,7 @@ class ServerSettings:
     folder: Path | None
     with_tokenizer: bool = False
     load_weights: bool = False
+    heartbeat_interval_s: float = 5.0
 
 
 class ServerProcess:
@@ -53,6 +56,7 @@ class ServerProcess:
         if settings.folder is not None:
             redirect_output(settings.folder / "logs" / f"{name}.log")
             set_up_logging(settings.folder / "run.log", worker=f"server {self._number}", console=False)
+            heartbeat.begin(settings.folder, f"rollout server {self._number}", interval_s=settings.heartbeat_interval_s)
         device = platform.select(settings.platform)
         if device.visible_devices_env is not None and device.ray_resource is not None:
             # vLLM counts the devices that its processes see from 0
@@ -60,6 +64,8 @@ class ServerProcess:
             os.environ[device.visible_devices_env] = ",".join(assigned)
         prepare_process(("rollout",), None)
         self._service = import_module("mindspeed_rl.workers.serving").open_service(settings)
+        if (beat := heartbeat.current()) is not None:
+            beat.set("serving")
         return await self._service.describe()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:

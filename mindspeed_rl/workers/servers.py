@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import Run, own_rollout_devices, rollout_servers
+from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.pool import ServerLost, ServerPool
 from mindspeed_rl.workers.cluster import worker_environment
@@ -25,9 +26,6 @@ from mindspeed_rl.workers.weight_push import LoopThread, WeightPush
 Answer = TypeVar("Answer")
 
 _LOG = logging.getLogger(__name__)
-_PLACEMENT_TIMEOUT_S = 120
-#: longest start of a server: large models are built in minutes
-_START_TIMEOUT_S = 1800
 
 
 class RolloutServers:
@@ -49,14 +47,14 @@ class RolloutServers:
             TimeoutError: there is no room for the run's own.
         """
         self._run, self._settings, self._say = run, settings, say
-        self._timeout_s = run.generate.vllm_server_timeout
+        self._timeout_s = run.deadlines.seconds["server"]
         self._restarts_left = run.rl.rollout_server_restarts
         self._placement: Any = None
         self._actors: dict[str, Any] = {}
         self._starting: dict[str, Any] = {}
         self._by_hand: dict[str, HttpServer] = {}
         self.loop = LoopThread("rollout-servers")
-        self.pool = ServerPool(timeout_s=self._timeout_s, on_lost=self._note_loss)
+        self.pool = ServerPool(timeout_s=self._timeout_s, drain_s=run.deadlines.seconds["generate"], on_lost=self._note_loss)
         self.weights = WeightPush(self.pool, self.loop, self.replace_lost, timeout_s=self._timeout_s)
         devices = own_rollout_devices(run.config)
         if devices is not None:
@@ -75,8 +73,12 @@ class RolloutServers:
         resource, tensor = platform_class(self._settings.platform).ray_resource, self._run.generate.infer_tensor_parallel_size
         self._bundle = {"CPU": tensor} | ({} if resource is None else {resource: tensor})
         self._placement = placement_group([self._bundle] * count, strategy="PACK")
-        if not self._placement.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S):
-            raise TimeoutError(f"Ray could not place {count} rollout servers with {self._bundle} in {_PLACEMENT_TIMEOUT_S} s.")
+        limit_s = self._run.deadlines.seconds["placement"]
+        if not self._placement.wait(timeout_seconds=limit_s):
+            raise TimeoutError(
+                f"Ray could not place {count} rollout servers with {self._bundle} in {limit_s:.0f} s "
+                "(rl_config.deadlines.placement)."
+            )
         for number in range(count):
             self._start(number)
 
@@ -91,6 +93,7 @@ class RolloutServers:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=number),
         )
         name = f"rollout server {number}"
+        forget(self._run.folder, [name])
         actor = actor_handle(remote.remote(self._settings, number))
         self._actors[name], self._starting[name] = actor, actor.start.remote()
 
@@ -111,7 +114,7 @@ class RolloutServers:
         starting, self._starting = self._starting, {}
         for name, future in starting.items():
             try:
-                facts = ray.get(future, timeout=_START_TIMEOUT_S)
+                facts = ray.get(future, timeout=self._run.deadlines.seconds["start"])
                 self._accept(RayServer(name, self._actors[name]), facts)
             except Exception as error:
                 last = str(error).strip().splitlines()[-1]
@@ -144,6 +147,7 @@ class RolloutServers:
         for name in [name for name in self._actors if name not in alive]:
             with contextlib.suppress(Exception):
                 ray.kill(self._actors.pop(name))
+                end_processes(self._run.folder, [name])
             if self._restarts_left <= 0:
                 continue
             self._restarts_left -= 1
@@ -164,6 +168,7 @@ class RolloutServers:
         for actor in self._actors.values():
             with contextlib.suppress(Exception):
                 ray.kill(actor)
+        end_processes(self._run.folder, list(self._actors))
         if self._placement is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)

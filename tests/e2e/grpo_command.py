@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ class Command:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._mark = uuid.uuid4().hex
-        self._shared_before = set(SHARED_MEMORY.iterdir())
+        self._shared: set[str] = set()
+        self._looked_s = 0.0
         words = [sys.executable, "-m", "mindspeed_rl.cli.main", "train", "--config-name", "grpo_tiny_cpu"]
         self._output = (folder / "output.txt").open("w+")
         self.process = subprocess.Popen(
@@ -89,14 +90,17 @@ class Command:
         while not reached():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output[-4000:]}"
             assert time.monotonic() < deadline, f"not reached in {timeout_s} s:\n{self.output[-4000:]}"
+            self._note_shared()
             time.sleep(0.05)
 
     def wait(self, timeout_s: float) -> int:
         """The exit code; fails when the command has not ended in time."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s:\n{self.output[-4000:]}") from None
+        deadline = time.monotonic() + timeout_s
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.output[-4000:]}"
+            self._note_shared()
+            time.sleep(0.05)
+        return code
 
     def interrupt(self) -> None:
         """Ctrl-C in the terminal of the command."""
@@ -128,9 +132,15 @@ class Command:
 
     def _left(self) -> list[str]:
         left = [f"process {process.pid}: {' '.join(_words(process))[:100]}" for process in self.processes()]
-        new = {str(path) for path in set(SHARED_MEMORY.iterdir()) - self._shared_before}
-        used = _mapped_files() if new else set()
-        return left + sorted(path for path in new - used if Path(path).exists())
+        new = {path for path in self._shared if Path(path).exists()}
+        used = _mapped_files(psutil.process_iter()) if new else set()
+        return left + sorted(new - used)
+
+    def _note_shared(self) -> None:
+        """The shared-memory files of this command's processes are known, so that those of others are not taken for them."""
+        if time.monotonic() - self._looked_s > 2.0:
+            self._looked_s = time.monotonic()
+            self._shared |= {path for path in _mapped_files(self.processes()) if path.startswith(f"{SHARED_MEMORY}/")}
 
     def close(self) -> None:
         """Nothing of the command is left, whatever happened."""
@@ -148,10 +158,10 @@ def _words(process: psutil.Process) -> list[str]:
     return []
 
 
-def _mapped_files() -> set[str]:
-    """Files in shared memory that some live process maps or holds open."""
+def _mapped_files(processes: Iterable[psutil.Process]) -> set[str]:
+    """Files in shared memory that one of these processes maps or holds open."""
     used = set()
-    for process in psutil.process_iter():
+    for process in processes:
         with contextlib.suppress(OSError):
             used |= {
                 line.split(maxsplit=5)[5] for line in _lines(Path("/proc", str(process.pid), "maps")) if "/dev/shm/" in line

@@ -200,3 +200,33 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
     weights = "save/hf/latest/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
     assert latest_iteration(tmp_path / "save") == 40
+
+
+@pytest.mark.slow
+def test_a_run_that_tolerates_faults_goes_on_by_itself(work: Path, uninterrupted: tuple, tmp_path: Path) -> None:
+    metrics, seen = tmp_path / "run" / "metrics.jsonl", tmp_path / "output.txt"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    tolerant = ["rl_config.fault_tolerance.enabled=true", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
+    with seen.open("w") as output:
+        process = subprocess.Popen([*command(work, tmp_path), *tolerant], env=environment, stdout=output, stderr=output)
+    try:
+        for moment, how in ((9, "kill"), (21, "suspend")):
+            while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < moment):
+                time.sleep(0.02)
+            below = psutil.Process(process.pid).children(recursive=True)
+            workers = [child for child in below if "WorkerProcess" in " ".join(child.cmdline())]
+            getattr(workers[1], how)()
+            count = 1 if how == "kill" else 2
+            while process.poll() is None and seen.read_text().count("the run goes on after iteration") < count:
+                time.sleep(0.2)
+            assert not psutil.wait_procs(workers, timeout=30)[1], "workers outlived their world"
+        assert process.wait(300) == 0, seen.read_text()[-3000:]
+    finally:
+        process.kill()
+    said = seen.read_text()
+    assert "worker 1 failed in train: its process died" in said and "is stopped (SIGSTOP, or a debugger)" in said
+    assert [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()] == list(range(1, 41))
+    folder, expected = uninterrupted
+    assert figures(tmp_path) == expected
+    weights = "save/hf/latest/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()

@@ -2,6 +2,7 @@
 
     mindspeed-rl doctor                      this machine; what is missing for NPU when it is a CPU machine
     mindspeed-rl doctor --log run/*.log      known failures in log files, the earliest first
+    mindspeed-rl doctor --hang runs/mine     where every process of a run stands, and who holds it up
     mindspeed-rl doctor --json               the same for programs
 
 Exit code: 0 nothing stands in the way, 1 something does (or a log holds a known failure), 2 wrong usage.
@@ -14,8 +15,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from mindspeed_rl.cli.doctor import checks, logs, matrix
+from mindspeed_rl.cli.doctor import checks, hang, logs, matrix
 from mindspeed_rl.cli.doctor.checks import Finding
 from mindspeed_rl.cli.doctor.logs import LogFinding
 
@@ -123,9 +125,17 @@ def main(argv: list[str]) -> int:
         "--line", choices=("auto", *(line.name for line in matrix.LINES)), default="auto", help="NPU version line"
     )
     parser.add_argument("--log", nargs="+", metavar="FILE", help="only look for failures in these files")
+    parser.add_argument("--hang", type=Path, metavar="RUN", help="only say where the processes of this run (its folder) stand")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (faster)")
     arguments = parser.parse_args(argv)
+    if arguments.hang is not None:
+        try:
+            found = hang.examine_hang(arguments.hang)
+        except ValueError as error:
+            parser.error(str(error))
+        print(json.dumps(found.as_plain(), indent=2, ensure_ascii=False) if arguments.json else found.as_text())
+        return 0 if found.ok else 1
     if arguments.log:
         try:
             failures = logs.read_logs(arguments.log)

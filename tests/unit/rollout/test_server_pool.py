@@ -16,11 +16,11 @@ FOUR = Sampling(temperature=1.0, max_tokens=4, stop_token_ids=())
 Body = Callable[[ServerPool, list[ScriptedServer]], Awaitable[None]]
 
 
-def in_pool(body: Body, *, num_servers: int = 2, timeout_s: float = 30.0, most_moves: int = 8) -> None:
+def in_pool(body: Body, *, num_servers: int = 2, timeout_s: float = 30.0, most_moves: int = 8, drain_s: float = 30.0) -> None:
     """Runs the body with a pool of scripted servers, and fails when it hangs."""
 
     async def go() -> None:
-        pool = ServerPool(timeout_s=timeout_s, most_moves=most_moves)
+        pool = ServerPool(timeout_s=timeout_s, most_moves=most_moves, drain_s=drain_s)
         servers = [ScriptedServer(f"server {number}") for number in range(num_servers)]
         for server in servers:
             await pool.add(server)
@@ -174,6 +174,40 @@ def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_t
         assert found.token_ids == whole((2,), 1).token_ids and found.versions == (0, 1, 1, 1)
 
     in_pool(body, num_servers=1)
+
+
+def test_a_pause_does_not_wait_for_ever() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await until(lambda: bool(servers[0].engine.seen))
+        with pytest.raises(
+            TimeoutError, match=r"1 requests did not end within 0 s .*rl_config.deadlines.generate.*1 on server 0"
+        ):
+            await pool.pause("wait")
+        asked.cancel()
+
+    in_pool(body, drain_s=0.05)
+
+
+def test_what_a_server_is_lost_with_goes_on_before_a_pause_and_what_is_new_behind_it() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        first, second = servers
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await until(lambda: bool(first.engine.seen))
+        pausing = asyncio.create_task(pool.pause("wait"))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(pool.generate((2,), FOUR, 0))
+        pool.lose("server 0", "it is gone")
+        await until(lambda: bool(second.engine.seen))
+        second.engine.release(4)
+        await pausing
+        assert await asked == whole((1,), 0)
+        assert [prompt for prompt, _ in second.engine.seen] == [(1,)]
+        second.engine.release(4)
+        await pool.resume()
+        assert await later == whole((2,), 0)
+
+    in_pool(body)
 
 
 def test_a_pause_that_waits_lets_what_runs_end() -> None:

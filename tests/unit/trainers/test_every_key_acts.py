@@ -92,6 +92,8 @@ ELSEWHERE: dict[str, str] = {
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage",
+    "config/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
+    "config/resolve.py": "fault_tolerance",
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
@@ -122,7 +124,7 @@ ELSEWHERE: dict[str, str] = {
     "trainers/rl_parts.py": "data_path eval_data_path split dataset_additional_keys no_shuffle train_epochs max_prompt_length "
     "data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast",
     "trainers/group_filter.py": "max_resample_times filter_groups_enable filter_groups_metric filter_groups_max_batches",
-    "trainers/rollout.py": "blocking wait_timeout_s",
+    "trainers/rollout.py": "blocking",
     "trainers/rollout_modes.py": "trainer_mode dynamic_sample num_warmup_batches partial_rollout partial_rollout_max_split",
     "trainers/start.py": "sigterm_grace_s",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
@@ -139,7 +141,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
     "workers/rollout.py": "guarantee_order update_weights_bucket_mb update_weight_mode",
     "workers/server_links.py": "vllm_server_token_file",
-    "workers/servers.py": "rollout_server_restarts vllm_server_timeout",
+    "workers/servers.py": "rollout_server_restarts",
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
     "workers/stages/pretraining.py": "eval_iters",
@@ -148,9 +150,7 @@ ELSEWHERE: dict[str, str] = {
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
-REFUSED = (
-    "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
-)
+REFUSED = "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
 
 
 @cache

@@ -1,0 +1,80 @@
+"""`mindspeed-rl doctor --hang RUN`: where every process of a run stands, alive or afterwards, and who holds it up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.observability.collectives import Stalled
+from mindspeed_rl.observability.heartbeat import FOLDER
+from mindspeed_rl.observability.standing import Standing, ask_standings, culprit, stalled
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """What was found.
+
+    Attributes:
+        folder: of the run.
+        phase: what the driver does, in its own words.
+        culprit: who holds up the others; None where nobody does, as far as can be seen.
+        stalled: collectives that do not end, the earliest first.
+        processes: all of them.
+    """
+
+    folder: Path
+    phase: str
+    culprit: Standing | None
+    stalled: list[Stalled]
+    processes: list[Standing]
+
+    @property
+    def ok(self) -> bool:
+        """True when nobody is late."""
+        return not self.stalled and not any(item.is_late for item in self.processes)
+
+    def as_text(self) -> str:
+        """For people."""
+        lines = [f"run: {self.folder}", f"driver: {self.phase}"]
+        if self.culprit is not None:
+            lines.append(f"held up by: {self.culprit}")
+        lines += [f"collective: {found}" for found in self.stalled]
+        lines += ["", *(f"  {item}" for item in self.processes), "", f"all stacks: {self.folder / FOLDER}"]
+        return "\n".join(lines)
+
+    def as_plain(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "run": str(self.folder),
+            "driver": self.phase,
+            "culprit": None if self.culprit is None else _plain(self.culprit),
+            "stalled": [asdict(found) for found in self.stalled],
+            "processes": [_plain(item) for item in self.processes],
+            "ok": self.ok,
+        }
+
+
+def examine_hang(folder: Path) -> HangReport:
+    """Asks the processes of the run that live, and reads what the others have left.
+
+    Raises:
+        ValueError: the folder holds no run that gives signs of life.
+    """
+    if not (folder / FOLDER).is_dir():
+        raise ValueError(
+            f"--hang {folder}: no folder {FOLDER}/ in it; name the folder of a run (it is printed at a run's start)."
+        )
+    processes = ask_standings(folder)
+    if not processes:
+        raise ValueError(f"--hang {folder}: no process of this run has given a sign of life.")
+    driver = next((item for item in processes if item.name == "driver"), None)
+    others = [item for item in processes if item is not driver]
+    doing = "" if driver is None else driver.doing
+    awaited = [item.name for item in others if item.name in doing]
+    phase = "left no sign of life" if driver is None else f"{doing} ({driver.state})"
+    return HangReport(folder, phase, culprit(others, awaited or [item.name for item in others]), stalled(others), processes)
+
+
+def _plain(item: Standing) -> dict[str, Any]:
+    return {name: value for name, value in asdict(item).items() if name != "record"}

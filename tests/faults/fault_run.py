@@ -1,0 +1,113 @@
+"""A real run that is struck by faults, what must hold afterwards, and the record of what came of each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fault_table import Fault
+from grpo_command import Command
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+TWO = ["rl_config.actor_resource.num_npus=2", "actor_config.tensor_model_parallel_size=1"]
+LONG = "megatron_training.train_iters=100000"
+TOLERANT = [
+    "rl_config.fault_tolerance.enabled=true",
+    "rl_config.fault_tolerance.max_restarts=100",
+    "rl_config.fault_tolerance.heartbeat_interval_s=1",
+]
+#: what the console says of a restart
+RESTARTED = "all workers were ended; the run goes on"
+#: figures that depend on nothing but what the run computes
+EXACT = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "response_length/mean")
+
+
+class FaultRun(Command):
+    """A run whose processes have the injector."""
+
+    def __init__(self, task: Path, folder: Path, *changes: str) -> None:
+        self.faults = folder / "faults"
+        self.faults.mkdir(parents=True)
+        before = {name: os.environ.get(name) for name in ("FAULTS", "PYTHONPATH")}
+        os.environ["FAULTS"] = str(self.faults)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
+        try:
+            super().__init__(task, folder, *changes)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name)
+                else:
+                    os.environ[name] = value
+
+    def arm(self, fault: Fault) -> None:
+        """The next process that comes to the place takes the fault."""
+        draft = self.faults / f"{fault.id}.draft"
+        draft.write_text(json.dumps(fault.arm))
+        draft.rename(draft.with_suffix(".json"))  # nobody reads half of it
+
+    def wait_until_taken(self, fault: Fault, timeout_s: float = 120.0) -> None:
+        self.wait_until((self.faults / f"{fault.id}.taken").exists, timeout_s)
+
+    @property
+    def iterations(self) -> list[int]:
+        return [record["iteration"] for record in self.metrics]
+
+    def half_written(self) -> list[str]:
+        """Files of a checkpoint that is neither finished nor gone; only right after the end."""
+        return [str(path) for path in (self.folder / "save").glob("*.partial")]
+
+
+@contextlib.contextmanager
+def struck(task: Path, folder: Path, *changes: str) -> Iterator[FaultRun]:
+    """A started run that is gone after the block."""
+    command = FaultRun(task, folder, *changes)
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def culprit_line(output: str, said: str) -> str:
+    """The line of the console that names the culprit.
+
+    Raises:
+        AssertionError: there is none.
+    """
+    if not said:
+        return ""
+    for line in output.splitlines():
+        if re.search(said, line):
+            return line.strip()
+    raise AssertionError(f"no line says {said!r}:\n{output[-3000:]}")
+
+
+def note(fault: Fault, seconds: float, line: str) -> None:
+    """The fault was met as it should be; the docs' table is made of these records."""
+    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    clean = re.sub(r"/\S*/", "", re.sub(r"\d\d:\d\d:\d\d", "hh:mm:ss", re.sub(r"process \d+", "process N", line)))
+    known[fault.id] = {"seconds": round(seconds, 1), "said": clean[:200]}
+    ordered = {name: known[name] for name in sorted(known)}
+    RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+
+
+def strike(run: FaultRun, fault: Fault) -> None:
+    """The fault is armed and taken, and what comes of it is as the table says; the run goes on afterwards."""
+    said = len(run.output)
+    run.arm(fault)
+    run.wait_until_taken(fault)
+    begun, reached = time.monotonic(), len(run.metrics)
+    run.wait_until(lambda: len(run.metrics) > reached + 1, fault.within_s)
+    seconds = time.monotonic() - begun
+    found = run.iterations
+    assert found == list(range(1, len(found) + 1)), "an iteration is missing, or was written twice"
+    recovered = RESTARTED in run.output[said:]
+    assert recovered == (fault.end == "recovers"), run.output[said:][-3000:]
+    note(fault, seconds, culprit_line(run.output[said:], fault.said))

@@ -1,0 +1,292 @@
+"""The faults of the suite: who is struck where and how, and what has to come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: goes on: nothing ends; recovers: all workers are ended and the same command goes on from its last checkpoint; ends: the
+#: command ends with a code that is not 0; refused: it ends before Ray starts
+End = Literal["goes on", "recovers", "ends", "refused"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table.
+
+    Attributes:
+        id: unique.
+        role, phase, how: for people.
+        end: what has to come of it.
+        within_s: of seconds.
+        said: a regular expression; a line of the console that names the culprit.
+        arm: what the injector takes (site/sitecustomize.py); empty for faults that a test makes itself.
+    """
+
+    id: str
+    role: str
+    phase: str
+    how: str
+    end: End
+    within_s: float
+    said: str
+    arm: dict[str, Any] = field(default_factory=dict)
+
+
+def _worker(phase: str, how: str, said: str, within_s: float = 240.0, rank: int = 1) -> Fault:
+    words = {"kill": "SIGKILL", "stop": "SIGSTOP", "raise": "exception", "hang": "sleeps for ever"}[how]
+    arm = {"place": f"worker.{phase}", "rank": rank, "how": how}
+    return Fault(f"worker-{how}-{phase}", "worker", phase, words, "recovers", within_s, said, arm)
+
+
+_DIED = r"worker {rank} failed in {phase}: its process died"
+_STOPPED = r"worker 1 failed in {phase}: .*worker 1 \(process \d+\) is stopped"
+_RAISED = r"worker 1 failed in {phase}: ValueError: a fault on demand"
+
+#: in one run of two workers that tolerates faults; its figures are those of an undisturbed run
+RECOVERED = [
+    *(
+        _worker(phase, "kill", _DIED.format(rank=1, phase=phase))
+        for phase in ("generate", "compute_log_probs", "update_actor", "push_weights", "save", "finish_rollout")
+    ),
+    *(_worker(phase, "stop", _STOPPED.format(phase=phase)) for phase in ("generate", "update_actor", "push_weights", "save")),
+    *(
+        _worker(phase, "raise", _RAISED.format(phase=phase))
+        for phase in ("generate", "compute_log_probs", "update_actor", "save")
+    ),
+    _worker("compute_log_probs", "hang", r"did not end within 20 s \(rl_config.deadlines.log_probs\).*worker 1"),
+    Fault(
+        "bucket-corrupt",
+        "worker",
+        "push_weights",
+        "a corrupted bucket",
+        "recovers",
+        240.0,
+        r"worker \d failed in push_weights: .*",
+        {"place": "push.bucket", "how": "corrupt"},
+    ),
+    Fault(
+        "bucket-drop",
+        "worker",
+        "push_weights",
+        "a dropped bucket",
+        "recovers",
+        240.0,
+        r"worker \d failed in push_weights: .*",
+        {"place": "push.bucket", "how": "drop"},
+    ),
+    Fault(
+        "gradient-nan",
+        "worker",
+        "update_actor",
+        "NaN in a gradient",
+        "recovers",
+        240.0,
+        r"worker \d failed in update_actor: NonFiniteError",
+        {"place": "engine.gradient", "how": "nan"},
+    ),
+    Fault(
+        "data-plane-kill",
+        "data plane",
+        "generate",
+        "SIGKILL",
+        "recovers",
+        240.0,
+        r"^error: .*(data plane|ActorDied|died)",
+        {"place": "data_plane.put", "how": "kill"},
+    ),
+    Fault(
+        "data-plane-stop",
+        "data plane",
+        "generate",
+        "SIGSTOP",
+        "recovers",
+        200.0,
+        r"the data plane has not answered",
+        {"place": "data_plane.put", "how": "stop"},
+    ),
+    Fault(
+        "worker-kill-start",
+        "worker",
+        "set_up",
+        "SIGKILL",
+        "recovers",
+        240.0,
+        r"worker 0 failed in set_up: its process died",
+        {"place": "worker.start", "rank": 0, "how": "kill"},
+    ),
+]
+
+#: in one run of one worker that nothing may end
+SURVIVED = [
+    Fault("reward-hang", "reward process", "score", "sleeps for ever", "goes on", 60.0, "", {"place": "reward", "how": "hang"}),
+    Fault("reward-kill", "reward process", "score", "SIGKILL", "goes on", 60.0, "", {"place": "reward", "how": "kill"}),
+    Fault("reward-stop", "reward process", "score", "SIGSTOP", "goes on", 60.0, "", {"place": "reward", "how": "stop"}),
+    Fault(
+        "reward-exit", "reward process", "score", "ends its process", "goes on", 60.0, "", {"place": "reward", "how": "exit"}
+    ),
+    Fault("reward-raise", "reward process", "score", "exception", "goes on", 60.0, "", {"place": "reward", "how": "raise"}),
+    Fault("reward-fork", "reward process", "score", "forks 20 times", "goes on", 60.0, "", {"place": "reward", "how": "fork"}),
+    Fault("reward-memory", "reward process", "score", "eats memory", "goes on", 90.0, "", {"place": "reward", "how": "memory"}),
+    Fault(
+        "reward-nan", "reward process", "score", "a score that is NaN", "goes on", 60.0, "", {"place": "reward", "how": "nan"}
+    ),
+    Fault(
+        "reward-worker-kill",
+        "reward worker",
+        "score",
+        "SIGKILL",
+        "goes on",
+        90.0,
+        "reward worker 0 was lost and is replaced",
+        {"place": "reward_worker.score", "how": "kill"},
+    ),
+    Fault(
+        "reward-worker-stop",
+        "reward worker",
+        "score",
+        "SIGSTOP",
+        "goes on",
+        120.0,
+        "reward worker 0 was lost and is replaced",
+        {"place": "reward_worker.score", "how": "stop"},
+    ),
+    Fault(
+        "bucket-repeat",
+        "worker",
+        "push_weights",
+        "a repeated bucket",
+        "goes on",
+        60.0,
+        "",
+        {"place": "push.bucket", "how": "repeat"},
+    ),
+    Fault(
+        "tracker-down",
+        "tracker",
+        "log",
+        "raises for ever",
+        "goes on",
+        60.0,
+        "ConnectionError: the tracker is down",
+        {"place": "tracker", "how": "raise"},
+    ),
+    Fault(
+        "worker-pause",
+        "worker",
+        "update_actor",
+        "SIGSTOP, SIGCONT after 3 s",
+        "goes on",
+        60.0,
+        "",
+        {"place": "worker.update_actor", "how": "stop"},
+    ),
+]
+
+#: each in a run of its own, without tolerance
+ENDED = [
+    Fault(
+        "end-worker-kill",
+        "worker",
+        "update_actor",
+        "SIGKILL",
+        "ends",
+        40.0,
+        "worker 0 failed in update_actor: its process died",
+        {"place": "worker.update_actor", "how": "kill"},
+    ),
+    Fault(
+        "end-worker-stop",
+        "worker",
+        "generate",
+        "SIGSTOP",
+        "ends",
+        60.0,
+        r"worker 0 failed in generate: generate did not end within 15 s .*worker 0 \(process \d+\) is stopped",
+        {"place": "worker.generate", "how": "stop"},
+    ),
+    Fault(
+        "end-weight-nan",
+        "worker",
+        "update_actor",
+        "NaN in a weight",
+        "ends",
+        60.0,
+        r"worker 0 failed in \w+: ",
+        {"place": "engine.train_step", "how": "nan weight"},
+    ),
+    Fault("end-sigint", "driver", "update_actor", "SIGINT", "ends", 40.0, "interrupted", {}),
+    Fault("end-sigint-twice", "driver", "update_actor", "SIGINT twice", "ends", 40.0, "interrupted", {}),
+    Fault("end-sigterm", "driver", "update_actor", "SIGTERM", "ends", 60.0, "to go on after iteration", {}),
+    Fault(
+        "end-sigterm-twice",
+        "driver",
+        "update_actor",
+        "SIGTERM twice",
+        "ends",
+        40.0,
+        "SIGTERM: (all workers were ended|the run ended)",
+        {},
+    ),
+    Fault("end-sigterm-start", "driver", "set_up", "SIGTERM", "ends", 40.0, "SIGTERM: all workers were ended", {}),
+    Fault("end-driver-kill", "driver", "update_actor", "SIGKILL", "ends", 40.0, "", {}),
+    Fault(
+        "end-full-disk",
+        "worker",
+        "save",
+        "file size limit (RLIMIT_FSIZE)",
+        "ends",
+        60.0,
+        r"save: .* could not be written: ",
+        {},
+    ),
+    Fault(
+        "end-head-kill",
+        "Ray's control service",
+        "generate",
+        "SIGKILL",
+        "ends",
+        60.0,
+        r"Ray's control service \(gcs_server\) failed in \w+: its process died",
+        {},
+    ),
+]
+
+#: found before anything starts
+REFUSED = [
+    Fault(
+        "checkpoint-no-tracker",
+        "checkpoint",
+        "start",
+        "the file that names the newest is missing",
+        "refused",
+        30.0,
+        "latest_checkpointed_iteration.txt: missing",
+    ),
+    Fault(
+        "checkpoint-absent-iteration",
+        "checkpoint",
+        "start",
+        "it names an absent iteration",
+        "refused",
+        30.0,
+        "names iteration 99",
+    ),
+    Fault("checkpoint-garbage-tracker", "checkpoint", "start", "it holds garbage", "refused", 30.0, "not an iteration number"),
+    Fault("checkpoint-truncated", "checkpoint", "start", "a file is cut short", "refused", 30.0, r"__0_0.distcp"),
+    Fault("checkpoint-missing-file", "checkpoint", "start", "a file is missing", "refused", 30.0, r"__0_0.distcp"),
+    Fault("checkpoint-record", "checkpoint", "start", "its record is no JSON", "refused", 30.0, "run_state.json"),
+    Fault(
+        "checkpoint-inverted",
+        "checkpoint",
+        "start",
+        "64 bytes inverted (load_previous)",
+        "refused",
+        30.0,
+        "no checkpoint in .* is sound",
+    ),
+    Fault("run-folder-read-only", "run folder", "start", "read-only", "refused", 30.0, "run_dir: .* cannot be written to"),
+    Fault("reward-unknown", "reward", "start", "an unknown reward function", "refused", 30.0, "unknown reward function"),
+]
+
+FAULTS = [*RECOVERED, *SURVIVED, *ENDED, *REFUSED]

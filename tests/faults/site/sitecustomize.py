@@ -1,0 +1,180 @@
+"""Faults on demand in the real processes of a run; first on PYTHONPATH, so that every interpreter of the run imports it.
+
+`FAULTS` names a folder. A file `<anything>.json` in it arms a fault; the process that comes to the place first takes it (the
+file becomes `.taken`) and does what it says. Without the variable nothing is touched.
+
+    {"place": "worker.update_actor", "rank": 1, "how": "kill"}
+
+Places: see PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), raise, exit; of a step also "nan weight"; of a bucket
+drop, repeat, corrupt.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = os.environ.get("FAULTS", "")
+
+
+def take(place: str, rank: int | None) -> dict[str, Any] | None:
+    """The fault that is armed for this place, which is nobody else's from now on."""
+    for path in Path(FOLDER).glob("*.json"):
+        try:
+            fault = json.loads(path.read_text())
+            if fault["place"] == place and fault.get("rank", rank) == rank:
+                path.rename(path.with_suffix(".taken"))
+                return fault
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def commit(fault: dict[str, Any]) -> None:
+    """What a process can do to itself."""
+    how = fault["how"]
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "hang":
+        time.sleep(3600)
+    elif how == "exit":
+        os._exit(7)
+    elif how == "raise":
+        raise ValueError("a fault on demand")
+
+
+def around(kind: str, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with a fault before it."""
+
+    def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
+        fault = take(f"{kind}.{name}", getattr(self, "_rank", None))
+        if fault is not None:
+            commit(fault)
+        return inner(self, *arguments, **named)
+
+    return wrapped
+
+
+def process_module(module: ModuleType) -> None:
+    """Phases of device workers: the method that is called is the place; `rank` is the worker's."""
+    inner = module.WorkerProcess.call
+
+    def call(self: Any, method: str, *arguments: Any) -> Any:
+        kind = self._settings.title.replace(" ", "_")
+        fault = take(f"{kind}.{method}", self._rank)
+        if fault is not None:
+            commit(fault)
+        return inner(self, method, *arguments)
+
+    module.WorkerProcess.call = call
+    for name in ("prepare", "start"):
+        setattr(module.WorkerProcess, name, around("worker", name, getattr(module.WorkerProcess, name)))
+
+
+def reward_module(module: ModuleType) -> None:
+    for name in ("score", "score_now", "check"):
+        setattr(module.RewardWorker, name, around("reward_worker", name, getattr(module.RewardWorker, name)))
+
+
+def dock_module(module: ModuleType) -> None:
+    for name in ("put", "get", "clear"):
+        setattr(module.TransferDock, name, around("data_plane", name, getattr(module.TransferDock, name)))
+
+
+def loop_module(module: ModuleType) -> None:
+    """The driver, between two phases."""
+    inner = module.RLTrainer._compute_advantages
+    module.RLTrainer._compute_advantages = around("driver", "advantages", inner)
+
+
+def engine_module(module: ModuleType) -> None:
+    """Numbers that are none: in the gradient, or in a weight behind the step."""
+    inner = module.TrainEngine.train_step
+    check = module.TrainEngine._check_finite
+
+    def train_step(self: Any, *arguments: Any, **named: Any) -> Any:
+        fault = take("engine.train_step", None)
+        if fault is not None:
+            commit(fault)
+        result = inner(self, *arguments, **named)
+        if fault is not None and fault["how"] == "nan weight":
+            next(self.model.models[0].parameters()).data.flatten()[0] = float("nan")
+        return result
+
+    def check_finite(self: Any, broken: list[str]) -> Any:
+        fault = take("engine.gradient", None)
+        if fault is not None:
+            next(p for p in self.model.models[0].parameters() if p.requires_grad).main_grad.flatten()[0] = float("nan")
+        return check(self, broken)
+
+    module.TrainEngine.train_step, module.TrainEngine._check_finite = train_step, check_finite
+
+
+def sources_module(module: ModuleType) -> None:
+    """What a weight push reads for a bucket: not read, read twice, or changed."""
+    inner = module.Sources.read
+
+    def read(self: Any, name: str, box: Any, out: Any) -> None:
+        fault = take("push.bucket", None)
+        if fault is None or fault["how"] != "drop":
+            inner(self, name, box, out)
+        if fault is not None and fault["how"] == "drop":
+            out.zero_()
+        elif fault is not None and fault["how"] == "corrupt":
+            out.view(-1)[0] += 1.0
+        elif fault is not None:
+            inner(self, name, box, out)
+
+    module.Sources.read = read
+
+
+PLACES: dict[str, Callable[[ModuleType], None]] = {
+    "mindspeed_rl.workers.process": process_module,
+    "mindspeed_rl.workers.reward": reward_module,
+    "mindspeed_rl.dataplane.transfer_dock": dock_module,
+    "mindspeed_rl.trainers.rl": loop_module,
+    "mindspeed_rl.engine.train_engine": engine_module,
+    "mindspeed_rl.resharding.sources": sources_module,
+}
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any, change: Callable[[ModuleType], None]) -> None:
+        self._inner, self._change = inner, change
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._change(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in PLACES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, PLACES[name])
+        return spec
+
+
+if FOLDER:
+    sys.meta_path.insert(0, _Finder())
