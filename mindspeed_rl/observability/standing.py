@@ -112,7 +112,7 @@ def ask_standings(folder: Path, *, patience_s: float = 5.0) -> list[Standing]:
         time.sleep(0.1)
         waiting -= {item.name for item in read_standings(folder, names=waiting) if item.beats > before[item.name].beats}
     for item in alive:
-        if item.name in waiting and item.host == socket.gethostname():
+        if item.name in waiting and item.host == socket.gethostname() and _writes_stacks(item.pid):
             with contextlib.suppress(OSError):
                 os.kill(item.pid, signal.SIGUSR2)
                 time.sleep(0.2)
@@ -198,6 +198,15 @@ def _process(pid: int, host: str, path: Path) -> psutil.Process | None:
         if process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= path.stat().st_mtime:
             return process
     return None
+
+
+def _writes_stacks(pid: int) -> bool:
+    """True for a process that handles the signal, which would end any other one."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc", str(pid), "status").read_text(encoding="ascii").splitlines()
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+        return bool(caught >> (signal.SIGUSR2 - 1) & 1)
+    return False
 
 
 def _is_stopped(process: psutil.Process) -> bool:
