@@ -132,9 +132,9 @@ def stalled(standings: Sequence[Standing]) -> list[Stalled]:
 def culprit(standings: Sequence[Standing], names: Sequence[str]) -> Standing | None:
     """Of processes that are waited for, the one that holds up the others: it cannot answer, or is late in a collective."""
     by_name = {item.name: item for item in standings}
-    for item in (by_name[name] for name in names if name in by_name):
-        if item.is_late:
-            return item
+    late = [by_name[name] for name in names if name in by_name and by_name[name].is_late]
+    if late:  # the surest of them
+        return min(late, key=lambda item: ("dead", "stopped", "silent").index(item.state))
     for found in stalled(standings):
         for item in standings:
             if item.record.get("rank") in found.late and item.name in names:

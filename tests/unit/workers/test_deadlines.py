@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import Deadlines, FaultTolerance
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.workers.waiting import Watch, WorkerFailed
 
 
@@ -70,11 +71,16 @@ def test_a_deadline_of_the_run_file_is_kept_and_another_one_grows_with_what_was_
 
 
 def test_when_it_is_over_the_error_says_who_waits_for_what_from_whom_since_when(tmp_path: Path) -> None:
-    (tmp_path / "alive").mkdir()
-    for rank, pid in ((0, os.getpid()), (1, 2**22 + 5)):  # nobody has that number
-        record = {"name": f"worker {rank}", "pid": pid, "host": os.uname().nodename, "interval_s": 5.0, "beats": 3}
-        text = json.dumps({**record, "doing": "update_actor", "since": 0.0})
-        (tmp_path / f"alive/worker_{rank}.json").write_text(text)
+    beat = heartbeat.Heartbeat(tmp_path, "worker 0", interval_s=5.0)
+    beat.set("update_actor")
+    record = {
+        "name": "worker 1",
+        "pid": 2**22 + 5,
+        "host": os.uname().nodename,
+        "interval_s": 5.0,
+        "beats": 3,
+    }  # no such process
+    (tmp_path / "alive/worker_1.json").write_text(json.dumps({**record, "doing": "update_actor", "since": 0.0}))
     clock = Clock()
     wait = watch(tmp_path, clock, [], update=10.0).begin("update_actor", ["worker 0", "worker 1"])
     clock.now = 9.9
@@ -82,6 +88,7 @@ def test_when_it_is_over_the_error_says_who_waits_for_what_from_whom_since_when(
     clock.now = 10.0
     with pytest.raises(WorkerFailed) as caught:
         wait.look(["worker 0", "worker 1"])
+    beat.end()
     first, *others = str(caught.value).splitlines()
     assert first.startswith(
         "worker 1 failed in update_actor: update_actor did not end within 10 s (rl_config.deadlines.update), since "
