@@ -36,6 +36,8 @@ class RolloutReplica:
     share experts with it; building and `load` over the whole world.
 
     Attributes:
+        rank: of this process among all.
+        layout: of the engines.
         replica, num_replicas: which rollout engine this rank belongs to.
         is_output: True on the rank that hands the replica's responses out.
     """
@@ -52,8 +54,9 @@ class RolloutReplica:
             run_id=run_id,
             kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
         )
-        layout = self._layout = self.engine.layout
-        self.replica, replica_rank = divmod(dist.get_rank(), layout.tensor)
+        self.rank, layout = dist.get_rank(), self.engine.layout
+        self.layout = layout
+        self.replica, replica_rank = divmod(self.rank, layout.tensor)
         self.num_replicas = layout.num_replicas
         self.is_output = replica_rank == 0
         group = _own_group(layout.replica_groups())
@@ -79,7 +82,7 @@ class RolloutReplica:
                 replace(stream.trained, bucket_bytes=bucket_bytes),
                 destinations,
                 world_exchange(),
-                replica=dist.get_rank() // (self._layout.tensor * self._layout.sharing),
+                replica=dist.get_rank() // (self.layout.tensor * self.layout.sharing),
                 derived=DERIVED,
                 repacked=repacked,
                 delta=self.run.generate.update_weight_mode == "delta",
