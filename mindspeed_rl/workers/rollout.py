@@ -42,7 +42,13 @@ class RolloutReplica:
         is_output: True on the rank that hands the replica's responses out.
     """
 
-    def __init__(self, run: Run, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
+    def __init__(
+        self, run: Run, plane: DataPlane | None, source: ModelSource, network: Network, eos_id: int, run_id: str
+    ) -> None:
+        """
+        Args:
+            plane: where `generate` finds its prompts; None where nobody calls it.
+        """
         config = run.generate
         self.run, self.plane = run, plane
         sampling = training_sampling(config.sampling_config, source, eos_id)
@@ -89,6 +95,10 @@ class RolloutReplica:
             )
         self._push.write(model)
 
+    def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
+        """The HF tensors that each parameter of this rank's engine is made of; none before the first load."""
+        return {} if self._push is None else self._push.tensors_by_parameter()
+
     @property
     def hands_memory_over(self) -> bool:
         """Memory is handed back and forth on devices, and on the CPU only when the run file offloads training weights."""
@@ -113,6 +123,7 @@ class RolloutReplica:
     def _batches(self) -> Iterator[tuple[list[int], Any]]:
         """This replica's rows, a dispatch at a time."""
         columns, rl = ["prompt_ids"], self.run.rl
+        assert self.plane is not None
         size = self.run.plan.dispatch_sizes["actor_rollout_dispatch_size"]
         if rl.guarantee_order:
             share = self.run.plan.num_samples // self.num_replicas
@@ -138,6 +149,7 @@ class RolloutReplica:
                 for row, ids in zip(indexes, prompts)
             )
         )
+        assert self.plane is not None
         self.plane.put(response_columns(prompts, responses), indexes)
         return response_metrics(prompts, responses)
 
