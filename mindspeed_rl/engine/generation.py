@@ -42,14 +42,15 @@ class CachedModel:
         self._context = StaticInferenceContext(batch_size, max_length)
 
     @torch.no_grad()
-    def next_logits(self, tokens: Tensor) -> Tensor:
+    def next_logits(self, tokens: Tensor, *, everywhere: bool = False) -> Tensor:
         """Reads the next tokens of all sequences.
 
         Args:
             tokens: [b, s] int64, behind those that were read before; more than one only at the beginning.
+            everywhere: logits behind each of the tokens, not the last one alone; of one sequence.
 
         Returns:
-            [b, vocabulary] float32, for the token behind the last one; the same on every rank.
+            [b, vocabulary] float32, or [s, vocabulary] everywhere; the same on every rank.
         """
         context = self._context
         assert context is not None, "begin comes first"
@@ -60,10 +61,10 @@ class CachedModel:
             received = torch.empty(width, rows, self._hidden_size, dtype=self._dtype, device=self._device)
             dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
             self._model.set_input_tensor(received)
-        output = self._model(tokens, positions, None, labels=NextTokenRequest(), inference_context=context)
+        output = self._model(tokens, positions, None, labels=NextTokenRequest(everywhere), inference_context=context)
         context.sequence_len_offset += width
         context.enable_decode_mode()
-        logits = torch.empty(rows, self._vocab_size, device=self._device)
+        logits = torch.empty(rows * width if everywhere else rows, self._vocab_size, device=self._device)
         if self._model.post_process:
             logits = gather_from_tensor_model_parallel_region(output)[:, : self._vocab_size].float().contiguous()
         else:

@@ -30,7 +30,13 @@ class HeadRequest:
 
 @dataclass(frozen=True)
 class NextTokenRequest:
-    """Asks the head for the logits of the token behind the last one; travels as `HeadRequest` does."""
+    """Asks the head for the logits of the token behind the last one; travels as `HeadRequest` does.
+
+    Attributes:
+        everywhere: for those behind every token.
+    """
+
+    everywhere: bool = False
 
 
 class _SumOverSlices(torch.autograd.Function):
@@ -68,7 +74,8 @@ class PolicyModel(_ResponseAligned, GPTModel):
     `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage,
     [2, rows, width] float32: log-prob and entropy of each predicted token, 0 on padding; if the request names choices (token
     ids), [len(choices), rows, width]: their logits. With `labels=NextTokenRequest()` it returns this rank's part of the logits
-    behind the last token of each row, [rows, part of the vocabulary]. Other stages return hidden states as GPTModel does.
+    behind the last token of each row, [rows, part of the vocabulary], or behind every token, [tokens * rows, ...]. Other stages
+    return hidden states as GPTModel does.
 
     Attributes:
         true_vocab_size: rows of the vocabulary that are real; the rest is padding and gets no probability.
@@ -91,7 +98,8 @@ class PolicyModel(_ResponseAligned, GPTModel):
             return hidden_states
         if isinstance(labels, NextTokenRequest):
             tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-            return self.output_layer(hidden_states[-1:], weight=tied)[0][0]
+            logits = self.output_layer(hidden_states if labels.everywhere else hidden_states[-1:], weight=tied)[0]
+            return logits.flatten(0, 1)
         micro_batch, group = labels.micro_batch, self.pg_collection.tp
         # either sums the gradient over the ranks: each has that of its part of the vocabulary
         if self.config.sequence_parallel:

@@ -102,6 +102,17 @@ class InferenceEngine(VllmEngine):
             found.append(ranked[:count])
         return found
 
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`; one token less than the longest sequence fits, because vLLM wants to generate one."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._llm.generate([_prompt(list(ids)) for ids in sequences], params, use_tqdm=False)
+        found = []
+        for ids, start, output in zip(sequences, starts, outputs):
+            assert output.prompt_logprobs is not None  # they were asked for
+            entries = [(output.prompt_logprobs[place], ids[place]) for place in range(start, len(ids))]
+            found.append([(entry[token].logprob, entry[token].rank == 1) for entry, token in entries if entry is not None])
+        return found
+
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
 

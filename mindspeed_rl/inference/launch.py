@@ -71,6 +71,10 @@ class InferenceGroup(WorkerGroup):
         """See `Engine.next_tokens`."""
         return self.wait("next_tokens", [process.call.remote("next_tokens", prompts, count) for process in self.processes])[0]
 
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`."""
+        return self.wait("score", [process.call.remote("score", sequences, starts) for process in self.processes])[0]
+
 
 class MegatronInferenceGroup(InferenceGroup):
     """The workers of Megatron models that generate."""
@@ -106,6 +110,10 @@ class EngineGroup:
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
         return self._group.next_tokens([list(ids) for ids in prompts], count)
+
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`."""
+        return self._group.score([list(ids) for ids in sequences], list(starts))
 
     def close(self) -> None:
         """Ends all workers."""

@@ -148,6 +148,17 @@ class MegatronEngine:
             found += [list(zip(row, values)) for row, values in zip(tokens.tolist(), log_probs.tolist())]
         return found
 
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`. One sequence at a time: its logits are as many as its tokens times the vocabulary."""
+        found = []
+        for ids, start in zip(sequences, starts):
+            self._model.begin(1, len(ids))
+            logits = self._model.next_logits(torch.tensor([ids[:-1]]), everywhere=True)[start - 1 :]
+            labels = torch.tensor(ids[start:], device=logits.device)
+            log_probs = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+            found.append(list(zip(log_probs.tolist(), (logits.argmax(-1) == labels).tolist())))
+        return found
+
     def close(self) -> None:
         """Leaves the world that was joined for this engine."""
         if self._joined:

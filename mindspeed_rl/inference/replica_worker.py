@@ -20,6 +20,8 @@ class RankEngine(Protocol):
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]: ...
 
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]: ...
+
 
 class ReplicaWorker:
     """One rank's share of an engine. Methods are collective over the ranks of the engine.
@@ -53,3 +55,7 @@ class ReplicaWorker:
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`; every replica answers all."""
         return self._engine.next_tokens(prompts, count)
+
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`; every replica answers all."""
+        return self._engine.score(sequences, starts)

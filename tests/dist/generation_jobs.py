@@ -40,7 +40,13 @@ def generate(folder: str, tensor: int = 1, pipeline: int = 1, temperature: float
         first = answers[0].token_ids
         stops = Sampling(temperature, NUM_NEW, (first[2],))
         text = Letters().decode(first[1:3], skip_special_tokens=True)
+        whole = [prompt + answer.token_ids for prompt, answer in zip(PROMPTS, answers)]
+        each: list[list[float]] = [[] for _ in PROMPTS]
+        for piece in engine.stream(requests, sampling):
+            each[piece.index] += piece.log_probs
         return {
+            "scores": engine.score(whole, [len(prompt) for prompt in PROMPTS]),
+            "each": each,
             "tokens": [answer.token_ids for answer in answers],
             "log_probs": [answer.log_prob for answer in answers],
             "next": engine.next_tokens(PROMPTS, 3),
