@@ -59,7 +59,7 @@ def make_parser() -> Parser:
     )  # fmt: skip
     add(
         "--task-data-path", nargs="+", type=Path, required=True,
-        help="file or folder of each task, in the order of --task; lm-eval: folder with further task definitions, or - for none",
+        help="file or folder of each task, in the order of --task; lm-eval: folder with more task definitions, or - for none",
     )  # fmt: skip
     add("--max-eval-samples", type=int, help="most questions of a task, spread over its subjects")
     add("--num-shots", type=int, help="worked examples before each question; default: the task's usual number")

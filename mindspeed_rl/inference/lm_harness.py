@@ -1,7 +1,7 @@
 """Any task of `lm-eval` on our engines: `mindspeed-rl evaluate --task lm-eval:NAME`.
 
-Importing this imports the package `lm_eval`, which is an optional extra (`pip install lm-eval`). Only its published interface is
-used: the class `LM`, `TaskManager`, `simple_evaluate` and the two functions that cut a long text into windows.
+Importing this imports the package `lm_eval`, an optional extra (`pip install lm-eval`). Only its published interface is used:
+the class `LM`, `TaskManager`, `simple_evaluate` and the two functions that cut a long text into windows.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class HarnessModel(LM):
             asked = [Request(ids, sample_seed(self._settings.seed, 0, index, 0)) for index, ids in zip(members, prompts)]
             for index, answer in zip(members, collect(self._engine.stream(asked, sampling, stops), len(asked))):
                 ids = [token for token in answer.token_ids if token not in sampling.stop_token_ids]
-                answers[index] = cut_at(self._tokenizer.decode(ids, skip_special_tokens=True), stops)
+                text = self._tokenizer.decode(ids, skip_special_tokens=True)
+                assert isinstance(text, str)  # a list for a batch
+                answers[index] = cut_at(text, stops)
         return answers
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
