@@ -27,7 +27,7 @@ class OperatorTime:
 
 
 def operator_table(operators: Sequence[OperatorTime]) -> str:
-    """Markdown: what took longest first, by device time where there is any, else by host time. Columns of zeros are left out."""
+    """Markdown: what took longest first, by device time where there is any, else by host time. Columns of zeros go."""
     has_device = any(operator.device_us for operator in operators)
     has_memory = any(operator.memory_bytes for operator in operators)
 

@@ -166,6 +166,7 @@ def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | N
         "rl_config.actor_resource.num_npus": 1,
         "actor_config.save": "null",
         "model.tiny_qwen25.num_layers": "null",
+        "model.tiny_qwen25.padded_vocab_size": "null",
         "generate_config.kv_cache_memory_gib": 0.03,
         "generate_config.sampling_config.temperature": 0.8,
     }
