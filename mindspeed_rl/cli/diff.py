@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from mindspeed_rl.checkpoint.newest import newest_checkpoint
 from mindspeed_rl.cli.train import prepare_environment
-from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve
+from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
 
 
 def main(argv: list[str]) -> int:
@@ -81,20 +81,13 @@ def _tree(written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    # these import torch, Ray and transformers, which read the environment
-    from mindspeed_rl import platform
-    from mindspeed_rl.dumps.causes import name_cause, report
-    from mindspeed_rl.trainers.comparison import compare_run
-    from mindspeed_rl.trainers.model_plans import with_networks
+    # this imports torch, Ray and transformers, which read the environment
+    from mindspeed_rl.trainers.comparison import compare_run, explained
 
-    if cfg.is_supervised:
-        raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
-    cfg = with_networks(cfg)
-    run = resolve(cfg, arguments.nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
     with TemporaryDirectory(prefix="mindspeed-rl-diff-") as folder:
-        found = compare_run(replace(run, folder=Path(folder)), arguments.prompts, arguments.tokens)
-    cause = name_cause(found)
-    for line in report(found, cause):
+        found = compare_run(cfg, arguments.nodes, Path(folder), arguments.prompts, arguments.tokens)
+    cause, lines = explained(found)
+    for line in lines:
         print(line)
     if arguments.json is not None:
         result = asdict(found) | {"cause": None if cause is None else asdict(cause)}

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from mindspeed_rl.dumps.comparison import compare, open_dump, report
+
 
 def main(argv: list[str]) -> int:
     """Compares; returns 0 when nothing differs, 1 when something does or nothing could be compared, 2 for no dump."""
@@ -26,9 +28,6 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.tolerance is not None and not arguments.tolerance >= 0:
         parser.error(f"--tolerance {arguments.tolerance:g} must be at least 0")
-    # loads torch, which --help does without
-    from mindspeed_rl.dumps.comparison import compare, open_dump, report
-
     try:
         first, second = (open_dump(folder.expanduser()) for folder in (arguments.first, arguments.second))
     except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.cli.inference_options import (
     MOST_LIKELY,
     add_model_options,
@@ -223,10 +224,12 @@ def _evaluate(argv: list[str]) -> int:
 def _run_harness(
     args: argparse.Namespace, session: Session, engine: Engine, name: str, path: Path
 ) -> dict[str, dict[str, float]]:
-    # an optional package, which brings others along
-    from mindspeed_rl.inference.lm_harness import HarnessSettings, run_harness
-
-    settings = HarnessSettings(
+    # by name, because it imports an optional package
+    run = registry.load("mindspeed_rl.inference.lm_harness:run_harness", f"--task {name}")
+    return run(
+        engine,
+        session.tokenizer,
+        name.removeprefix(_HARNESS),
         include_path=None if str(path) == "-" else path.expanduser(),
         num_shots=args.num_shots,
         max_samples=args.max_eval_samples,
@@ -235,7 +238,6 @@ def _run_harness(
         stop_token_ids=session.prompt_format.stop_token_ids,
         seed=args.seed,
     )
-    return run_harness(engine, session.tokenizer, name.removeprefix(_HARNESS), settings)
 
 
 def _note_failure(failures: dict[str, str], name: str, error: Exception) -> None:

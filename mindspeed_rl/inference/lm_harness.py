@@ -50,14 +50,16 @@ class HarnessSettings:
     seed: int
 
 
-def run_harness(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, settings: HarnessSettings
-) -> dict[str, dict[str, float]]:
+def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, **keys: Any) -> dict[str, dict[str, float]]:
     """The metrics of a task, or of each task of a group: name -> metric -> value.
+
+    Args:
+        keys: of `HarnessSettings`.
 
     Raises:
         ValueError: there is no such task, or it asks for programs to be run, which is never allowed here.
     """
+    settings = HarnessSettings(**keys)
     folder = settings.include_path
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if name not in manager.all_tasks:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl.config import Run, rollout_is_apart
-from mindspeed_rl.dumps.causes import Evidence, Place, WeightFinding
+from mindspeed_rl import platform
+from mindspeed_rl.config import Run, RunConfig, resolve, rollout_is_apart
+from mindspeed_rl.dumps.causes import Cause, Evidence, Place, WeightFinding, name_cause, report
 from mindspeed_rl.dumps.record import Cut
 from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.trainers.model_plans import with_networks
 from mindspeed_rl.trainers.rl_parts import run_prompts
 from mindspeed_rl.trainers.run_folder import absolute_paths
 from mindspeed_rl.workers.cluster import cluster
@@ -76,13 +80,21 @@ class ComparisonGroup(RunGroup):
         return self.wait("temperatures", [process.call.remote("temperatures") for process in self.processes])
 
 
-def compare_run(run: Run, num_prompts: int, num_tokens: int) -> Evidence:
+def compare_run(cfg: RunConfig, num_nodes: int, folder: Path, num_prompts: int, num_tokens: int) -> Evidence:
     """The evidence on the first prompts of a run's data, by workers that are laid out as the run's.
 
+    Args:
+        folder: takes the logs.
+
     Raises:
-        ValueError: a key or file is wrong, or the run generates on servers.
+        ValueError: a key or file is wrong, or the run generates on servers or not at all.
         WorkerFailed: a worker died or raised.
     """
+    if cfg.is_supervised:
+        raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
+    cfg = with_networks(cfg)
+    run = resolve(cfg, num_nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
+    run = replace(run, folder=folder)
     if rollout_is_apart(run.config):
         raise ValueError(
             "diff builds the rollout engine beside the trainer, as run files without servers do: add the overrides "
@@ -100,6 +112,12 @@ def compare_run(run: Run, num_prompts: int, num_tokens: int) -> Evidence:
             return gather_evidence(run, group, chosen, num_tokens, network.moe_layers)
         finally:
             group.close()
+
+
+def explained(found: Evidence) -> tuple[Cause | None, list[str]]:
+    """The cause, and the lines that say it."""
+    cause = name_cause(found)
+    return cause, list(report(found, cause))
 
 
 def gather_evidence(

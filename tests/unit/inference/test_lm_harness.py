@@ -117,8 +117,8 @@ target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """
     )
-    found = run_harness(unigram, tokenizer, "tiny_choice", settings(tmp_path))
+    found = run_harness(unigram, tokenizer, "tiny_choice", **vars(settings(tmp_path)))
     assert found["tiny_choice"]["acc"] == 0.5  # it prefers b: right once
     assert not any(math.isnan(value) for value in found["tiny_choice"].values())
     with pytest.raises(ValueError, match="lm-eval has no task tiny_chice"):
-        run_harness(unigram, tokenizer, "tiny_chice", settings(tmp_path))
+        run_harness(unigram, tokenizer, "tiny_chice", **vars(settings(tmp_path)))
