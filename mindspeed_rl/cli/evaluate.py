@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.cli.inference_options import (
     MOST_LIKELY,
     add_model_options,
@@ -37,9 +39,14 @@ from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 
 if TYPE_CHECKING:
+    from mindspeed_rl.inference.requests import Engine
     from mindspeed_rl.inference.session import Session
 
-_DESCRIPTION = "Score a model on benchmarks. Data is read from local paths only; a task that fails makes the exit status 1."
+_DESCRIPTION = (
+    "Score a model on benchmarks. Data is read from local paths only, but by lm-eval's tasks, which may load their own; a task "
+    "that fails makes the exit status 1."
+)
+_HARNESS = "lm-eval:"
 
 
 def make_parser() -> Parser:
@@ -47,8 +54,14 @@ def make_parser() -> Parser:
     parser = Parser(prog="mindspeed-rl evaluate", description=_DESCRIPTION, allow_abbrev=False)
     group = parser.add_argument_group("tasks")
     add = group.add_argument
-    add("--task", nargs="+", required=True, metavar="TASK", help=f"{', '.join(TASKS)}, or module:Class of your own")
-    add("--task-data-path", nargs="+", type=Path, required=True, help="file or folder of each task, in the order of --task")
+    add(
+        "--task", nargs="+", required=True, metavar="TASK",
+        help=f"{', '.join(TASKS)}, module:Class of your own, or lm-eval:NAME for a task of the package lm-eval",
+    )  # fmt: skip
+    add(
+        "--task-data-path", nargs="+", type=Path, required=True,
+        help="file or folder of each task, in the order of --task; lm-eval: folder with more task definitions, or - for none",
+    )  # fmt: skip
     add("--max-eval-samples", type=int, help="most questions of a task, spread over its subjects")
     add("--num-shots", type=int, help="worked examples before each question; default: the task's usual number")
     add("--chain-of-thought", action="store_true", help="multiple choice: reason before answering")
@@ -100,6 +113,7 @@ def _check(args: argparse.Namespace) -> None:
         templated(args.instruction_template, dict.fromkeys(TEMPLATE_NAMES, ""))
     if args.alternative_prompt and args.chain_of_thought:
         raise ValueError("--alternative-prompt and --chain-of-thought are two ways to answer; choose one")
+    _check_harness(args)
     if args.origin_postprocess:
         say("note: --origin-postprocess has no effect: an answer is read by one rule, whatever the label is")
     drawn = any(value is not None for value in (args.top_k, args.top_p, args.min_p)) or bool(args.temperature)
@@ -111,8 +125,23 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--top-k, --top-p and --min-p need a --temperature above 0")
 
 
+def _check_harness(args: argparse.Namespace) -> None:
+    """Raises ValueError for what lm-eval's tasks cannot do here."""
+    asked = [(name, path) for name, path in zip(args.task, args.task_data_path) if name.startswith(_HARNESS)]
+    if not asked:
+        return
+    if find_spec("lm_eval") is None:
+        raise ValueError(f"--task {asked[0][0]} needs the package lm-eval: pip install lm-eval")
+    for name, path in asked:
+        if str(path) != "-" and not path.expanduser().is_dir():
+            raise ValueError(f"{name}: --task-data-path {path} is no folder; - stands for lm-eval's own tasks alone")
+    if args.prompt_type is not None:
+        raise ValueError("lm-eval's tasks are put into the tokenizer's own template: --hf-chat-template, not --prompt-type")
+
+
 def _open_tasks(args: argparse.Namespace) -> list[Task]:
-    classes = [task_class(name) for name in args.task]
+    own = [(name, path) for name, path in zip(args.task, args.task_data_path) if not name.startswith(_HARNESS)]
+    classes = [(task_class(name), path) for name, path in own]
     if args.external_plugins:
         if args.scorer is None:
             raise ValueError("--external-plugins register a reward function; name it with --scorer")
@@ -134,7 +163,7 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
         context_lengths=tuple(args.context_lengths),
         depths=tuple(args.depths),
     )
-    return [kind(path.expanduser(), options) for kind, path in zip(classes, args.task_data_path)]
+    return [kind(path.expanduser(), options) for kind, path in classes]
 
 
 def _settings(args: argparse.Namespace, session: Session) -> EvaluationSettings:
@@ -157,8 +186,12 @@ def _evaluate(argv: list[str]) -> int:
             _note_failure(failures, task.name, error)
     scores: list[TaskScore] = []
     answers: list[dict[str, Any]] = []
-    if prepared:
-        length = max(session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared)
+    harness: dict[str, dict[str, dict[str, float]]] = {}
+    asked = [(name, path) for name, path in zip(args.task, args.task_data_path) if name.startswith(_HARNESS)]
+    if prepared or asked:
+        lengths = [session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared]
+        # how long lm-eval's prompts are shows when they are made
+        length = session.settings.max_model_len if asked else max(lengths)
         with running_engine(session, max_model_len=length) as engine:
             for each in prepared:
                 try:
@@ -169,13 +202,42 @@ def _evaluate(argv: list[str]) -> int:
                 scores.append(score)
                 answers += records
                 _show_details(score)
-    print(summary_table(scores, failures), flush=True)
+            for name, path in asked:
+                try:
+                    harness[name] = _run_harness(args, session, engine, name, path)
+                except (ValueError, RuntimeError, OSError) as error:
+                    _note_failure(failures, name, error)
+    if scores or failures:
+        print(summary_table(scores, failures), flush=True)
+    for name, results in harness.items():
+        for task, metrics in results.items():
+            values = ", ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
+            print(f"{name}{'' if task == name.removeprefix(_HARNESS) else f' / {task}'}: {values}", flush=True)
     if args.output is not None:
-        _write_json(args, session, scores, failures)
+        _write_json(args, session, scores, failures, harness)
     if args.answers is not None:
         write_jsonl(args.answers, answers)
         say(f"wrote {len(answers)} answers to {args.answers}")
     return 1 if failures else 0
+
+
+def _run_harness(
+    args: argparse.Namespace, session: Session, engine: Engine, name: str, path: Path
+) -> dict[str, dict[str, float]]:
+    # by name, because it imports an optional package
+    run = registry.load("mindspeed_rl.inference.lm_harness:run_harness", f"--task {name}")
+    return run(
+        engine,
+        session.tokenizer,
+        name.removeprefix(_HARNESS),
+        include_path=None if str(path) == "-" else path.expanduser(),
+        num_shots=args.num_shots,
+        max_samples=args.max_eval_samples,
+        chat_template=args.hf_chat_template,
+        max_model_len=session.settings.max_model_len,
+        stop_token_ids=session.prompt_format.stop_token_ids,
+        seed=args.seed,
+    )
 
 
 def _note_failure(failures: dict[str, str], name: str, error: Exception) -> None:
@@ -201,7 +263,13 @@ def _show_details(score: TaskScore) -> None:
         say(f"note: {score.task}: {text}")
 
 
-def _write_json(args: argparse.Namespace, session: Session, scores: list[TaskScore], failures: dict[str, str]) -> None:
+def _write_json(
+    args: argparse.Namespace,
+    session: Session,
+    scores: list[TaskScore],
+    failures: dict[str, str],
+    harness: dict[str, dict[str, dict[str, float]]],
+) -> None:
     content = {
         "model": session.model.describe(),
         "prompt_type": session.prompt_format.name,
@@ -211,6 +279,7 @@ def _write_json(args: argparse.Namespace, session: Session, scores: list[TaskSco
         "seed": args.seed,
         "temperature": args.temperature or 0.0,
         "tasks": {score.task: score.record() for score in scores},
+        "lm_eval": {name.removeprefix(_HARNESS): results for name, results in harness.items()},
         "failed": failures,
     }
     path: Path = args.output

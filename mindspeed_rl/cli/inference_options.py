@@ -68,7 +68,9 @@ def add_model_options(parser: Parser) -> None:
     add("--fp16", action="store_const", const="float16", dest="dtype", help=argparse.SUPPRESS)
     add("--tensor-parallel-size", "--tensor-model-parallel-size", type=int, default=1, help="devices an engine is split over")
     add("--data-parallel-size", type=int, default=1, help="engines that share the requests")
-    add("--pipeline-model-parallel-size", type=int, default=1, help=argparse.SUPPRESS)
+    add("--engine", choices=("vllm", "megatron"), default="vllm", help="megatron: the training model itself, to check vLLM")
+    add("--pipeline-parallel-size", "--pipeline-model-parallel-size", dest="pipeline_model_parallel_size", type=int, default=1,
+        help="stages of --engine megatron")  # fmt: skip
     add("--max-length", "--max-model-len", type=int, help="longest prompt + answer, in tokens; default: what is needed")
     add("--max-num-seqs", type=int, help="answers at the same time; default: 32 on the CPU, 256 on devices")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of the device's memory")
@@ -111,14 +113,17 @@ def check_common(args: argparse.Namespace) -> None:
         ValueError: a number makes no sense.
     """
     note_without_effect(args, {**WITHOUT_EFFECT, **WITHOUT_EFFECT_SWITCHES})
-    if args.pipeline_model_parallel_size != 1:
+    if args.pipeline_model_parallel_size != 1 and args.engine != "megatron":
         raise ValueError(
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: the inference engine has no pipeline; "
-            "a checkpoint cut in any way loads without the flag"
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: vLLM's engine has no pipeline here; a "
+            "checkpoint cut in any way loads without the flag, and --engine megatron has stages"
         )
+    if args.engine == "megatron" and args.graph:
+        raise ValueError("--graph: graphs are vLLM's; --engine megatron has none")
     positive = (
         "tensor_parallel_size",
         "data_parallel_size",
+        "pipeline_model_parallel_size",
         "max_length",
         "max_num_seqs",
         "max_new_tokens",

@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rollout": ("mindspeed_rl.cli.rollout", "serve a model to runs on other machines"),
     "parity": ("mindspeed_rl.cli.parity", "replay a saved rollout batch through the losses"),
     "report": ("mindspeed_rl.cli.report", "write a run, or several, as one HTML file"),
+    "diff": ("mindspeed_rl.cli.diff", "say why log-probs of trainer and rollout engine differ"),
+    "diff-dump": ("mindspeed_rl.cli.diff_dump", "name the first tensor that differs between two dumps"),
     "trace": ("mindspeed_rl.cli.trace", "show one sample of a run token by token"),
     "doctor": ("mindspeed_rl.cli.doctor", "check this machine and read logs for known failures"),
     "launch": ("mindspeed_rl.cli.launch", "run a command on several nodes with Ray"),

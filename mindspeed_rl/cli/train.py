@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
             written = Path(arguments.config_name or "from_swift.yaml").resolve()
             arguments.config_name = str(write_import("swift", arguments.from_swift, written))
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
-        _prepare_environment()
+        prepare_environment()
         # these import torch, Ray and transformers, which read the environment
         from mindspeed_rl import platform
         from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
@@ -83,7 +83,7 @@ def _say_how_to_go_on(run: Run | None, begun: float) -> None:
         print(how_to_go_on(run, begun), file=sys.stderr)
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """The driver needs no device and no library chatter; set before torch, Ray and transformers are imported."""
     os.environ.update(quiet_environment(os.environ))
     os.environ.update(local_ray_environment(os.environ))

@@ -184,6 +184,7 @@ RANGES: dict[str, Bounds] = {
     **_of("profiler_config.integrated", "profile_step_start profile_step_end profile_ranks", Bounds(0, _ITERATIONS)),
     **_of("msprobe_config", "token_range_start token_range_end", Bounds(0, _TOKENS)),
     **_of("msprobe_config", "step_start step_end", Bounds(0, _ITERATIONS)),
+    "msprobe_config.max_dump_gib": Bounds(0, 1e6),
 }
 
 #: numbers inside text or lists with rules of their own, which name each part: weights beside prefixes, layers of stages

@@ -51,17 +51,27 @@ class ProfilerGroups:
 
 @dataclass(kw_only=True)
 class MsprobeConfig:
-    """Accuracy dumps with MindStudio's msprobe, for comparing two runs tensor by tensor."""
+    """Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with those of another one."""
 
-    msprobe: bool = key(False, "dump at all", only_on=("npu",))
-    dump_path: str = key("./msprobe_dump", "folder of the dumps", only_on=("npu",))
-    key_data_dump: bool = key(False, "dump prompts, responses, rewards, advantages and losses", only_on=("npu",))
-    configurations_dump: bool = key(False, "dump the configuration and the environment", only_on=("npu",))
-    actor_train_dump: bool = key(False, "dump the modules of the actor's update", only_on=("npu",))
-    actor_infer_dump: bool = key(False, "dump the modules of the rollout engine", only_on=("npu",))
-    reference_dump: bool = key(False, "dump the modules of the reference pass", only_on=("npu",))
-    critic_train_dump: bool = key(False, "dump the modules of the critic's update", only_on=("npu",))
-    token_range_start: int = key(0, "first generated token that is dumped", only_on=("npu",))
-    token_range_end: int = key(0, "last generated token that is dumped", only_on=("npu",))
-    step_start: int = key(0, "first iteration that is dumped", only_on=("npu",))
-    step_end: int = key(0, "last iteration that is dumped", only_on=("npu",))
+    msprobe: bool = key(False, "dump at all")
+    dump_path: str = key("./msprobe_dump", "folder of the dumps")
+    task: Literal["statistics", "tensor"] = key(
+        "statistics", "statistics: shape, least, largest, mean and norm of each tensor; tensor: the tensor too"
+    )
+    max_dump_gib: float = key(
+        1.0,
+        "most GiB of tensors of a rank, phase and iteration; the rest has statistics",
+        needs=("task", ("tensor",)),
+    )
+    key_data_dump: bool = key(False, "dump prompts, responses, rewards, advantages, loss inputs and losses")
+    configurations_dump: bool = key(False, "dump the configuration and the environment")
+    actor_train_dump: bool = key(False, "dump activations and gradients of the actor's update")
+    actor_infer_dump: bool = key(False, "dump activations of the rollout engine")
+    reference_dump: bool = key(False, "dump activations of the reference pass")
+    critic_train_dump: bool = key(False, "dump activations and gradients of the critic's update")
+    token_range_start: int = key(
+        0, "first forward step of a rollout that is dumped, counted from 0, the prompts'", needs=("actor_infer_dump", (True,))
+    )
+    token_range_end: int = key(0, "last forward step of a rollout that is dumped", needs=("actor_infer_dump", (True,)))
+    step_start: int = key(0, "first iteration that is dumped, counted from 0")
+    step_end: int = key(0, "last iteration that is dumped")

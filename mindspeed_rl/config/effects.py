@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
+from mindspeed_rl.config.diagnostics import MsprobeConfig
 from mindspeed_rl.config.megatron import MegatronConfig, split_shares
 from mindspeed_rl.config.objective import named_estimator, resolve_objective
 from mindspeed_rl.config.rl import RLConfig
@@ -77,12 +78,27 @@ def _reason(cfg: RunConfig, path: str, group: Any, field: dataclasses.Field[Any]
     if path == "profiler_config.integrated":
         return "" if group.profile or name == "profile" else "profile is false"
     if path == "msprobe_config":
-        return "" if group.msprobe or name == "msprobe" else "msprobe is false"
+        return "" if name == "msprobe" else _dump_reason(cfg, group, name)
     if isinstance(group, MegatronConfig):
         return _training_reason(cfg, path, group, name)
     if path == "rl_config":
         return _rl_reason(cfg, name)
     return ""
+
+
+def _dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:
+    if not dumps.msprobe:
+        return "msprobe is false"
+    if cfg.is_supervised:
+        return (
+            f"stage {cfg.stage} has no rollout" if name in ("actor_infer_dump", "reference_dump", "critic_train_dump") else ""
+        )
+    if cfg.rl_config is None or name not in ("reference_dump", "critic_train_dump"):
+        return ""
+    objective = resolve_objective(cfg)
+    if name == "reference_dump" and not objective.needs_reference:
+        return "no reference model is needed"
+    return "" if name == "reference_dump" or objective.has_critic else f"adv_estimator is {cfg.rl_config.adv_estimator}"
 
 
 def _written(value: Any) -> str:

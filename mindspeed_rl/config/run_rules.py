@@ -374,6 +374,33 @@ def _profiler(cfg: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _dumps(cfg: RunConfig) -> Iterator[Violation]:
+    dumps = cfg.msprobe_config
+    if not dumps.msprobe:
+        return
+    for first, last in (("step_start", "step_end"), ("token_range_start", "token_range_end")):
+        if getattr(dumps, first) > getattr(dumps, last):
+            keys = {f"msprobe_config.{name}": getattr(dumps, name) for name in (first, last)}
+            message = f"msprobe_config.{first} ({getattr(dumps, first)}) is behind {last} ({getattr(dumps, last)})"
+            yield broken("dump_range", keys, message, {f"msprobe_config.{last}": getattr(dumps, first)})
+    if not dumps.actor_infer_dump or cfg.is_supervised:
+        return
+    if rollout_is_apart(cfg):
+        yield broken(
+            "dump_engine",
+            {"msprobe_config.actor_infer_dump": True},
+            "msprobe_config.actor_infer_dump needs the rollout engine in the workers, not in servers of its own",
+            {"msprobe_config.actor_infer_dump": False},
+        )
+    if cfg.generate_config is not None and not cfg.generate_config.enforce_eager:
+        yield broken(
+            "dump_engine",
+            {"msprobe_config.actor_infer_dump": True, "generate_config.enforce_eager": False},
+            "msprobe_config.actor_infer_dump needs generate_config.enforce_eager: true; a captured graph calls no hooks",
+            {"generate_config.enforce_eager": True},
+        )
+
+
 def _adapters(cfg: RunConfig) -> Iterator[Violation]:
     targets = cfg.actor_config.lora_target_modules or []
     for name in targets:
@@ -505,6 +532,7 @@ RUN_RULES = (
     _rollout_modes,
     _adapters,
     _profiler,
+    _dumps,
     _rates,
     _data,
 )

@@ -162,7 +162,6 @@ def unavailable(cfg: RunConfig) -> list[str]:
             "megatron_training.ckpt_format",
             "training writes torch_dist; tools/convert_ckpt.py makes one file a rank of it",
         ),
-        (cfg.msprobe_config.msprobe, "msprobe_config.msprobe", "accuracy dumps are not available"),
     ]
     if (rl := cfg.rl_config) is not None:
         found += [

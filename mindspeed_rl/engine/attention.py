@@ -31,6 +31,17 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     return out.transpose(1, 2)
 
 
+def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of the last tokens [b, s, n, d] to themselves and all before them [b, t, n, d]; [b, s, n, d_v]."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    s, t = query.size(2), key.size(2)
+    seen = torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s)
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scale, enable_gqa=query.size(1) != key.size(1)
+    )
+    return out.transpose(1, 2)
+
+
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, dropout: float = 0.0
 ) -> Tensor:
@@ -212,7 +223,13 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """[s, b, n * d_v] (dense) or [t, 1, n * d_v] (packed); attention is causal, so no mask is taken."""
+        """[s, b, n * d_v] (dense) or [t, 1, n * d_v] (packed); attention is causal, so no mask is taken.
+
+        Keys and values of earlier tokens may come before those of the queries, from a cache.
+        """
+        if key.size(0) > query.size(0):
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            return cached_attention(q, k, v, self.scale).transpose(0, 1).flatten(2)
         dropout = self.dropout if self.training else 0.0
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         if dropout and group is not None:

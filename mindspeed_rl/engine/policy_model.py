@@ -28,6 +28,17 @@ class HeadRequest:
     choices: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class NextTokenRequest:
+    """Asks the head for the logits of the token behind the last one; travels as `HeadRequest` does.
+
+    Attributes:
+        everywhere: for those behind every token.
+    """
+
+    everywhere: bool = False
+
+
 class _SumOverSlices(torch.autograd.Function):
     """Sums disjoint context-parallel parts; each rank's gradient is its own part, because every rank computes the same loss."""
 
@@ -62,7 +73,9 @@ class PolicyModel(_ResponseAligned, GPTModel):
 
     `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage,
     [2, rows, width] float32: log-prob and entropy of each predicted token, 0 on padding; if the request names choices (token
-    ids), [len(choices), rows, width]: their logits. Other stages return hidden states as GPTModel does.
+    ids), [len(choices), rows, width]: their logits. With `labels=NextTokenRequest()` it returns this rank's part of the logits
+    behind the last token of each row, [rows, part of the vocabulary], or behind every token, [tokens * rows, ...]. Other stages
+    return hidden states as GPTModel does.
 
     Attributes:
         true_vocab_size: rows of the vocabulary that are real; the rest is padding and gets no probability.
@@ -73,10 +86,20 @@ class PolicyModel(_ResponseAligned, GPTModel):
     final_logit_softcapping: float | None = None
 
     def _postprocess(
-        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: HeadRequest, *args: Any, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: HeadRequest | NextTokenRequest,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         if not self.post_process:
             return hidden_states
+        if isinstance(labels, NextTokenRequest):
+            tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+            logits = self.output_layer(hidden_states if labels.everywhere else hidden_states[-1:], weight=tied)[0]
+            return logits.flatten(0, 1)
         micro_batch, group = labels.micro_batch, self.pg_collection.tp
         # either sums the gradient over the ranks: each has that of its part of the vocabulary
         if self.config.sequence_parallel:

@@ -82,6 +82,7 @@ class TrainEngine:
 
     Attributes:
         choices: token ids whose logits losses get instead of log-probs and entropies; None for those.
+        on_gradients: called in every step between the backward pass and the optimizer; None for nobody.
     """
 
     def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -99,6 +100,7 @@ class TrainEngine:
         self.shape = shape
         self.temperature = temperature
         self.choices: tuple[int, ...] | None = None
+        self.on_gradients: Callable[[], None] | None = None
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
         )
@@ -226,6 +228,8 @@ class TrainEngine:
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
             if not self.config.no_check_for_nan_in_loss_and_grad:
                 self._check_finite(broken)
+            if self.on_gradients is not None:
+                self.on_gradients()
             lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
             # only now, when activations no longer take the room of a swapped optimizer
             self.offloader.onload(optimizer=True)

@@ -24,6 +24,7 @@ class LocalWeight:
         tensor: the parameter's storage; writing to it changes the model.
         num_shards, shard: into how many pieces the op's axis cuts it, and which of them this rank holds.
         merged: computes the weight with its low-rank adapter added; None where there is no adapter.
+        parameter: what has the storage, with Megatron's marks (its gradient among them).
     """
 
     op: WeightOp
@@ -31,6 +32,7 @@ class LocalWeight:
     num_shards: int
     shard: int
     merged: Callable[[], Tensor] | None = None
+    parameter: Tensor | None = None
 
     def value(self) -> Tensor:
         """What the model computes with: a new tensor with the adapter merged, or `tensor` itself without an adapter."""
@@ -77,7 +79,7 @@ def local_weights(model: BuiltModel) -> list[LocalWeight]:
             else:
                 shards, shard = layout.tp, tp_rank
             assert shard is not None  # Megatron's groups exist
-            found.append(LocalWeight(op, tensor.data, shards, shard, merged.get(name)))
+            found.append(LocalWeight(op, tensor.data, shards, shard, merged.get(name), tensor))
     order = {name: index for index, name in enumerate(by_name)}
     return sorted(found, key=lambda weight: order[weight.op.mcore])
 

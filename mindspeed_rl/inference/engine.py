@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.model_files import ModelFiles
 from mindspeed_rl.inference.requests import Piece, Request
+from mindspeed_rl.inference.stop_watch import StopWatch
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -56,7 +57,7 @@ class InferenceEngine(VllmEngine):
         """See `Engine.stream`."""
         engine = self._llm.llm_engine
         numbers: dict[str, int] = {}
-        ends = [_StopWatch(self._tokenizer, stop_strings) for _ in requests] if stop_strings else []
+        ends = [StopWatch(self._tokenizer, stop_strings) for _ in requests] if stop_strings else []
         for index, request in enumerate(requests):
             params = SamplingParams(
                 temperature=sampling.temperature,
@@ -101,6 +102,17 @@ class InferenceEngine(VllmEngine):
             found.append(ranked[:count])
         return found
 
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`; one token less than the longest sequence fits, because vLLM wants to generate one."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._llm.generate([_prompt(list(ids)) for ids in sequences], params, use_tqdm=False)
+        found = []
+        for ids, start, output in zip(sequences, starts, outputs):
+            assert output.prompt_logprobs is not None  # they were asked for
+            entries = [(output.prompt_logprobs[place], ids[place]) for place in range(start, len(ids))]
+            found.append([(entry[token].logprob, entry[token].rank == 1) for entry, token in entries if entry is not None])
+        return found
+
     def close(self) -> None:
         """Nothing to end: the engine lives in this process."""
 
@@ -116,19 +128,3 @@ def _piece(index: int, output: Any) -> Piece:
     log_probs = [step[token].logprob for step, token in zip(sample.logprobs or (), token_ids)]
     finish = None if sample.finish_reason is None else "length" if sample.finish_reason == "length" else "stop"
     return Piece(index, token_ids, log_probs, finish)
-
-
-class _StopWatch:
-    """Sees when the text of one answer holds a stop string."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self._tokenizer, self._strings = tokenizer, strings
-        # a token has at least one byte, so a stop string lies in as many tokens as it has bytes
-        self._window = max(len(text.encode()) for text in strings) + 1
-        self._tail: list[int] = []
-
-    def ends(self, token_ids: Sequence[int]) -> bool:
-        self._tail += token_ids
-        text = self._tokenizer.decode(self._tail, skip_special_tokens=True)
-        self._tail = self._tail[-self._window :]
-        return any(stop in text for stop in self._strings)

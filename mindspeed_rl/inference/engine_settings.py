@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -22,7 +23,9 @@ class EngineSettings:
         max_model_len: longest prompt + answer, in tokens.
         dtype: "auto" takes that of the checkpoint.
         max_num_seqs: answers that are generated at the same time; None takes 32 on the CPU, 256 on devices.
+        kind: what generates: vLLM, or the Megatron model itself.
         tensor_parallel_size: devices one engine is split over.
+        pipeline_parallel_size: stages of a Megatron model.
         data_parallel_size: engines that share the requests.
         most_log_probs: most entries that `next_tokens` may be asked for.
     """
@@ -32,13 +35,20 @@ class EngineSettings:
     max_model_len: int
     dtype: str = "auto"
     max_num_seqs: int | None = None
+    kind: Literal["vllm", "megatron"] = "vllm"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_gib: float | None = None
     enforce_eager: bool = True
     trust_remote_code: bool = False
     most_log_probs: int = 20
+
+    @property
+    def num_devices(self) -> int:
+        """Of all engines."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def generate_config(self, model_dtype: torch.dtype) -> GenerateConfig:
         """The same in the words of a run file."""

@@ -8,7 +8,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import ClassVar
 
+from mindspeed_rl import adaptors
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.requests import Engine, Piece, Request
@@ -24,25 +26,26 @@ _MOST_PIECES_PER_CALL = 4096
 
 
 class InferenceGroup(WorkerGroup):
-    """The engine's workers; see `InferenceWorker` for what the methods do."""
+    """The workers of vLLM engines; see `ReplicaWorker` for what the methods do."""
 
-    target = "mindspeed_rl.inference.engine_worker:InferenceWorker"
+    target: ClassVar[str] = "mindspeed_rl.inference.engine_worker:InferenceWorker"
+    adapted: ClassVar[tuple[adaptors.Scope, ...]] = ("rollout",)
 
     def __init__(self, num_devices: int, platform_name: str, folder: Path) -> None:
         """
         Args:
             folder: takes the logs.
         """
+        role = MegatronConfig()
         settings = ProcessSettings(
             target=self.target,
-            adapted=("rollout",),
-            keys=None,
+            adapted=self.adapted,
+            keys=role if "train" in self.adapted else None,
             platform=platform_name,
             world_size=num_devices,
             num_nodes=1,
             folder=folder,
         )
-        role = MegatronConfig()
         cfg = RunConfig(
             config_name="inference",
             config_dir=".",
@@ -67,6 +70,17 @@ class InferenceGroup(WorkerGroup):
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
         return self.wait("next_tokens", [process.call.remote("next_tokens", prompts, count) for process in self.processes])[0]
+
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`."""
+        return self.wait("score", [process.call.remote("score", sequences, starts) for process in self.processes])[0]
+
+
+class MegatronInferenceGroup(InferenceGroup):
+    """The workers of Megatron models that generate."""
+
+    target = "mindspeed_rl.inference.megatron_worker:MegatronInferenceWorker"
+    adapted = ("train",)
 
 
 class EngineGroup:
@@ -97,6 +111,10 @@ class EngineGroup:
         """See `Engine.next_tokens`."""
         return self._group.next_tokens([list(ids) for ids in prompts], count)
 
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`."""
+        return self._group.score([list(ids) for ids in sequences], list(starts))
+
     def close(self) -> None:
         """Ends all workers."""
         self._group.close()
@@ -104,16 +122,17 @@ class EngineGroup:
 
 @contextlib.contextmanager
 def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engine]:
-    """Engines on tensor_parallel_size x data_parallel_size devices, ready; they end with the block.
+    """Engines on the devices that the settings say, ready; they end with the block.
 
     Raises:
         WorkerFailed: a worker died or raised; its log lies in the folder that the message names.
         TimeoutError: there are not enough devices.
     """
-    num_devices = settings.tensor_parallel_size * settings.data_parallel_size
+    num_devices = settings.num_devices
     folder = Path(mkdtemp(prefix="mindspeed-rl-inference-"))
     with cluster(num_devices, platform_name):
-        group = InferenceGroup(num_devices, platform_name, folder)
+        kind = MegatronInferenceGroup if settings.kind == "megatron" else InferenceGroup
+        group = kind(num_devices, platform_name, folder)
         try:
             group.start_workers(settings, uuid.uuid4().hex[:12])
             yield EngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)

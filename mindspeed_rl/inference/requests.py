@@ -69,6 +69,14 @@ class Engine(Protocol):
         """The `count` most likely next tokens of every prompt with their log-probs, most likely first."""
         ...
 
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """How likely the tokens of each sequence are from a place on: (log-prob, whether it is the most likely one) of each.
+
+        Args:
+            starts: number of the first token of each sequence that is scored, at least 1.
+        """
+        ...
+
     def close(self) -> None:
         """Ends what the engine started."""
         ...

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl import adaptors, platform
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.engine_limits import EngineRequest, engine_obstacles
 from mindspeed_rl.config.model_facts import EngineShape
 from mindspeed_rl.data.templates import Thinking
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: a world of one process; it meets nobody, so that any free port does
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
     """What the user says about model, engine and prompts: the flags that generate, chat and evaluate share, under their names.
@@ -33,6 +38,8 @@ class SessionOptions:
         tokenizer_name_or_path: None takes the model's.
         max_length: most tokens of prompt and answer; None takes the model's own limit.
         graph: compile and capture graphs.
+        engine: what generates: vLLM, or the Megatron model itself.
+        pipeline_model_parallel_size: stages of a Megatron model.
     """
 
     # model
@@ -57,6 +64,8 @@ class SessionOptions:
     gpu_memory_utilization: float
     kv_cache_memory_gib: float | None
     graph: bool
+    engine: Literal["vllm", "megatron"]
+    pipeline_model_parallel_size: int
     # prompts
     prompt_type: str | None
     prompt_type_path: str | None
@@ -126,12 +135,24 @@ class Session:
             most_log_probs: see `EngineSettings`.
         """
         settings = replace(self.settings, max_model_len=max_model_len, most_log_probs=most_log_probs)
-        if settings.tensor_parallel_size * settings.data_parallel_size > 1:
+        if settings.num_devices > 1:
             # brings Ray, which one device does without
             from mindspeed_rl.inference.launch import engine_group
 
             with engine_group(settings, self.platform_name) as engine:
                 yield engine
+        elif settings.kind == "megatron":
+            adaptors.apply("train")
+            adaptors.configure(MegatronConfig())
+            os.environ.update(_ALONE)
+            # imports Megatron, which wants its adaptors first
+            from mindspeed_rl.inference.megatron_engine import MegatronEngine
+
+            engine = MegatronEngine(settings, self.model, self.tokenizer)
+            try:
+                yield engine
+            finally:
+                engine.close()
         else:
             adaptors.apply("rollout")
             # imports vLLM, which wants its adaptors and the platform's environment first
@@ -187,13 +208,15 @@ def open_session(options: SessionOptions) -> Session:
     )
     longest = options.max_length or model.network.max_position_embeddings
     request = EngineRequest(options.tensor_parallel_size, longest, "--tensor-parallel-size", "--max-length")
-    if found := list(engine_obstacles(_shape(model), request, device.name)):
+    if options.engine == "vllm" and (found := list(engine_obstacles(_shape(model), request, device.name))):
         raise ValueError("; ".join(obstacle.message for obstacle in found))
     settings = EngineSettings(
         model=model_settings,
         tokenizer=tokenizer_path,
         max_model_len=longest,
         dtype=options.dtype,
+        kind=options.engine,
+        pipeline_parallel_size=options.pipeline_model_parallel_size,
         max_num_seqs=options.max_num_seqs,
         tensor_parallel_size=options.tensor_parallel_size,
         data_parallel_size=options.data_parallel_size,

@@ -108,7 +108,10 @@ class WindowedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[s, b, n * d] from [s, b, n, d], or [t, 1, n * d] from packed [t, n, d]."""
+        """[s, b, n * d] from [s, b, n, d], or [t, 1, n * d] from packed [t, n, d].
+
+        Keys and values of earlier tokens may come before those of the queries, from a cache.
+        """
         if packed_seq_params is None:
             return self._attend(query, key, value)
         bounds = packed_seq_params.cu_seqlens_q_padded
@@ -127,7 +130,7 @@ class WindowedAttention(nn.Module):
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         position = torch.arange(scores.size(-1), device=scores.device)
-        distance = position[:, None] - position[None, :]
+        distance = position[-scores.size(-2) :, None] - position[None, :]
         hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
         out = (weights @ value).permute(2, 0, 1, 3)

@@ -8,9 +8,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+
+from mindspeed_rl.observability.operators import OperatorTime, operator_table
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ class Platform(ABC):
 
     @contextlib.contextmanager
     def profile(self, directory: str, settings: ProfileSettings = DEFAULT_PROFILE) -> Iterator[Any]:
-        """Profiles the block and writes a trace below `directory`.
+        """Profiles the block and writes a trace and a table by operator (operators.md) below `directory`.
 
         Raises:
             ValueError: there is nothing to record.
@@ -200,3 +203,18 @@ class Platform(ABC):
             with_stack=settings.stacks,
         ) as profiler:
             yield profiler
+        Path(directory, "operators.md").write_text(operator_table(_operators(profiler)), encoding="utf-8")
+
+
+def _operators(profiler: torch.profiler.profile) -> list[OperatorTime]:
+    """What torch's profiler recorded, by operator."""
+    return [
+        OperatorTime(
+            event.key,
+            event.count,
+            event.self_cpu_time_total,
+            getattr(event, "self_device_time_total", 0.0),
+            getattr(event, "self_cpu_memory_usage", 0) + getattr(event, "self_device_memory_usage", 0),
+        )
+        for event in profiler.key_averages()
+    ]

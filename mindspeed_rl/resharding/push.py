@@ -111,6 +111,15 @@ class WeightPush:
                 f"weight push: the rollout engine has no parameter for {len(missing)} tensors, for example {min(missing)}."
             )
 
+    def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that each parameter of this member's engine is made of."""
+        if self._destinations is None:
+            return {}
+        found: dict[str, dict[str, None]] = {}
+        for entry in self._destinations.entries:
+            found.setdefault(entry.parameter, {})[entry.tensor] = None
+        return {name: tuple(tensors) for name, tensors in found.items()} | dict(self._destinations.whole)
+
     def write(self, model: nn.Module | None) -> None:
         """The engines' parameters hold the trained weights; not yet proven.
 

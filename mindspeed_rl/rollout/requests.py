@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Sampling:
     def whole_distribution(self) -> bool:
         """True when no token is cut off, so that the engine's log-probs are those of the tempered model."""
         return self.top_p >= 1.0 and self.top_k <= 0 and self.min_p <= 0.0
+
+    def limited(self, max_tokens: int) -> Sampling:
+        """The same with responses of at most so many tokens, and no more than before."""
+        return replace(self, max_tokens=min(max_tokens, self.max_tokens))
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,10 @@ class VllmEngine:
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
         self.weight_version = version
 
+    def forget_prefixes(self) -> None:
+        """Prompts that come are computed whole; nothing may be running."""
+        self._llm.reset_prefix_cache()
+
     def repacked_parameters(self, model: torch.nn.Module) -> set[str]:
         """Parameters that the platform lays out anew after each load: what is in them before a load is of no use."""
         return self._hooks.repacked(model)

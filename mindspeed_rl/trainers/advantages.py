@@ -22,6 +22,7 @@ from mindspeed_rl.rewards.samples import reward_functions
 from mindspeed_rl.rewards.totals import MODEL_PART
 from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
+from mindspeed_rl.trainers.key_data import KeyData
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_record import save_rollout
 from mindspeed_rl.trainers.schedule import Schedule
@@ -51,6 +52,7 @@ class Advantages:
     ) -> None:
         self._run, self._plan = run, run.plan
         self._plane, self._logger, self._baselines, self._schedule = plane, logger, baselines, schedule
+        self._key_data = KeyData(run, plane)
         self.entropy_threshold: float | None = None
         self._admission, self._token_limit = admission_of(run), run.rl.off_policy_token_limit
         self._unscored_limit = run.rl.unscored_iterations_limit
@@ -109,9 +111,10 @@ class Advantages:
         )
         with_trainer = self._schedule.computes_old_log_probs(iteration)
         self._logger.completions(iteration + 1, self._plane, advantages, response_mask, loss_mask, with_trainer=with_trainer)
+        with_reference = self._schedule.needs_reference
+        self._key_data.save(iteration, advantages, loss_mask, with_trainer=with_trainer, with_reference=with_reference)
         if self._schedule.saves_rollout(iteration):
             path = self._run.folder / "rollouts" / f"iteration_{iteration + 1:07d}.safetensors"
-            with_reference = self._schedule.needs_reference
             save_rollout(path, self._run, self._plane, inputs, young, kl_coef=kl_coef, with_reference=with_reference)
         return metrics
 

@@ -145,6 +145,7 @@ def absolute_paths(cfg: RunConfig) -> RunConfig:
                 config.data_path = _absolute(config.data_path)
             if config.eval_data_path is not None:
                 config.eval_data_path = _absolute(config.eval_data_path)
+    cfg.msprobe_config.dump_path = _absolute(cfg.msprobe_config.dump_path)
     if cfg.rl_config is not None:
         if cfg.rl_config.reward_model is not None:
             cfg.rl_config.reward_model = _absolute(cfg.rl_config.reward_model)

@@ -57,6 +57,7 @@ class Schedule:
             kl_coef=self.kl.coef,
             entropy_threshold=entropy_threshold,
             columns=("advantages", "rollout_log_probs", "scored_mask", "loss_mask", *self._optional_columns()),
+            iteration=iteration,
         )
 
     def _optional_columns(self) -> list[str]:

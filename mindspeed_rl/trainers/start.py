@@ -16,6 +16,7 @@ from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.trainers.ending import Ending, Terminated
+from mindspeed_rl.trainers.key_data import write_configurations
 from mindspeed_rl.trainers.plan_table import plan_rows
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_parts import RLParts
@@ -47,6 +48,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         beat = heartbeat.begin(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
         stack.callback(beat.end)
         absolute_paths(cfg)
+        write_configurations(run)
         goes_on_after = parts.beginning.iteration
         trackers = make_trackers(cfg.rl_config or RLConfig(), run.folder, dataclasses.asdict(cfg), goes_on_after=goes_on_after)
         steps.done("files and keys are checked")

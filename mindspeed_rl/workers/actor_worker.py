@@ -24,6 +24,7 @@ from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.order import UpdateOrder
@@ -54,6 +55,7 @@ class ActorWorker(ModelWorker):
         self.roles = build_roles(run, source, model_plan, tokenizer)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
         self._open_rollout(plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
+        self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
 
     def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
         """The rollout engine shares this rank's device."""
@@ -64,6 +66,7 @@ class ActorWorker(ModelWorker):
         self.run = run
         self.replica.follow(plane, run.deadlines.rows_s)
         self.rollout.run, self.rollout.plane = run, plane
+        self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
 
     def _rests(self, role: Role) -> bool:
         return role in self.roles.frozen()
@@ -116,7 +119,7 @@ class ActorWorker(ModelWorker):
 
     def generate(self, draw: int) -> WorkerReport:
         """All rows have a response."""
-        with self.profiler("actor_generate"), self.timers("rollout"):
+        with self.profiler("actor_generate"), self.timers("rollout"), self.dumps.rollout(self.rollout):
             metrics = self.rollout.generate(draw)
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
@@ -124,13 +127,14 @@ class ActorWorker(ModelWorker):
     def extend(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
         """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.extend`."""
         metrics = Metrics()
-        with self.profiler("actor_generate"), self.timers("rollout"):
+        with self.profiler("actor_generate"), self.timers("rollout"), self.dumps.rollout(self.rollout):
             found = self.rollout.extend(pieces, num_tokens)
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics), found
 
     def finish_rollout(self) -> WorkerReport:
         """Nothing more is generated in this iteration: the engine's memory goes to training where the device is short of it."""
+        self.dumps.end_rollout()
         if self.rollout.hands_memory_over:
             with self.timers("resharding_to_train"):
                 self.rollout.engine.release_memory()
@@ -174,7 +178,7 @@ class ActorWorker(ModelWorker):
             return self._report()
         target = self.roles.reference or self.roles.actor
         batching = self._batching("ref", rl.ref_forward_micro_batch_size)
-        with self.profiler("reference_compute_log_prob"), self._reference_weights():
+        with self.profiler("reference_compute_log_prob"), self._reference_weights(), self.dumps.reference(target):
             self._forward("reference_model", target, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
         return self._report()
 
@@ -202,10 +206,11 @@ class ActorWorker(ModelWorker):
         loss = partial(policy_loss, objective=replace(objective, kl_coef=order.kl_coef))
         batch = partial(PolicyBatch.from_inputs, entropy_threshold=order.entropy_threshold)
         batching = self._batching("update", actor.config.micro_batch_size)
-        with self.profiler("actor_update"), self.timers("update"):
+        dump = self.dumps.update("actor", actor, order.iteration)
+        with self.profiler("actor_update"), self.timers("update"), dump as probe:
             actor.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
-                add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
+                add_step(metrics, "actor", actor.engine.train_step(rows, batching, probe.loss(loss), probe.inputs(batch)))
             actor.poll_save()
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
@@ -220,10 +225,10 @@ class ActorWorker(ModelWorker):
         assert critic is not None
         loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
-        with self.profiler("critic_update"), self.timers("update_critic"):
+        with self.profiler("critic_update"), self.timers("update_critic"), self.dumps.update("critic", critic) as probe:
             critic.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
-                add_step(metrics, "critic", critic.engine.train_step(rows, batching, loss))
+                add_step(metrics, "critic", critic.engine.train_step(rows, batching, probe.loss(probe.inputs(loss))))
             critic.poll_save()
             self._rest(critic)  # or the actor's update would find it beside its own state
         return self._report(metrics)

@@ -19,12 +19,14 @@ class UpdateOrder:
         kl_coef: this iteration's coefficient.
         entropy_threshold: of top-entropy masking, None without.
         columns: of the data plane, that the policy loss reads.
+        iteration: number of the iteration, from 0.
     """
 
     steps: list[list[int]]
     kl_coef: float
     entropy_threshold: float | None
     columns: tuple[str, ...]
+    iteration: int = 0
 
 
 def mini_batches(

@@ -10,6 +10,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.replica import Replica
@@ -33,12 +34,13 @@ class ReferenceWorker(ModelWorker):
         tokenizer = load_tokenizer_of(actor, source)
         self._role = build_reference(run, source, resumed_at, shared_settings(run, tokenizer))
         self.replica = Replica(plane, run.deadlines.rows_s)
+        self.dumps = PhaseDumps(run.config.msprobe_config, resumed_at or 0)
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Log-probs of the reference for this replica's rows."""
         assert role == "ref", role
         size = self.run.rl.ref_forward_micro_batch_size or self._role.config.micro_batch_size
-        with self.profiler("reference_compute_log_prob"):
+        with self.profiler("reference_compute_log_prob"), self.dumps.reference(self._role):
             batching = self._batching("ref", size)
             self._forward(
                 "reference_model", self._role, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size"
@@ -63,6 +65,7 @@ class CriticWorker(ModelWorker):
         tokenizer = load_tokenizer_of(actor, source)
         self._role = build_critic(run, resumed_at, shared_settings(run, tokenizer))
         self.replica = Replica(plane, run.deadlines.rows_s)
+        self.dumps = PhaseDumps(run.config.msprobe_config, resumed_at or 0)
 
     def compute_values(self, count: int) -> WorkerReport:
         """The critic's value before each response token."""
@@ -78,9 +81,9 @@ class CriticWorker(ModelWorker):
         metrics = Metrics()
         loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", self._role.config.micro_batch_size)
-        with self.profiler("critic_update"), self.timers("update_critic"):
+        with self.profiler("critic_update"), self.timers("update_critic"), self.dumps.update("critic", self._role) as probe:
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
-                add_step(metrics, "critic", self._role.engine.train_step(rows, batching, loss))
+                add_step(metrics, "critic", self._role.engine.train_step(rows, batching, probe.loss(probe.inputs(loss))))
             self._role.poll_save()
         return self._report(metrics)
 

@@ -36,11 +36,19 @@ class RolloutReplica:
     share experts with it; building and `load` over the whole world.
 
     Attributes:
+        rank: of this process among all.
+        layout: of the engines.
         replica, num_replicas: which rollout engine this rank belongs to.
         is_output: True on the rank that hands the replica's responses out.
     """
 
-    def __init__(self, run: Run, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
+    def __init__(
+        self, run: Run, plane: DataPlane | None, source: ModelSource, network: Network, eos_id: int, run_id: str
+    ) -> None:
+        """
+        Args:
+            plane: where `generate` finds its prompts; None where nobody calls it.
+        """
         config = run.generate
         self.run, self.plane = run, plane
         sampling = training_sampling(config.sampling_config, source, eos_id)
@@ -52,8 +60,9 @@ class RolloutReplica:
             run_id=run_id,
             kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
         )
-        layout = self._layout = self.engine.layout
-        self.replica, replica_rank = divmod(dist.get_rank(), layout.tensor)
+        self.rank, layout = dist.get_rank(), self.engine.layout
+        self.layout = layout
+        self.replica, replica_rank = divmod(self.rank, layout.tensor)
         self.num_replicas = layout.num_replicas
         self.is_output = replica_rank == 0
         group = _own_group(layout.replica_groups())
@@ -79,12 +88,16 @@ class RolloutReplica:
                 replace(stream.trained, bucket_bytes=bucket_bytes),
                 destinations,
                 world_exchange(),
-                replica=dist.get_rank() // (self._layout.tensor * self._layout.sharing),
+                replica=dist.get_rank() // (self.layout.tensor * self.layout.sharing),
                 derived=DERIVED,
                 repacked=repacked,
                 delta=self.run.generate.update_weight_mode == "delta",
             )
         self._push.write(model)
+
+    def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
+        """The HF tensors that each parameter of this rank's engine is made of; none before the first load."""
+        return {} if self._push is None else self._push.tensors_by_parameter()
 
     @property
     def hands_memory_over(self) -> bool:
@@ -110,6 +123,7 @@ class RolloutReplica:
     def _batches(self) -> Iterator[tuple[list[int], Any]]:
         """This replica's rows, a dispatch at a time."""
         columns, rl = ["prompt_ids"], self.run.rl
+        assert self.plane is not None
         size = self.run.plan.dispatch_sizes["actor_rollout_dispatch_size"]
         if rl.guarantee_order:
             share = self.run.plan.num_samples // self.num_replicas
@@ -135,6 +149,7 @@ class RolloutReplica:
                 for row, ids in zip(indexes, prompts)
             )
         )
+        assert self.plane is not None
         self.plane.put(response_columns(prompts, responses), indexes)
         return response_metrics(prompts, responses)
 

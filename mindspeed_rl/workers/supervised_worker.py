@@ -22,6 +22,7 @@ from mindspeed_rl.models.flops import ModelFlops
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.workers.device_worker import DeviceWorker
+from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.limits import micro_batching
 from mindspeed_rl.workers.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
 from mindspeed_rl.workers.reports import DataSummary, WorkerReport
@@ -52,6 +53,7 @@ class SupervisedWorker(DeviceWorker):
         self.train_items, self.held_out = self.stage.datasets(plan)
         self._build(model_plan, source, tokenizer.pad_token_id)
         self.consumed = self.role.resumed["run_state"]["consumed_samples"] if self.role.resumed else 0
+        self.dumps = PhaseDumps(cfg.msprobe_config, self.resumed_state().get("iteration", 0))
         order = self.stage.order(len(self.train_items), plan, self.consumed)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance
         num_tokens = self.stage.num_tokens if balanced else None
@@ -90,8 +92,9 @@ class SupervisedWorker(DeviceWorker):
         metrics, num_samples = Metrics(), self.run.plan.num_samples
         with self.profiler("actor_update"):
             rows = self._rows(next(self._batches))
-            with self.timers("update"):
-                result = self.role.engine.train_step(rows, self.batching, self.stage.loss)
+            with self.timers("update"), self.dumps.update("actor", self.role) as probe:
+                loss = probe.loss(probe.inputs(self.stage.loss))
+                result = self.role.engine.train_step(rows, self.batching, loss)
                 self.role.poll_save()
         self.consumed += num_samples
         metrics.merge(_named("train/", result.losses))

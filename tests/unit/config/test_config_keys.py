@@ -213,6 +213,8 @@ UPSTREAM: dict[type, dict[str, Any]] = {
     MsprobeConfig: {
         "msprobe": False,
         "dump_path": "./msprobe_dump",
+        "task": "statistics",
+        "max_dump_gib": 1.0,
         "key_data_dump": False,
         "configurations_dump": False,
         "actor_train_dump": False,

@@ -77,8 +77,6 @@ def test_every_key_is_read_refused_or_declared_without_effect(group: type, read:
         reason, needed = facts(field)
         if reason or field.name in read or field.name in switches or needed in switches:
             continue
-        if group is MsprobeConfig and "msprobe" in switches:
-            continue
         silent.append(field.name)
     assert silent == []
 
@@ -101,8 +99,6 @@ def test_no_key_that_is_declared_without_effect_is_read_as_an_attribute_of_its_g
 
 
 def test_a_refused_key_stops_a_run_with_a_sentence_that_names_it() -> None:
-    cfg = config.build_run_config({"megatron_training": {"stage": "sft"}, "msprobe_config": {"msprobe": True}})
-    assert config.unavailable(cfg) == ["msprobe_config.msprobe: accuracy dumps are not available"]
     critic = config.build_run_config(
         {
             "megatron_training": {"stage": "ray_ppo"},

@@ -20,7 +20,6 @@ README = Path(__file__).parents[3] / "README.md"
 NOT_THERE = {
     "rl_config.multi_turn_enable": "no tools during the rollout",
     "rl_config.is_multimodal": "no images",
-    "msprobe_config.msprobe": "No accuracy dumps",
 }
 
 

@@ -74,7 +74,7 @@ def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None
         ("generate --prompt p --top-p 1.5", "--top-p is 1.5; it must be in (0, 1]"),
         ("generate --prompt p --top-k -5", "--top-k is -5"),
         ("generate --prompt p --max-new-tokens 0", "--max-new-tokens is 0; it must be positive"),
-        ("generate --prompt p --pipeline-model-parallel-size 2", "the inference engine has no pipeline"),
+        ("generate --prompt p --pipeline-model-parallel-size 2", "--engine megatron has stages"),
         ("chat --history-turns -1", "--history-turns is -1; it must be at least 0"),
         ("chat --greedy --temperature 1", "--greedy draws nothing"),
         ("chat --show-thinking --hide-thinking", "not allowed with argument"),

@@ -16,32 +16,45 @@ GROUPS = {
     "ReferenceGroup": ("mindspeed_rl.workers.apart", set()),
     "CriticGroup": ("mindspeed_rl.workers.apart", set()),
     "SupervisedGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
+    "ComparisonGroup": ("mindspeed_rl.trainers.comparison", {"set_up"}),
     "InferenceGroup": ("mindspeed_rl.inference.launch", set()),
+    "MegatronInferenceGroup": ("mindspeed_rl.inference.launch", set()),
 }
 
 
 def classes(module: str) -> dict[str, ast.ClassDef]:
-    """The classes of a module by name, without importing it: workers import Megatron and vLLM."""
+    """The classes of a module and those that they are made of, without importing it: workers import Megatron and vLLM."""
     tree = ast.parse(Path(find_spec(module).origin).read_text())
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    own = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    bases = {ast.unparse(base) for node in own.values() for base in node.bases} - own.keys()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any(alias.name in bases for alias in node.names):
+            if node.module.startswith("mindspeed_rl."):
+                own |= {name: found for name, found in classes(node.module).items() if name in bases}
+    return own
 
 
 def public_methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")}
 
 
-def with_bases(name: str, known: dict[str, ast.ClassDef], stop: str) -> dict[str, ast.FunctionDef]:
-    """Public methods of a class and of its bases in the same module, up to the class `stop`."""
+def with_bases(name: str, known: dict[str, ast.ClassDef], *stop: str) -> dict[str, ast.FunctionDef]:
+    """Public methods of a class and of its bases in the same module, up to the classes `stop`."""
     methods: dict[str, ast.FunctionDef] = {}
     for base in known[name].bases:
-        if ast.unparse(base) in known and ast.unparse(base) != stop:
-            methods |= with_bases(ast.unparse(base), known, stop)
+        if ast.unparse(base) in known and ast.unparse(base) not in stop:
+            methods |= with_bases(ast.unparse(base), known, *stop)
     return methods | public_methods(known[name])
 
 
 def target_of(group: ast.ClassDef) -> tuple[str, str]:
     """Module and class of a group's workers."""
-    found = [item.value for item in group.body if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "target"]
+    found = [
+        item.value
+        for item in group.body
+        if (isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "target")
+        or (isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == "target")
+    ]
     module, _, name = ast.literal_eval(found[0]).partition(":")
     return module, name
 
@@ -56,7 +69,7 @@ def test_every_method_of_a_group_is_one_of_its_workers_with_the_same_parameters(
     groups = classes(module)
     worker_module, worker = target_of(groups[name])
     theirs = with_bases(worker, classes(worker_module), "DeviceWorker")
-    ours = {key: item for key, item in with_bases(name, groups, "RunGroup").items() if key not in own}
+    ours = {key: item for key, item in with_bases(name, groups, "RunGroup", "WorkerGroup").items() if key not in own}
     assert ours
     for key, method in ours.items():
         assert parameters(method) == parameters(theirs[key]), key

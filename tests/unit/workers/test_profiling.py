@@ -9,6 +9,7 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import ProfilerConfig
+from mindspeed_rl.observability.operators import OperatorTime, operator_table
 from mindspeed_rl.workers.profiling import PhaseProfiler
 
 
@@ -61,3 +62,25 @@ def test_a_trace_goes_where_the_run_file_says_and_has_what_it_asks_for(tmp_path:
     content = json.loads(trace.read_text())
     assert content["record_shapes"] == 1
     assert any("sum" in event["name"] for event in content["traceEvents"])
+
+
+def test_a_table_by_operator_lies_beside_the_trace(tmp_path: Path) -> None:
+    run(ProfilerConfig(profile=True, stage="actor_update"), tmp_path)
+    table = (tmp_path / "profile" / "actor_update_1" / "rank_0" / "operators.md").read_text()
+    rows = {line.split("`")[1]: line.split("|")[2].strip() for line in table.splitlines() if "`" in line}
+    assert rows["aten::sum"] == "1" and rows["aten::ones"] == "1"
+
+
+def test_the_table_has_the_longest_first_and_shares_of_the_whole() -> None:
+    operators = [OperatorTime("add", 4, 100.0), OperatorTime("mm", 2, 300.0), OperatorTime("copy", 1, 0.0)]
+    lines = operator_table(operators).splitlines()
+    assert lines[0] == "0.400 ms of host time in 3 operators."
+    assert lines[4:] == [
+        "| `mm` | 2 | 75.0% | 0.300 | 150.0 |",
+        "| `add` | 4 | 25.0% | 0.100 | 25.0 |",
+        "| `copy` | 1 | 0.0% | 0.000 | 0.0 |",
+    ]
+    on_device = operator_table([OperatorTime("mm", 2, 1.0, 30.0, 1 << 20), OperatorTime("add", 1, 90.0, 10.0)]).splitlines()
+    assert on_device[4] == "| `mm` | 2 | 75.0% | 0.030 | 0.001 | 0.5 | 1.00 |"
+    many = operator_table([OperatorTime(f"op{number}", 1, 1.0) for number in range(45)]).splitlines()
+    assert many[-1] == "| 5 others | 5 | 11.1% | | |" and len(many) == 2 + 2 + 40 + 1

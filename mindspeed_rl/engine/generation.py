@@ -1,0 +1,91 @@
+"""A Megatron model that generates: passes with a cache of keys and values, the whole logits of the next token on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.policy_model import NextTokenRequest
+
+
+class CachedModel:
+    """One batch of sequences at a time. Methods are collective over the tensor- and pipeline-parallel ranks of a replica.
+
+    All sequences are at the same position, as Megatron's static inference context has them; see `logits_at_ends` for prompts
+    of different lengths.
+    """
+
+    def __init__(self, model: BuiltModel) -> None:
+        """
+        Args:
+            model: built without sequence parallelism and virtual stages; it does not train.
+        """
+        (self._model,) = model.models
+        self._vocab_size = model.plan.network.vocab_size
+        self._hidden_size = model.plan.network.hidden_size
+        self._dtype = model.transformer_config.params_dtype
+        self._device = next(self._model.parameters()).device
+        self._stages = cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+        self._context: StaticInferenceContext | None = None
+        self._model.eval()
+
+    def begin(self, batch_size: int, max_length: int) -> None:
+        """The cache is empty, with room for this many sequences of this length."""
+        self._context = StaticInferenceContext(batch_size, max_length)
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor, *, everywhere: bool = False) -> Tensor:
+        """Reads the next tokens of all sequences.
+
+        Args:
+            tokens: [b, s] int64, behind those that were read before; more than one only at the beginning.
+            everywhere: logits behind each of the tokens, not the last one alone; of one sequence.
+
+        Returns:
+            [b, vocabulary] float32, or [s, vocabulary] everywhere; the same on every rank.
+        """
+        context = self._context
+        assert context is not None, "begin comes first"
+        first, (rows, width) = context.sequence_len_offset, tokens.shape
+        tokens = tokens.to(self._device)
+        positions = torch.arange(first, first + width, device=self._device).expand(rows, width)
+        if not self._model.pre_process:
+            received = torch.empty(width, rows, self._hidden_size, dtype=self._dtype, device=self._device)
+            dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
+            self._model.set_input_tensor(received)
+        output = self._model(tokens, positions, None, labels=NextTokenRequest(everywhere), inference_context=context)
+        context.sequence_len_offset += width
+        context.enable_decode_mode()
+        logits = torch.empty(rows * width if everywhere else rows, self._vocab_size, device=self._device)
+        if self._model.post_process:
+            logits = gather_from_tensor_model_parallel_region(output)[:, : self._vocab_size].float().contiguous()
+        else:
+            dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+        if self._stages.size() > 1:
+            dist.broadcast(logits, parallel_state.get_pipeline_model_parallel_last_rank(), group=self._stages)
+        return logits
+
+    def logits_at_ends(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """[b, vocabulary] behind each prompt. Reads them all; the cache is that of the longest prompt's end.
+
+        Shorter prompts would have to go on while longer ones are read, so this is for the distribution behind a prompt alone.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        read = min(lengths)
+        logits = self.next_logits(torch.tensor([list(prompt[:read]) for prompt in prompts]))
+        ends = logits.clone()
+        while read < max(lengths):
+            column = [prompt[read] if read < len(prompt) else prompt[-1] for prompt in prompts]
+            logits = self.next_logits(torch.tensor(column)[:, None])
+            read += 1
+            at_end = torch.tensor([length == read for length in lengths], device=logits.device)
+            ends[at_end] = logits[at_end]
+        return ends

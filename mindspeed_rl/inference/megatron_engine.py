@@ -1,0 +1,194 @@
+"""The Megatron model itself as an engine for texts, to check vLLM against: same requests, same answers, own cache.
+
+Importing this imports Megatron, so `adaptors.apply("train")` must have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.build import BuiltModel, build_model
+from mindspeed_rl.engine.generation import CachedModel
+from mindspeed_rl.engine.parallel import init_distributed
+from mindspeed_rl.engine.weights import LocalWeight, local_weights
+from mindspeed_rl.inference.engine_settings import EngineSettings
+from mindspeed_rl.inference.model_files import ModelFiles
+from mindspeed_rl.inference.requests import Finish, Piece, Request
+from mindspeed_rl.inference.sampling import draw
+from mindspeed_rl.inference.stop_watch import StopWatch
+from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.models.weights import MemorySource
+from mindspeed_rl.rollout.requests import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class _Answer:
+    """One answer that is being made.
+
+    Attributes:
+        index: of its request.
+        most: tokens that it may have.
+    """
+
+    index: int
+    request: Request
+    generator: torch.Generator
+    watch: StopWatch
+    most: int
+    count: int = 0
+    last: int = 0
+    done: bool = False
+
+
+class MegatronEngine:
+    """A Megatron model with a cache of keys and values. All ranks of a replica make the same calls in one order.
+
+    Greedy answers are those of any other engine, up to rounding; drawn ones have generators of their own, which are not vLLM's.
+    """
+
+    def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Joins the world (a world of one where there is no other), builds the model and loads its weights.
+
+        Args:
+            model: what `open_model(settings.model)` returned.
+            tokenizer: reads the end of an answer for stop strings.
+
+        Raises:
+            ValueError: the layout cannot hold the model.
+        """
+        keys = settings.generate_config(model.dtype)
+        if keys.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"--dtype {keys.dtype}: the Megatron model computes in float32 or bfloat16")
+        config = MegatronConfig(
+            bf16=keys.dtype == "bfloat16",
+            tensor_model_parallel_size=settings.tensor_parallel_size,
+            pipeline_model_parallel_size=settings.pipeline_parallel_size,
+        )
+        plan = plan_model(config, model.hf_folder)
+        if plan.network.num_moe_experts and settings.tensor_parallel_size > 1:
+            raise ValueError(
+                f"--tensor-parallel-size {settings.tensor_parallel_size}: experts under tensor parallelism need sequence "
+                "parallelism in Megatron, which a pass over one token cannot have; use --pipeline-parallel-size"
+            )
+        self._joined = not dist.is_initialized()
+        init_distributed(config, 1)
+        built = build_model(config, plan, trainable=False)
+        fill(built, model.named_tensors())
+        self._model = CachedModel(built)
+        self._tokenizer, self._most_rows, self._most_tokens = tokenizer, keys.max_num_seqs, settings.max_model_len
+
+    def stream(
+        self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
+    ) -> Generator[Piece, None, None]:
+        """See `Engine.stream`. Requests are worked on in batches of prompts of close lengths."""
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
+        for first in range(0, len(order), self._most_rows):
+            answers = [
+                self._begin(index, requests[index], sampling, stop_strings) for index in order[first : first + self._most_rows]
+            ]
+            yield from self._batch(answers, sampling)
+
+    def _begin(self, index: int, request: Request, sampling: Sampling, stop_strings: Sequence[str]) -> _Answer:
+        generator = torch.Generator().manual_seed(request.seed)
+        room = self._most_tokens - len(request.prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {self._most_tokens} (--max-length)"
+            )
+        most = min(request.max_tokens or sampling.max_tokens, room)
+        return _Answer(index, request, generator, StopWatch(self._tokenizer, stop_strings), most)
+
+    def _batch(self, answers: list[_Answer], sampling: Sampling) -> Generator[Piece, None, None]:
+        """All sequences go on in step: a shorter prompt has answers where a longer one is still read."""
+        prompts = [answer.request.prompt_ids for answer in answers]
+        longest = max(len(prompt) + answer.most for prompt, answer in zip(prompts, answers))
+        self._model.begin(len(answers), longest)
+        read = min(map(len, prompts))
+        logits = self._model.next_logits(torch.tensor([prompt[:read] for prompt in prompts]))
+        while True:
+            host = logits.cpu()
+            for row, answer in enumerate(answers):
+                if not answer.done and read >= len(prompts[row]):
+                    yield self._add(answer, host[row], sampling)
+            if all(answer.done for answer in answers):
+                return
+            column = [prompt[read] if read < len(prompt) else answer.last for prompt, answer in zip(prompts, answers)]
+            logits = self._model.next_logits(torch.tensor(column)[:, None])
+            read += 1
+
+    def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Piece:
+        token, log_prob = draw(logits, sampling, answer.generator, answer.request.allowed_ids)
+        answer.count, answer.last = answer.count + 1, token
+        finish: Finish | None = None
+        if token in sampling.stop_token_ids or answer.watch.ends([token]):
+            finish = "stop"
+        elif answer.count == answer.most:
+            finish = "length"
+        answer.done = finish is not None
+        return Piece(answer.index, [token], [log_prob], finish)
+
+    def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
+        """See `Engine.next_tokens`."""
+        found = []
+        for first in range(0, len(prompts), self._most_rows):
+            part = prompts[first : first + self._most_rows]
+            self._model.begin(len(part), max(map(len, part)))
+            log_probs, tokens = self._model.logits_at_ends(part).log_softmax(-1).topk(count)
+            found += [list(zip(row, values)) for row, values in zip(tokens.tolist(), log_probs.tolist())]
+        return found
+
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`. One sequence at a time: its logits are as many as its tokens times the vocabulary."""
+        found = []
+        for ids, start in zip(sequences, starts):
+            self._model.begin(1, len(ids))
+            logits = self._model.next_logits(torch.tensor([ids[:-1]]), everywhere=True)[start - 1 :]
+            labels = torch.tensor(ids[start:], device=logits.device)
+            log_probs = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+            found.append(list(zip(log_probs.tolist(), (logits.argmax(-1) == labels).tolist())))
+        return found
+
+    def close(self) -> None:
+        """Leaves the world that was joined for this engine."""
+        if self._joined:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+@torch.no_grad()
+def fill(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Fills this rank's parameters from whole tensors under HF names, of which few are held at a time.
+
+    Raises:
+        ValueError: a parameter got no tensor.
+    """
+    waiting: dict[str, list[LocalWeight]] = {}
+    for weight in local_weights(model):
+        for name in weight.op.hf:
+            waiting.setdefault(name, []).append(weight)
+    held: dict[str, Tensor] = {}
+    for name, tensor in named:
+        if name not in waiting:
+            continue
+        held[name] = tensor
+        for weight in [weight for weight in waiting[name] if all(part in held for part in weight.op.hf)]:
+            weight.tensor.copy_(weight.op.read_shard(MemorySource(held), weight.num_shards, weight.shard))
+            for part in weight.op.hf:
+                waiting[part].remove(weight)
+        for part in [part for part in held if not waiting.get(part)]:
+            del held[part]
+            waiting.pop(part, None)
+    missing = [name for name, weights in waiting.items() if weights]
+    if missing:
+        raise ValueError(f"the model has no tensor for {len(missing)} weights, for example {missing[0]}")

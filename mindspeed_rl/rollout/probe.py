@@ -1,0 +1,88 @@
+"""Hooks that hand what a vLLM model computes to a sink: embeddings, every layer's parts, logits."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mindspeed_rl.dumps.record import Sink
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+_MLP = ("mlp", "block_sparse_moe", "feed_forward")
+_PER_STEP, _LAYERS, _PER_LAYER, _FINAL_NORM, _LOGITS = 100_000, 10, 4, 90_000, 90_001
+
+
+class EngineProbe:
+    """Records forward steps of a vLLM model inside `recording`. Outside of it the model has no hooks.
+
+    Every tensor is [tokens of the step, ...]; a step has a token of each sequence that runs, or pieces of prompts. Layers must
+    run eagerly: a captured graph calls no hooks.
+    """
+
+    def __init__(self, model: nn.Module, sink: Sink, first: int = 0, last: int | None = None) -> None:
+        """
+        Args:
+            model: of this rank.
+            first, last: numbers of the first and last forward step that are recorded, from 0; None for no end.
+        """
+        self._model, self._sink, self._first, self._last = model, sink, first, last
+        self._step = -1
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[EngineProbe]:
+        """Forward steps in the block are recorded."""
+        handles = list(self._hooks())
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        yield self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, module in self._model.named_modules():
+            if name.endswith("embed_tokens"):
+                yield module.register_forward_hook(self._hook(2, "embedding"))
+            elif name.endswith("logits_processor"):
+                yield module.register_forward_hook(self._hook(_LOGITS, "logits"))
+            elif name.endswith("model.norm"):
+                yield module.register_forward_hook(self._hook(_FINAL_NORM, "final_norm", first=True))
+            elif match := _LAYER.search(name):
+                yield from self._layer_hooks(int(match[1]), module)
+
+    def _layer_hooks(self, number: int, layer: nn.Module) -> Iterator[RemovableHandle]:
+        place, name = _LAYERS + number * _PER_LAYER, f"layers.{number}"
+        for child, module in layer.named_children():
+            if child in _ATTENTION:
+                yield module.register_forward_hook(self._hook(place, f"{name}.attention", first=True))
+            elif child in _MLP:
+                yield module.register_forward_hook(self._hook(place + 1, f"{name}.mlp", first=True))
+        yield layer.register_forward_hook(self._hook(place + 2, f"{name}.output"))
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._step += 1
+        for order, name in enumerate(("input_ids", "positions")):
+            value = kwargs.get(name, args[order] if len(args) > order else None)
+            if isinstance(value, Tensor):
+                self._add(order, name, value)
+
+    def _hook(self, order: int, name: str, *, first: bool = False) -> Callable[[nn.Module, Any, Any], None]:
+        """Records the output; of a pair that is not reduced to its first the sum: a layer hands its residual on apart."""
+
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, tuple):
+                output = output[0] if first or output[1] is None else output[0] + output[1]
+            if output is not None:  # logits are on the first rank alone
+                self._add(order, name, output)
+
+        return record
+
+    def _add(self, order: int, name: str, tensor: Tensor) -> None:
+        if self._step >= self._first and (self._last is None or self._step <= self._last):
+            self._sink.add(f"token_{self._step}.{name}", self._step * _PER_STEP + order, tensor)

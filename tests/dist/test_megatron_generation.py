@@ -1,0 +1,61 @@
+"""The Megatron model generates what transformers' own model does, in one process and under tensor and pipeline parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from generation_jobs import NUM_NEW, PROMPTS, Letters, generate
+from ranks import RankFailure, Ranks
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = [("tied", 1, 1), ("untied", 2, 1), ("tied", 1, 2), ("moe", 1, 1), ("moe", 1, 2), ("deepseek", 1, 1), ("tied", 2, 2)]
+
+
+def by_transformers(folder: Path) -> tuple[list[list[int]], list[float]]:
+    """Greedy answers without a cache, with the sum of their log-probs."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers, sums = [], []
+    for prompt in PROMPTS:
+        ids, total = list(prompt), 0.0
+        for _ in range(NUM_NEW):
+            with torch.no_grad():
+                log_probs = model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+            ids.append(int(log_probs.argmax()))
+            total += float(log_probs.max())
+        answers.append(ids[len(prompt) :])
+        sums.append(total)
+    return answers, sums
+
+
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS)
+def test_greedy_answers_are_those_of_transformers(
+    name: str, tensor: int, pipeline: int, ranks: Callable[[int], Ranks], models: dict[str, Path]
+) -> None:
+    expected, sums = by_transformers(models[name])
+    for found in ranks(tensor * pipeline).run(generate, folder=str(models[name]), tensor=tensor, pipeline=pipeline, rows=3):
+        assert found["tokens"] == expected
+        assert found["log_probs"] == pytest.approx(sums, abs=1e-3)
+        assert [row[0][0] for row in found["next"]] == [tokens[0] for tokens in expected]
+        stop = expected[0][2]
+        assert found["stopped"].token_ids == expected[0][: expected[0].index(stop) + 1] and found["stopped"].finish == "stop"
+        letters = Letters().decode(expected[0], skip_special_tokens=True)
+        assert found["at_text"] == expected[0][: letters.index(letters[1:3]) + 2]
+        assert found["scores"] == [[(pytest.approx(value, abs=1e-4), True) for value in scores] for scores in found["each"]]
+        assert len(found["allowed"]) == 2 and set(found["allowed"]) <= {7, 8}
+
+
+def test_drawn_answers_depend_on_their_own_seed_alone(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
+    (together,) = ranks(1).run(generate, folder=str(models["tied"]), temperature=1.5)
+    (alone,) = ranks(1).run(generate, folder=str(models["tied"]), temperature=1.5, rows=1)
+    assert together["tokens"] == alone["tokens"]
+    assert together["tokens"] != by_transformers(models["tied"])[0]
+
+
+def test_experts_under_tensor_parallelism_are_refused(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
+    with pytest.raises(RankFailure, match="use --pipeline-parallel-size"):
+        ranks(2).run(generate, folder=str(models["moe"]), tensor=2)

@@ -1,0 +1,54 @@
+"""The keys of msprobe_config in a whole run, and the comparison of two runs by their dumps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mindspeed_rl.cli import diff_dump
+from mindspeed_rl.dumps.comparison import open_dump
+
+if TYPE_CHECKING:
+    from rl_world import World
+
+pytestmark = pytest.mark.slow
+
+PPO = "ppo_tiny_cpu"
+
+
+def keys(folder: Path, **more: object) -> list[str]:
+    wanted = {"msprobe": "true", "dump_path": folder, "task": "tensor", "step_start": 1, "step_end": 1}
+    wanted |= dict.fromkeys(
+        ("key_data_dump", "actor_train_dump", "actor_infer_dump", "reference_dump", "critic_train_dump"), "true"
+    )
+    warm = ["rl_config.critic_warmup=0"]
+    return warm + [f"+msprobe_config.{name}={value}" for name, value in (wanted | more).items()]
+
+
+def test_a_run_dumps_what_its_keys_name_and_trains_as_without(world: World, tmp_path: Path) -> None:
+    plain = world.run(PPO, "rl_config.critic_warmup=0", iterations=2)
+    run = world.run(PPO, *keys(tmp_path, token_range_end=1), iterations=2)
+    assert (run.weights["actor"] == plain.weights["actor"]).all()
+    dump = open_dump(tmp_path)
+    expected = {("actor", "update"), ("actor", "rollout"), ("reference", "forward"), ("critic", "update"), ("driver", "data")}
+    assert {key[1:3] for key in dump.entries} == expected and {key[0] for key in dump.entries} == {1}
+    names = {key[3] for key in dump.entries if key[1:3] == ("actor", "rollout")}
+    assert {name.split(".")[0] for name in names} == {"token_0", "token_1"}
+    assert {"token_1.logits", "token_0.layers.1.mlp", "token_0.embedding"} <= names
+    data = {key[3] for key in dump.entries if key[1] == "driver"}
+    assert data >= {"prompt_ids", "responses", "rewards", "advantages", "loss_mask", "rollout_log_probs"}
+    assert diff_dump.main([str(tmp_path), str(tmp_path)]) == 0
+
+
+def test_two_runs_that_part_are_told_apart_where_they_part(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another learning rate: the first iteration is the same, the second begins with a rollout of other weights."""
+    for name, rate in (("a", 3e-4), ("b", 4e-4)):
+        world.run(PPO, *keys(tmp_path / name, step_start=0), f"actor_config.lr={rate}", iterations=2)
+    capsys.readouterr()
+    assert diff_dump.main([str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "1e-6"]) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("first difference: step 1, actor rollout")
