@@ -13,7 +13,7 @@ against the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, ordered_sum
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sums, ordered_sums, piecewise_sums
 from mindspeed_rl.resharding.boxes import whole
 from mindspeed_rl.resharding.destinations import Destinations
-from mindspeed_rl.resharding.plan import Plan
+from mindspeed_rl.resharding.plan import Piece, Plan
 from mindspeed_rl.resharding.sources import Sources
 
 
@@ -55,15 +55,15 @@ def piece_sums(
         sources: this rank's shards; None on a rank that trains nothing.
         dtypes: what the engine stores each tensor in: it holds the bits of the cast.
     """
-    return _summed(plan, sources, dtypes, group, device, lambda views: sum(map(bit_sum, views)) & MASK)
+    return _summed(plan, sources, dtypes, group, device, piecewise_sums)
 
 
 @torch.no_grad()
-def ordered_sums(
+def fingerprints(
     plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
     """A fingerprint of each piece: unequal where the bits are, but for one chance in 2^64. As `piece_sums` otherwise."""
-    return _summed(plan, sources, dtypes, group, device, ordered_sum)
+    return _summed(plan, sources, dtypes, group, device, ordered_sums)
 
 
 def _summed(
@@ -72,21 +72,23 @@ def _summed(
     dtypes: Mapping[str, torch.dtype],
     group: dist.ProcessGroup,
     device: torch.device,
-    of: Callable[[Iterable[Tensor]], int],
+    of: Callable[[Iterable[Iterable[Tensor]]], Tensor],
 ) -> list[int]:
     rank = group.rank()
-    packed = torch.zeros(len(plan.pieces), 2, dtype=torch.int64)
-    for number, piece in enumerate(plan.pieces):
-        if piece.prover != rank:
-            continue
-        assert sources is not None, "a rank without shards proves nothing"
+    mine = [number for number, piece in enumerate(plan.pieces) if piece.prover == rank]
+    assert sources is not None or not mine, "a rank without shards proves nothing"
+
+    def views(piece: Piece) -> Iterator[Tensor]:
+        assert sources is not None
         name = plan.tensors[piece.tensor].name
-        total = of(view.to(dtypes[name]) for _, view in sources.views(name, piece.box))
-        # halves apart: a sum over ranks overflows neither
-        packed[number, 0], packed[number, 1] = total & 0xFFFFFFFF, total >> 32
-    packed = packed.to(device)
-    dist.all_reduce(packed, group=group)
-    return [(low + (high << 32)) & MASK for low, high in packed.tolist()]
+        return (view.to(dtypes[name]) for _, view in sources.views(name, piece.box))
+
+    sums = torch.zeros(len(plan.pieces), dtype=torch.int64)
+    if mine:
+        sums[mine] = of(views(plan.pieces[number]) for number in mine)
+    sums = sums.to(device)
+    dist.all_reduce(sums, group=group)  # every piece has one prover, so this adds zeros and overflows nothing
+    return [value & MASK for value in sums.tolist()]
 
 
 def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
@@ -129,11 +131,9 @@ def check_delivery(
     if engine_model is not None and destinations is not None:
         expected = expected_sums(plan, sums, destinations)
         numbers = plan.tensor_numbers
-        for name, parameter in engine_model.named_parameters():
-            if name.endswith(derived):
-                continue
-            count += 1
-            found = bit_sum(parameter)
+        parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(derived)}
+        count = len(parameters)
+        for name, found in zip(parameters, bit_sums(parameters.values())):
             if tensors := destinations.whole.get(name):
                 boxes = [(numbers[tensor], whole(destinations.shapes[tensor])) for tensor in tensors]
                 wanted = sum(sums[piece] for box in boxes for piece in plan.need_pieces[box]) & MASK

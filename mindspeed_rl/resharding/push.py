@@ -18,7 +18,7 @@ from mindspeed_rl.resharding.boxes import Box, volume, whole
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange, Sinks, carry
 from mindspeed_rl.resharding.plan import Boxes, Plan, TensorInfo, plan_transfer
-from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, check_delivery, ordered_sums, piece_sums
+from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, check_delivery, fingerprints, piece_sums
 from mindspeed_rl.resharding.sources import Sources
 
 
@@ -151,7 +151,7 @@ class WeightPush:
         if not self._delta:
             return None, None
         trained = self._trained
-        present = ordered_sums(self.plan, trained.sources, self._dtypes, self._exchange.group, trained.device)
+        present = fingerprints(self.plan, trained.sources, self._dtypes, self._exchange.group, trained.device)
         if self._delivered is None:
             return None, present
         changed = {number for number, pair in enumerate(zip(self._delivered, present)) if pair[0] != pair[1]}

@@ -13,7 +13,8 @@ from mindspeed_rl.engine.build import build_model
 from mindspeed_rl.engine.weights import load_weights, model_ops
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
-from mindspeed_rl.resharding.proof import bit_sum, piece_sums
+from mindspeed_rl.resharding.bit_sums import bit_sum
+from mindspeed_rl.resharding.proof import piece_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 DEEPSEEK3 = {

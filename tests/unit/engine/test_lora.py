@@ -26,7 +26,8 @@ from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights, local_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
-from mindspeed_rl.resharding.proof import bit_sum, piece_sums
+from mindspeed_rl.resharding.bit_sums import bit_sum
+from mindspeed_rl.resharding.proof import piece_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 pytestmark = pytest.mark.usefixtures("training_world")

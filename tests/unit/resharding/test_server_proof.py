@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_rl.resharding.server_proof import EngineSums, ServerDeliveryError, bit_sum, compare_sums
+from mindspeed_rl.resharding.bit_sums import bit_sum
+from mindspeed_rl.resharding.server_proof import EngineSums, ServerDeliveryError, compare_sums
 
 C = 0x9E3779B97F4A7C15
 
