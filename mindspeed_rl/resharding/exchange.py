@@ -27,16 +27,35 @@ class Reads(Protocol):
 
 
 class Exchange:
-    """All-to-all of bytes between the members of a process group, registered with torch.distributed or not."""
+    """Messages between the members of a process group, registered with torch.distributed or not. All methods are collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
 
     def start(self, send: Tensor, send_sizes: list[int], receive: Tensor, receive_sizes: list[int]) -> dist.Work:
         """Begins one exchange; sizes are bytes for and from each member."""
-        return self.group.alltoall_base(receive, send, receive_sizes, send_sizes)
+        return self._group.alltoall_base(receive, send, receive_sizes, send_sizes)
+
+    def add_up(self, numbers: Tensor) -> None:
+        """The tensor is the sum of those of all members."""
+        self._group.allreduce([numbers]).wait()
+
+    def gather(self, text: str, device: torch.device) -> list[str]:
+        """What each member says, in their order.
+
+        Args:
+            device: where the group's messages begin.
+        """
+        said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
+        sizes[self.rank] = said.numel()
+        self.add_up(sizes)
+        most = int(sizes.max())
+        found = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        self._group.allgather([found], [torch.nn.functional.pad(said, (0, most - said.numel()))]).wait()
+        return [bytes(each[:size].tolist()).decode() for each, size in zip(found, sizes.tolist())]
 
 
 def world_exchange() -> Exchange:

@@ -6,19 +6,19 @@ only; both are members of one process group and call the same methods in the sam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mindspeed_rl.resharding.boxes import Box, volume, whole
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange, Sinks, carry
 from mindspeed_rl.resharding.plan import Boxes, Plan, TensorInfo, plan_transfer
-from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, check_delivery, fingerprints, piece_sums
+from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, fingerprints, piece_sums
 from mindspeed_rl.resharding.sources import Sources
 
 
@@ -79,9 +79,8 @@ class WeightPush:
         self._replica, self._derived, self._delta = replica, derived, delta
         self._delivered: list[int] | None = None
         self.received_bytes = 0
-        everyone: list[Any] = [None] * exchange.size
-        dist.all_gather_object(everyone, _told_by(destinations, repacked), group=exchange.group)
-        told: list[_Told] = everyone
+        own = _Told.of(destinations, repacked).to_json()
+        told = [_Told.from_json(text) for text in exchange.gather(own, trained.device)]
         needed: dict[str, dict[Box, list[int]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._bundles: dict[str, set[str]] = {}
@@ -151,7 +150,7 @@ class WeightPush:
         if not self._delta:
             return None, None
         trained = self._trained
-        present = fingerprints(self.plan, trained.sources, self._dtypes, self._exchange.group, trained.device)
+        present = fingerprints(self.plan, trained.sources, self._dtypes, self._exchange, trained.device)
         if self._delivered is None:
             return None, present
         changed = {number for number, pair in enumerate(zip(self._delivered, present)) if pair[0] != pair[1]}
@@ -176,12 +175,25 @@ class WeightPush:
             model: this member's engine, ready to generate; None where it has none.
 
         Raises:
-            WeightDeliveryError: one does not.
+            WeightDeliveryError: one does not; raised on every member.
         """
-        trained, group = self._trained, self._exchange.group
-        sums = piece_sums(self.plan, trained.sources, self._dtypes, group, trained.device)
-        return check_delivery(
-            model, self.plan, sums, self._destinations, group=group, replica=self._replica, derived=self._derived
+        found = self.compare(model)
+        found.check()
+        return found
+
+    def compare(self, model: nn.Module | None) -> DeliveryProof:
+        """As `prove`, for members that go on without the engines that differ."""
+        device = self._trained.device
+        sums = piece_sums(self.plan, self._trained.sources, self._dtypes, self._exchange, device)
+        return compare(
+            model,
+            self.plan,
+            sums,
+            self._destinations,
+            exchange=self._exchange,
+            device=device,
+            replica=self._replica,
+            derived=self._derived,
         )
 
 
@@ -199,15 +211,25 @@ class _Told:
     bundles: Mapping[str, Sequence[str]]
     empty: Sequence[str] | None
 
+    @classmethod
+    def of(cls, destinations: Destinations | None, repacked: Collection[str]) -> _Told:
+        if destinations is None:
+            return cls([], {}, {}, None)
+        bundles = {name: list(tensors) for name, tensors in destinations.whole.items()}
+        for entry in destinations.entries:
+            if entry.parameter in repacked:
+                bundles.setdefault(entry.parameter, []).append(entry.tensor)
+        return cls(destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
 
-def _told_by(destinations: Destinations | None, repacked: Collection[str]) -> _Told:
-    if destinations is None:
-        return _Told([], {}, {}, None)
-    bundles = {name: list(tensors) for name, tensors in destinations.whole.items()}
-    for entry in destinations.entries:
-        if entry.parameter in repacked:
-            bundles.setdefault(entry.parameter, []).append(entry.tensor)
-    return _Told(destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
+    def to_json(self) -> str:
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
+        return json.dumps([self.needs, dtypes, self.bundles, self.empty])
+
+    @classmethod
+    def from_json(cls, text: str) -> _Told:
+        needs, dtypes, bundles, empty = json.loads(text)
+        boxes = [(name, tuple((start, stop) for start, stop in box)) for name, box in needs]
+        return cls(boxes, {name: getattr(torch, kind) for name, kind in dtypes.items()}, bundles, empty)
 
 
 def _check_filled(empty: Sequence[Sequence[str]]) -> None:
