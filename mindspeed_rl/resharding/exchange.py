@@ -6,7 +6,7 @@ both; members without either take part in the exchanges, because an all-to-all n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -130,17 +130,16 @@ class _Carrier:
         self._plan, self._exchange, self._dtypes, self._device = plan, exchange, dtypes, device
         self._sources, self._sinks = sources, sinks
         chosen = None if travels is None else frozenset(travels)
-        moves = [move for move in plan.moves if chosen is None or move.piece in chosen]
         #: exchanges in which anything travels anywhere, and this rank's part of each
-        self._numbers = sorted({move.bucket for move in moves})
-        self._buckets = self._split(moves)
+        self._numbers = plan.moves.buckets(chosen)
+        self._buckets = self._split(plan.moves.of(exchange.rank, chosen))
         self._local: dict[int, list[int]] = {}
         for piece, rank in plan.copies:
             if rank == exchange.rank and (chosen is None or piece in chosen):
                 self._local.setdefault(plan.pieces[piece].tensor, []).append(piece)
         self._whole: dict[int, Tensor] = {}
 
-    def _split(self, moves: list[Move]) -> dict[int, _Bucket]:
+    def _split(self, moves: Sequence[Move]) -> dict[int, _Bucket]:
         rank, size = self._exchange.rank, self._exchange.size
         buckets = {number: _Bucket([], [], [0] * size, [0] * size) for number in self._numbers}
         for move in moves:

@@ -127,11 +127,7 @@ class WeightPush:
         if trained.sources is not None:
             trained.sources.forget_merged()
         travels, present = self._what_travels()
-        self.received_bytes = sum(
-            move.num_bytes
-            for move in self.plan.moves
-            if move.target == self._exchange.rank and (travels is None or move.piece in travels)
-        )
+        self.received_bytes = self.plan.moves.received_by(self._exchange.rank, travels)
         self._delivered = None  # of no use if this push breaks off
         arriving = carry(
             self.plan, self._exchange, self._dtypes, trained.device, sources=trained.sources, sinks=sinks, travels=travels
