@@ -55,7 +55,27 @@ class Exchange:
         most = int(sizes.max())
         found = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(self.size)]
         self._group.allgather([found], [torch.nn.functional.pad(said, (0, most - said.numel()))]).wait()
-        return [bytes(each[:size].tolist()).decode() for each, size in zip(found, sizes.tolist())]
+        return [_bytes_in(each[:size]).decode() for each, size in zip(found, sizes.tolist())]
+
+    def tell(self, words: bytes | None, device: torch.device) -> bytes:
+        """What the first member says.
+
+        Args:
+            words: None on the others.
+        """
+        size = torch.tensor([0 if words is None else len(words)], device=device)
+        self.add_up(size)
+        told = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if words is not None:
+            told.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([told], options).wait()
+        return _bytes_in(told)
+
+
+def _bytes_in(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 def world_exchange() -> Exchange:

@@ -73,13 +73,14 @@ class WeightPush:
             delta: from the second push on only pieces whose bits have changed travel.
 
         Raises:
-            WeightDeliveryError: a trained tensor, or a part of one, is taken by no engine, or a parameter takes no tensor.
+            WeightDeliveryError: a trained tensor, or a part of one, is not taken by this member's engine, or a parameter of it
+                takes no tensor.
         """
         self._trained, self._destinations, self._exchange = trained, destinations, exchange
         self._replica, self._derived, self._delta = replica, derived, delta
         self._delivered: list[int] | None = None
         self.received_bytes = 0
-        own = _Told.of(destinations, repacked).to_json()
+        own = _Told.of(destinations, repacked, replica).to_json()
         told = [_Told.from_json(text) for text in exchange.gather(own, trained.device)]
         needed: dict[str, dict[Box, list[int]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -90,8 +91,10 @@ class WeightPush:
             self._dtypes |= said.dtypes
             for parameter, tensors in said.bundles.items():
                 self._bundles.setdefault(parameter, set()).update(tensors)
-        _check_filled([said.empty for said in told if said.empty is not None])
-        self._check_taken(needed)
+        if destinations is not None:
+            mates = [said for said in told if said.replica == replica and said.empty is not None]
+            _check_filled([said.empty for said in mates if said.empty is not None])
+            self._check_taken({(name, box) for said in mates for name, box in said.needs})
         tensors = [
             TensorInfo(name, shape, self._dtypes[name].itemsize) for name, shape in trained.shapes.items() if name in needed
         ]
@@ -99,11 +102,14 @@ class WeightPush:
             tensors, trained.held, needed, bucket_bytes=trained.bucket_bytes, node_of=trained.node_of
         )
 
-    def _check_taken(self, needed: Mapping[str, Mapping[Box, object]]) -> None:
+    def _check_taken(self, needs: Collection[tuple[str, Box]]) -> None:
+        taken: dict[str, int] = {}
+        for name, box in needs:
+            taken[name] = taken.get(name, 0) + volume(box)
         missing = [
             name
             for name, shape in self._trained.shapes.items()
-            if sum(map(volume, needed.get(name, {}))) < volume(whole(shape)) and name not in (self._trained.copies or {})
+            if taken.get(name, 0) < volume(whole(shape)) and name not in (self._trained.copies or {})
         ]
         if missing:
             raise WeightDeliveryError(
@@ -198,34 +204,36 @@ class _Told:
     """What a member says of its engine when the plan is made.
 
     Attributes:
+        replica: number of the engine.
         bundles: parameter that is filled as a whole or not at all -> the tensors in it.
         empty: parameters that take nothing; None where there is no engine.
     """
 
+    replica: int
     needs: Sequence[tuple[str, Box]]
     dtypes: Mapping[str, torch.dtype]
     bundles: Mapping[str, Sequence[str]]
     empty: Sequence[str] | None
 
     @classmethod
-    def of(cls, destinations: Destinations | None, repacked: Collection[str]) -> _Told:
+    def of(cls, destinations: Destinations | None, repacked: Collection[str], replica: int) -> _Told:
         if destinations is None:
-            return cls([], {}, {}, None)
+            return cls(replica, [], {}, {}, None)
         bundles = {name: list(tensors) for name, tensors in destinations.whole.items()}
         for entry in destinations.entries:
             if entry.parameter in repacked:
                 bundles.setdefault(entry.parameter, []).append(entry.tensor)
-        return cls(destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
+        return cls(replica, destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
 
     def to_json(self) -> str:
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
-        return json.dumps([self.needs, dtypes, self.bundles, self.empty])
+        return json.dumps([self.replica, self.needs, dtypes, self.bundles, self.empty])
 
     @classmethod
     def from_json(cls, text: str) -> _Told:
-        needs, dtypes, bundles, empty = json.loads(text)
+        replica, needs, dtypes, bundles, empty = json.loads(text)
         boxes = [(name, tuple((start, stop) for start, stop in box)) for name, box in needs]
-        return cls(boxes, {name: getattr(torch, kind) for name, kind in dtypes.items()}, bundles, empty)
+        return cls(replica, boxes, {name: getattr(torch, kind) for name, kind in dtypes.items()}, bundles, empty)
 
 
 def _check_filled(empty: Sequence[Sequence[str]]) -> None:

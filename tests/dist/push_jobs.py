@@ -100,9 +100,9 @@ def weights_of(ops: list[WeightOp], update: int, dtype: torch.dtype, frozen: str
 
 
 class Side:
-    """One rank's training shards and engine, as the case says."""
+    """One rank's training shards and engine, as the case says; without `meets` there is no push between them."""
 
-    def __init__(self, case: Case, exchange: Exchange | None = None) -> None:
+    def __init__(self, case: Case, exchange: Exchange | None = None, *, meets: bool = True) -> None:
         self.case = case
         architecture = architecture_for(case.config)
         network = architecture.network(case.config)
@@ -122,7 +122,7 @@ class Side:
         self.engine: EngineModel | None = None
         found: Destinations | None = None
         first = case.train_ranks or 0
-        self.replica = (rank - first) // case.infer_tp
+        self.replica = (rank - first) // max(case.infer_tp, case.expert_ranks)
         if rank >= first:
             at = EngineRank(
                 case.infer_tp,
@@ -139,7 +139,10 @@ class Side:
             found = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype)
         self.destinations = found
         repacked = {entry.parameter for entry in found.entries if "w13" in entry.parameter} if found and case.repacks else ()
-        self.push = WeightPush(self.trained, found, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta)
+        if meets:
+            self.push = WeightPush(
+                self.trained, found, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta
+            )
 
     def _make_shards(self, rank: int) -> list[Any]:
         place, found = self.places[rank], []
