@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm import LLM, RequestOutput, TokensPrompt
 from vllm.config import ParallelConfig
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
@@ -88,6 +89,7 @@ class VllmEngine:
         torch.set_num_threads = set_num_threads
         gc.unfreeze()
         self.weight_version = -1
+        self._adapter: LoRARequest | None = None
         self._ids: dict[str, str] = {}  # of what runs: our name -> the engine's
 
     # ------------------------------------------------------------------ responses
@@ -128,7 +130,7 @@ class VllmEngine:
         params = sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
         prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
         # vLLM from about 0.16 on makes the name unique by a suffix, which only the outputs are without
-        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params) or name
+        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter) or name
 
     def anyone_works(self, busy: bool = False) -> bool:
         """True while a replica that shares experts with this one has requests, or is busy; collective over these replicas.
@@ -184,6 +186,8 @@ class VllmEngine:
     def check_freezable(self) -> None:
         """Raises RuntimeError where requests cannot go on under other weights with the keys and values that they have."""
         config = self._llm.llm_engine.vllm_config
+        if config.lora_config is not None:
+            raise RuntimeError("a frozen response keeps the adapter that it began with: pause with 'wait' or 'abort'")
         if config.scheduler_config.async_scheduling:
             raise RuntimeError(
                 "a frozen response cannot say which weights drew its next token while a step is scheduled ahead "
@@ -230,6 +234,23 @@ class VllmEngine:
         if not self._ids and not self._llm.reset_prefix_cache():
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
         self.weight_version = version
+
+    def use_adapter(self, folder: Path, version: int) -> None:
+        """Responses are drawn with this adapter beside the weights; the one before is gone.
+
+        Args:
+            folder: as `peft` writes it; stays until the next one is used.
+            version: number of the weights.
+
+        Raises:
+            RuntimeError: the engine did not take it.
+        """
+        engine = self._llm.llm_engine
+        if self._adapter is not None:
+            engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = LoRARequest(f"version {version}", version + 1, str(folder))
+        if not engine.add_lora(self._adapter):
+            raise RuntimeError("weight push: the rollout engine did not take the adapter.")
 
     def repacked_parameters(self, model: torch.nn.Module) -> set[str]:
         """Parameters that the platform lays out anew after each load: what is in them before a load is of no use."""

@@ -18,11 +18,12 @@ from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.lora import adapters_disabled
+from mindspeed_rl.engine.lora import LoraSettings, adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
@@ -58,6 +59,10 @@ class ActorWorker(ModelWorker):
     def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
         """The rollout engine shares this rank's device."""
         self.rollout = RolloutReplica(self.run, plane, source, network, eos_id, run_id)
+        self._adapters: AdapterFolder | None = None
+        settings = LoraSettings.from_config(self.run.config.actor_config)
+        if settings is not None and self.run.generate.lora_push == "adapter":
+            self._adapters = AdapterFolder(self.roles.actor.model, settings, str(source.hf_folder))
 
     def follow(self, run: Run, plane: DataPlane) -> None:
         """The phases from now on are those of this run, whose roles are the ones that were built."""
@@ -91,7 +96,7 @@ class ActorWorker(ModelWorker):
         for role in (*self.roles.trained(), *self.roles.frozen()):
             self._rest(role, weights=role is not self.roles.actor)
         self.roles.actor.offloader.onload(params=True)
-        proven = self.rollout.load(self.roles.actor.stream, version)
+        proven = self.rollout.load(self.roles.actor.stream, version, self._adapters)
         self._offload_all()
         self.rollout.engine.restore_cache()
         return proven
