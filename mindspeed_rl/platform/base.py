@@ -14,7 +14,11 @@ import torch
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Device memory of this process in GiB (host resident memory on the CPU)."""
+    """Device memory of this process in GiB (host resident memory on the CPU).
+
+    Attributes:
+        peak_gib: the highest since `reset_peak_memory`.
+    """
 
     allocated_gib: float
     reserved_gib: float
@@ -68,6 +72,8 @@ class Platform(ABC):
     megatron_kernels: ClassVar[bool] = False
     #: True: host copies of offloaded tensors are pinned
     pin_memory: ClassVar[bool] = False
+    #: parts of messages of a RuntimeError that say the same as torch.OutOfMemoryError
+    memory_signs: ClassVar[tuple[str, ...]] = ("out of memory",)
     #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
     engine_sleep: ClassVar[bool] = False
 
@@ -103,6 +109,16 @@ class Platform(ABC):
     @abstractmethod
     def memory_stats(self) -> MemoryStats:
         """Memory of this process on its device."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """`memory_stats().peak_gib` is the highest from now on."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """True for what torch, or the device's own library, raises when memory does not suffice."""
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        return isinstance(error, RuntimeError) and any(sign in str(error) for sign in self.memory_signs)
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:

@@ -55,6 +55,9 @@ class CudaPlatform(Platform):
             peak_gib=torch.cuda.max_memory_allocated() / _GIB,
         )
 
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state()
 

@@ -70,6 +70,9 @@ class NpuPlatform(Platform):
             peak_gib=torch.npu.max_memory_allocated() / _GIB,
         )
 
+    def reset_peak_memory(self) -> None:
+        torch.npu.reset_peak_memory_stats()
+
     def rng_state(self) -> torch.Tensor:
         return torch.npu.get_rng_state()
 

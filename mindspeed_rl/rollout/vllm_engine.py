@@ -90,6 +90,7 @@ class VllmEngine:
         gc.unfreeze()
         self.weight_version = -1
         self._adapter: LoRARequest | None = None
+        self._has_weights = self._has_cache = True
         self._ids: dict[str, str] = {}  # of what runs: our name -> the engine's
 
     # ------------------------------------------------------------------ responses
@@ -265,17 +266,44 @@ class VllmEngine:
     def release_memory(self) -> None:
         """Gives weights (where the platform can) and KV cache back until `restore_*`."""
         self._hooks.release(self._llm)
+        # a sleeping engine's storages keep their sizes while nothing is behind them
+        self._has_weights, self._has_cache = not self._hooks.sleeps, False
 
     def restore_weights(self) -> None:
         """Allocates weight storage again; its content is undefined until the next `load_weights`."""
         self._hooks.restore_weights(self._llm)
+        self._has_weights = True
 
     def restore_cache(self) -> None:
         """Allocates the KV cache again, empty."""
         self._hooks.restore_cache(self._llm)
+        self._has_cache = True
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of the weights and the KV cache that are on the device now."""
+        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        weights = [*runner.model.parameters(), *runner.model.buffers()] if self._has_weights else []
+        return {
+            "rollout weights": _storage_bytes(weights),
+            "KV cache": _storage_bytes(runner.kv_caches) if self._has_cache else 0,
+        }
 
 
 def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool) -> Completion:
     assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
     log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
     return Completion(list(token_ids), log_probs, truncated)
+
+
+def _storage_bytes(held: Iterable[Any]) -> int:
+    """Of distinct storages behind tensors, which may lie in tuples, as keys and values do."""
+    found: dict[int, int] = {}
+    waiting = list(held)
+    while waiting:
+        item = waiting.pop()
+        if torch.is_tensor(item):
+            storage = item.untyped_storage()
+            found[storage.data_ptr()] = storage.size()
+        else:
+            waiting += item
+    return sum(found.values())

@@ -25,6 +25,7 @@ from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.order import UpdateOrder
@@ -55,6 +56,7 @@ class ActorWorker(ModelWorker):
         self.roles = build_roles(run, source, model_plan, tokenizer)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
         self._open_rollout(plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
+        self.memory = PhaseMemory(self._resident_bytes)
 
     def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
         """The rollout engine shares this rank's device."""
@@ -63,6 +65,16 @@ class ActorWorker(ModelWorker):
         settings = LoraSettings.from_config(self.run.config.actor_config)
         if settings is not None and self.run.generate.lora_push == "adapter":
             self._adapters = AdapterFolder(self.roles.actor.model, settings, str(source.hf_folder))
+
+    def _resident_bytes(self) -> dict[str, int]:
+        """Bytes by owner, in the planner's words, of what is on the device now."""
+        held = dict(self.roles.actor.offloader.resident_bytes())
+        others = {"reference": self.roles.reference, "critic": self.roles.critic, "reward model": self.roles.reward}
+        held |= {name: sum(role.offloader.resident_bytes().values()) for name, role in others.items() if role is not None}
+        return held | self._engine_bytes()
+
+    def _engine_bytes(self) -> dict[str, int]:
+        return self.rollout.engine.resident_bytes()
 
     def follow(self, run: Run, plane: DataPlane) -> None:
         """The phases from now on are those of this run, whose roles are the ones that were built."""
@@ -82,7 +94,7 @@ class ActorWorker(ModelWorker):
     def push_weights(self, version: int) -> WorkerReport:
         """Actor weights -> rollout engine, with proof; training state leaves the device where the run file says so."""
         metrics = Metrics()
-        with self.timers("resharding_to_infer"):
+        with self.timers("resharding_to_infer"), self.memory("update_weights", "push buckets", metrics):
             proven = self._hand_over(version)
         metrics.add_min("rollout/proven_parameters", proven)
         metrics.add_max("rollout/weight_version", version)
@@ -121,15 +133,16 @@ class ActorWorker(ModelWorker):
 
     def generate(self, draw: int) -> WorkerReport:
         """All rows have a response."""
-        with self.profiler("actor_generate"), self.timers("rollout"):
-            metrics = self.rollout.generate(draw)
+        metrics = Metrics()
+        with self.profiler("actor_generate"), self.timers("rollout"), self.memory("generate", "engine step", metrics):
+            metrics.merge(self.rollout.generate(draw))
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
 
     def extend(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
         """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.extend`."""
         metrics = Metrics()
-        with self.profiler("actor_generate"), self.timers("rollout"):
+        with self.profiler("actor_generate"), self.timers("rollout"), self.memory("generate", "engine step", metrics):
             found = self.rollout.extend(pieces, num_tokens)
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics), found
@@ -149,9 +162,10 @@ class ActorWorker(ModelWorker):
 
     def compute_model_rewards(self, count: int) -> WorkerReport:
         """The first `count` rows have the reward model's score."""
-        with self.timers("reward_model"):
+        metrics = Metrics()
+        with self.timers("reward_model"), self.memory("reward model pass", "activations", metrics):
             self._reward_model().score_rows(count)
-        return self._report()
+        return self._report(metrics)
 
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
         """The reward model's scores of this replica's share of the responses; None on ranks that do not hand results out."""
@@ -168,31 +182,32 @@ class ActorWorker(ModelWorker):
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""
-        rl = self.run.rl
+        rl, metrics = self.run.rl, Metrics()
         if role == "actor":
             batching = self._batching("actor", rl.actor_forward_micro_batch_size)
             names = ("old_log_probs", "entropies")
-            with self.profiler("actor_compute_log_prob"):
+            with self.profiler("actor_compute_log_prob"), self.memory("log-probs", "activations", metrics):
                 self._forward(
                     "old_log_p", self.roles.actor, "actor_log_prob", names, batching, count, "actor_logprob_dispatch_size"
                 )
-            return self._report()
+            return self._report(metrics)
         target = self.roles.reference or self.roles.actor
         batching = self._batching("ref", rl.ref_forward_micro_batch_size)
-        with self.profiler("reference_compute_log_prob"), self._reference_weights():
+        measured = self.memory("reference pass", "activations", metrics)
+        with self.profiler("reference_compute_log_prob"), self._reference_weights(), measured:
             self._forward("reference_model", target, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
-        return self._report()
+        return self._report(metrics)
 
     def compute_values(self, count: int) -> WorkerReport:
         """The critic's value before each response token."""
         critic = self.roles.critic
         assert critic is not None
-        batching = self._batching("actor", critic.config.micro_batch_size)
-        with self.profiler("critic_compute_values"):
+        batching, metrics = self._batching("actor", critic.config.micro_batch_size), Metrics()
+        with self.profiler("critic_compute_values"), self.memory("critic pass", "activations", metrics):
             self._forward(
                 "critic_model", critic, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size"
             )
-        return self._report()
+        return self._report(metrics)
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         """With a shared backbone the reference is the actor without its adapters."""
@@ -207,7 +222,7 @@ class ActorWorker(ModelWorker):
         loss = partial(policy_loss, objective=replace(objective, kl_coef=order.kl_coef))
         batch = partial(PolicyBatch.from_inputs, entropy_threshold=order.entropy_threshold)
         batching = self._batching("update", actor.config.micro_batch_size)
-        with self.profiler("actor_update"), self.timers("update"):
+        with self.profiler("actor_update"), self.timers("update"), self.memory("update", "activations", metrics):
             actor.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
                 add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
@@ -216,7 +231,7 @@ class ActorWorker(ModelWorker):
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         memory = platform.current().memory_stats()
         metrics.add_max("memory/update_gib", memory.allocated_gib)
-        metrics.add_max("memory/peak_gib", memory.peak_gib)
+        metrics.add_max("memory/peak_gib", self.memory.peak_gib)
         return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
@@ -225,7 +240,7 @@ class ActorWorker(ModelWorker):
         assert critic is not None
         loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
-        with self.profiler("critic_update"), self.timers("update_critic"):
+        with self.profiler("critic_update"), self.timers("update_critic"), self.memory("update critic", "activations", metrics):
             critic.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
                 add_step(metrics, "critic", critic.engine.train_step(rows, batching, loss))

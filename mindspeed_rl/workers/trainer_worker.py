@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
+from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, trainer_push
 from mindspeed_rl.workers.actor_worker import ActorWorker
@@ -39,9 +40,9 @@ class TrainerWorker(ActorWorker):
         Raises:
             Exception: the group broke; torch's own words. It is left then, so that nobody waits for this rank.
         """
-        actor, generate = self.roles.actor, self.run.generate
+        actor, generate, metrics = self.roles.actor, self.run.generate, Metrics()
         assert self._group is not None, "the servers are met before weights are sent"
-        with self.timers("resharding_to_infer"):
+        with self.timers("resharding_to_infer"), self.memory("update_weights", "push buckets", metrics):
             actor.offloader.onload(params=True)
             try:
                 if self._push is None:
@@ -54,7 +55,10 @@ class TrainerWorker(ActorWorker):
                 raise
             finally:
                 self._offload_all()
-        return self._report()
+        return self._report(metrics)
+
+    def _engine_bytes(self) -> dict[str, int]:
+        return {}  # the engines have devices of their own
 
     @property
     def _shares_memory(self) -> bool:
