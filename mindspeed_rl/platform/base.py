@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from mindspeed_rl.platform.streams import SideStream
+
 
 @dataclass(frozen=True)
 class MemoryStats:
@@ -101,6 +103,10 @@ class Platform(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Waits until the device has done all work queued so far."""
+
+    def side_stream(self) -> SideStream:
+        """A stream of its own, for copies that overlap with what computes."""
+        return SideStream()
 
     @abstractmethod
     def empty_cache(self) -> None:

@@ -223,10 +223,12 @@ class ActorWorker(ModelWorker):
         batch = partial(PolicyBatch.from_inputs, entropy_threshold=order.entropy_threshold)
         batching = self._batching("update", actor.config.micro_batch_size)
         with self.profiler("actor_update"), self.timers("update"), self.memory("update", "activations", metrics):
-            actor.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
+                self._prepare_step(actor)
                 add_step(metrics, "actor", actor.engine.train_step(rows, batching, loss, batch))
             actor.poll_save()
+            # weights are pushed next, which needs none of it
+            actor.offloader.begin_offload(optimizer=self.run.generate.offload_train_optimizer)
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         memory = platform.current().memory_stats()
@@ -241,12 +243,18 @@ class ActorWorker(ModelWorker):
         loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
         with self.profiler("critic_update"), self.timers("update_critic"), self.memory("update critic", "activations", metrics):
-            critic.offloader.onload(params=True, grads=True, optimizer=True)
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
+                self._prepare_step(critic)
                 add_step(metrics, "critic", critic.engine.train_step(rows, batching, loss))
             critic.poll_save()
             self._rest(critic)  # or the actor's update would find it beside its own state
         return self._report(metrics)
+
+    def _prepare_step(self, role: Role) -> None:
+        """What a step needs is on the device, or comes while the first micro-batches are computed."""
+        role.offloader.onload(params=True, grads=True)
+        # a swapped optimizer comes when activations no longer take its room
+        role.offloader.begin_onload(optimizer=not role.config.swap_optimizer)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> WorkerReport:
