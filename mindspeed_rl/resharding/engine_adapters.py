@@ -25,27 +25,29 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
 
 
 class BaseLoader:
-    """The `load_weights` of a model whose layers are wrapped for adapters, for tensors under the names of a checkpoint."""
+    """The `load_weights` of a model whose layers are wrapped for adapters, for tensors under the names of a checkpoint.
+
+    Which names a wrapped layer takes differs by release and layer, so the layers are what they wrap while they are loaded.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parameters = {name for name, _ in model.named_parameters()}
-        self._fused = _fused_names(model)
+        self._wrapped = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if hasattr(child, _WRAPPED)
+        ]
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> object:
         """The model's own layers hold these tensors; their adapters are untouched."""
-        return cast(LoadsWeights, self._model).load_weights((self._inner(name), tensor) for name, tensor in named)
-
-    def _inner(self, name: str) -> str:
-        module, _, leaf = name.rpartition(".")
-        prefix, _, part = module.rpartition(".")
-        held = ".".join(filter(None, (prefix, self._fused.get(part, part), _WRAPPED, leaf)))
-        return f"{module}.{_WRAPPED}.{leaf}" if held in self._parameters else name
-
-
-def _fused_names(model: nn.Module) -> dict[str, str]:
-    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    return {part: fused for fused, parts in packed.items() for part in parts}
+        try:
+            for parent, name, child in self._wrapped:
+                parent._modules[name] = getattr(child, _WRAPPED)
+            return cast(LoadsWeights, self._model).load_weights(named)
+        finally:
+            for parent, name, child in self._wrapped:
+                parent._modules[name] = child
 
 
 def held_adapters(model: nn.Module) -> AdapterSums:

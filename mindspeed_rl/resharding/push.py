@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.boxes import Box, volume, whole
-from mindspeed_rl.resharding.destinations import Destinations
+from mindspeed_rl.resharding.boxes import Box, intersection, volume, whole
+from mindspeed_rl.resharding.destinations import Destinations, Load
 from mindspeed_rl.resharding.exchange import Exchange, Sinks, carry
 from mindspeed_rl.resharding.plan import Boxes, Plan, TensorInfo, plan_transfer
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, fingerprints, piece_sums
@@ -50,6 +50,7 @@ class WeightPush:
 
     Attributes:
         received_bytes: what this member got from others in the last push.
+        needed_bytes: the least that a push of all weights can bring it: what its engine needs and its shards do not hold.
     """
 
     def __init__(
@@ -98,9 +99,18 @@ class WeightPush:
         tensors = [
             TensorInfo(name, shape, self._dtypes[name].itemsize) for name, shape in trained.shapes.items() if name in needed
         ]
+        self.needed_bytes: int = self._missing(destinations, {info.name: info.itemsize for info in tensors})
         self.plan: Plan = plan_transfer(
             tensors, trained.held, needed, bucket_bytes=trained.bucket_bytes, node_of=trained.node_of
         )
+
+    def _missing(self, destinations: Destinations | None, itemsizes: Mapping[str, int]) -> int:
+        rank, total = self._exchange.rank, 0
+        for name, need in [] if destinations is None else destinations.needs():
+            own = [box for box, ranks in self._trained.held.get(name, {}).items() if rank in ranks]
+            common = (intersection(need, box) for box in own)
+            total += (volume(need) - sum(volume(box) for box in common if box is not None)) * itemsizes[name]
+        return total
 
     def _check_taken(self, needs: Collection[tuple[str, Box]]) -> None:
         taken: dict[str, int] = {}
@@ -116,11 +126,12 @@ class WeightPush:
                 f"weight push: the rollout engine has no parameter for {len(missing)} tensors, for example {min(missing)}."
             )
 
-    def write(self, model: nn.Module | None) -> None:
+    def write(self, model: nn.Module | None, load: Load | None = None) -> None:
         """The engines' parameters hold the trained weights; not yet proven.
 
         Args:
             model: this member's engine, in the layout that its `load_weights` expects; None where it has none.
+            load: takes whole tensors in place of the model's `load_weights`.
         """
         trained, sinks = self._trained, None
         if model is not None:
@@ -139,8 +150,8 @@ class WeightPush:
             self.plan, self._exchange, self._dtypes, trained.device, sources=trained.sources, sinks=sinks, travels=travels
         )
         if sinks is not None and sinks.gathered:
-            load: Any = model
-            load.load_weights(arriving)
+            engine: Any = model
+            (load or engine.load_weights)(arriving)
         for name, _ in arriving:
             raise WeightDeliveryError(f"weight push: the rollout engine did not take {name}.")
         self._delivered = present

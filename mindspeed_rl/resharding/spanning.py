@@ -59,11 +59,13 @@ class Delivery:
         num_parameters: of this worker that were compared with what was trained.
         differing: parameters of its engine, on any of its workers, that do not hold that.
         received_bytes: what this worker got from trainers.
+        needed_bytes: what it needs where nothing is left out.
     """
 
     num_parameters: int
     differing: list[str]
     received_bytes: int
+    needed_bytes: int
 
     def to_json(self) -> str:
         """As it travels to the driver."""

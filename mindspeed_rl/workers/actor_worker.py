@@ -96,6 +96,7 @@ class ActorWorker(ModelWorker):
         metrics = Metrics()
         with self.timers("resharding_to_infer"), self.memory("update_weights", "push buckets", metrics):
             proven = self._hand_over(version)
+        self.rollout.add_push(metrics, self._adapters)
         metrics.add_min("rollout/proven_parameters", proven)
         metrics.add_max("rollout/weight_version", version)
         return self._report(metrics)

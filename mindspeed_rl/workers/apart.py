@@ -34,7 +34,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.workers.groups import ActorGroup, RunGroup
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
-from mindspeed_rl.workers.reports import WorkerReport
+from mindspeed_rl.workers.reports import WorkerReport, add_bytes
 from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
 from mindspeed_rl.workers.server_process import ServerSettings
 from mindspeed_rl.workers.servers import RolloutServers
@@ -250,6 +250,7 @@ class ServedActorGroup(ApartActorGroup):
         metrics.add_min("rollout/proven_parameters", proof)
         metrics.add_max("rollout/weight_version", version)
         metrics.add_min("rollout/servers", len(pool.names))
+        add_bytes(metrics, self.servers.weights.received_bytes, self.servers.weights.needed_bytes)
         return [*reports, WorkerReport(metrics)]
 
     def _push(self, version: int) -> Any:

@@ -120,9 +120,9 @@ class EngineExtension:
             )
         self._weights_push.write(model)
         hooks.after_load(model)
-        proof = self._weights_push.compare(model)
-        differing = proof.differing.get(self._weights_replica, ())
-        return Delivery(proof.num_parameters, list(differing), self._weights_push.received_bytes).to_json()
+        push, proof = self._weights_push, self._weights_push.compare(model)
+        differing = list(proof.differing.get(self._weights_replica, ()))
+        return Delivery(proof.num_parameters, differing, push.received_bytes, push.needed_bytes).to_json()
 
     def _read_destinations(self, served: ServedModel) -> tuple[Destinations, set[str]]:
         """Where the engine puts what; it is asked again only for another model."""

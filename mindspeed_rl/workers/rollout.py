@@ -38,6 +38,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
+from mindspeed_rl.workers.reports import add_bytes
 from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
 
 
@@ -90,10 +91,16 @@ class RolloutReplica:
             proven += self._prove_adapters(model, adapters)
         return proven
 
+    def add_push(self, metrics: Metrics, adapters: AdapterFolder | None = None) -> None:
+        """Adds what the last push brought to this rank."""
+        assert self._push is not None
+        beside = 0 if adapters is None or not dist.get_rank() else adapters.num_bytes
+        add_bytes(metrics, self._push.received_bytes + beside, self._push.needed_bytes + beside)
+
     def _write(self, model: nn.Module, stream: WeightStream, beside: bool) -> None:
+        load = BaseLoader(model) if beside else cast(LoadsWeights, model).load_weights
         if self._push is None:  # the layouts do not change during a run
             config = self.run.generate
-            load = BaseLoader(model) if beside else cast(LoadsWeights, model).load_weights
             trained = stream.base if beside else stream.trained
             self._push = WeightPush(
                 replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),
@@ -105,7 +112,7 @@ class RolloutReplica:
                 # beside adapters the weights stay as they are
                 delta=beside or config.update_weight_mode == "delta",
             )
-        self._push.write(model)
+        self._push.write(model, load)
 
     @property
     def _engine_number(self) -> int:

@@ -70,6 +70,7 @@ class WeightPush:
 
     Attributes:
         workers_of: members of a group that each server brings, by name.
+        received_bytes, needed_bytes: of all servers that took the last push; see `WeightPush` of `resharding/push.py`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class WeightPush:
         """
         self._pool, self._loop, self._replace_lost, self._timeout_s = pool, loop, replace_lost, timeout_s
         self._num_trainers = num_trainers
+        self.received_bytes = self.needed_bytes = 0
         self.workers_of: dict[str, int] = {}
         self._joined: list[Server] = []  # a server that was started anew has the name of the one before
 
@@ -175,7 +177,7 @@ class WeightPush:
 
     def _judge(self, results: Mapping[str, Any]) -> int | None:
         """Takes out who failed by itself or holds other weights; the parameters of one that holds the right ones."""
-        proof = None
+        proof, self.received_bytes, self.needed_bytes = None, 0, 0
         for name, result in results.items():
             if isinstance(result, TimeoutError) or self._is_innocent(result):
                 with contextlib.suppress(ServerLost):
@@ -192,6 +194,8 @@ class WeightPush:
                     self._lose(name, f"weight push: {len(names)} parameters differ from those trained: {', '.join(names[:5])}")
                 else:
                     proof = min(part.num_parameters for part in parts)
+                    self.received_bytes += sum(part.received_bytes for part in parts)
+                    self.needed_bytes += sum(part.needed_bytes for part in parts)
         return proof
 
     def _is_innocent(self, result: Any) -> bool:

@@ -192,7 +192,7 @@ def deliver(case: Case) -> dict[str, Any]:
     _world()
     try:
         side = Side(case)
-        report: dict[str, Any] = {"differing": [], "proven": [], "received": [], "needed": 0}
+        report: dict[str, Any] = {"differing": [], "proven": [], "received": []}
         for update in range(case.updates):
             tensors = weights_of(side.ops, update, case.dtype, **case.keywords)
             side.train(tensors)
@@ -202,6 +202,7 @@ def deliver(case: Case) -> dict[str, Any]:
             report["received"].append(side.push.received_bytes)
         report["parameters"] = 0 if side.engine is None else len(dict(side.engine.named_parameters()))
         report["loaded whole"] = sorted(side.destinations.whole) if side.destinations else []
+        report["needed"] = side.push.needed_bytes
         report["planned"] = side.push.plan.received().get(side.exchange.rank, 0)
         dist.barrier()
         return report

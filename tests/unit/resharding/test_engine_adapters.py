@@ -35,9 +35,11 @@ class Model(nn.Module):
         self.attn = nn.ModuleDict(layers)
         self.norm = nn.LayerNorm(4, bias=False)
         self.got: dict[str, Any] = {}
+        self.held_then: list[str] = []
 
     def load_weights(self, named: Any) -> set[str]:
         self.got = dict(named)
+        self.held_then = [name for name, _ in self.named_parameters()]
         return set()
 
 
@@ -46,7 +48,7 @@ def pair(seed: int, rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 4, generator=generator), torch.randn(rows, 2, generator=generator)
 
 
-K, V, O = pair(1), pair(2), pair(3)  # noqa: E741
+K, V, O = pair(1), pair(2), pair(3)
 FILE = {
     f"base_model.model.attn.{name}.lora_{matrix}.weight": tensor
     for name, both in (("k_proj", K), ("v_proj", V), ("o_proj", O))
@@ -82,10 +84,13 @@ def test_a_changed_missing_or_foreign_adapter_is_named(fault: float) -> None:
     assert differing_adapters([{}], fewer) == ["attn.k_proj", "attn.v_proj"]
 
 
-def test_the_weights_of_wrapped_layers_are_loaded_under_their_inner_names() -> None:
+def test_the_weights_of_wrapped_layers_are_loaded_as_if_they_were_not_wrapped() -> None:
     model = Model(kv_proj=Wrapped(K, V), o_proj=Wrapped(O))
+    before = [name for name, _ in model.named_parameters()]
     BaseLoader(model)((name, torch.zeros(1)) for name in ("attn.k_proj.weight", "attn.o_proj.weight", "norm.weight"))
-    assert list(model.got) == ["attn.k_proj.base_layer.weight", "attn.o_proj.base_layer.weight", "norm.weight"]
+    assert list(model.got) == ["attn.k_proj.weight", "attn.o_proj.weight", "norm.weight"]
+    assert model.held_then == ["attn.kv_proj.weight", "attn.o_proj.weight", "norm.weight"]
+    assert [name for name, _ in model.named_parameters()] == before and "attn.kv_proj.base_layer.weight" in before
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mindspeed_rl import platform
-from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.config import build_run_config, resolve
+from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.run_folder import _advised
 from mindspeed_rl.workers.memory import OutOfDeviceMemory, PhaseMemory, memory_failure

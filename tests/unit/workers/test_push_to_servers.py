@@ -13,8 +13,8 @@ from mindspeed_rl.rollout.pool import ServerPool
 from mindspeed_rl.workers.waiting import WorkerFailed
 from mindspeed_rl.workers.weight_push import LoopThread, WeightPush
 
-RIGHT = [Delivery(1, [], 100).to_json()]
-WRONG = [Delivery(1, [], 100).to_json(), Delivery(1, ["w"], 100).to_json()]
+RIGHT = [Delivery(1, [], 100, 120).to_json()]
+WRONG = [Delivery(1, [], 100, 120).to_json(), Delivery(1, ["w"], 100, 120).to_json()]
 
 
 class Trainers:
@@ -91,6 +91,7 @@ def test_all_servers_meet_once_and_every_push_is_proven(loop: LoopThread) -> Non
     reports, proof = world.run(1)
     world.run(2)
     assert reports == "reports" and proof == 1 and world.pool.version == 2
+    assert (world.push.received_bytes, world.push.needed_bytes) == (300, 360)
     assert world.trainers.met == [["server 0", "server 1", "server 2"]] and world.trainers.left == 0
 
 
