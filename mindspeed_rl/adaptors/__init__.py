@@ -18,7 +18,11 @@ Scope = Literal["train", "rollout"]
 #: (platform, scope) -> modules whose `apply()` runs, in order, before the library is imported
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cpu", "train"): ("mindspeed_rl.adaptors.megatron_cpu",),
-    ("cpu", "rollout"): ("mindspeed_rl.adaptors.vllm_cpu", "mindspeed_rl.adaptors.vllm_cpu_experts"),
+    ("cpu", "rollout"): (
+        "mindspeed_rl.adaptors.llvmlite_names",
+        "mindspeed_rl.adaptors.vllm_cpu",
+        "mindspeed_rl.adaptors.vllm_cpu_experts",
+    ),
     ("npu", "train"): ("mindspeed_rl.adaptors.mindspeed",),
     ("npu", "rollout"): ("mindspeed_rl.adaptors.vllm_ascend",),
     ("cuda", "train"): (),

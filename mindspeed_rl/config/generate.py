@@ -64,6 +64,10 @@ class GenerateConfig:
     update_weight_mode: Literal["full", "delta"] = key(
         "full", "what a weight push carries: all slices, or those whose bits changed since the last push; the proof covers all"
     )
+    lora_push: Literal["merged", "adapter"] = key(
+        "merged",
+        "how low-rank adapters reach the engine: merged into the weights, or as an adapter beside weights that are pushed once",
+    )
     gpu_memory_utilization: float = key(0.5, "fraction of the device memory for weights and KV cache", only_on=("npu", "cuda"))
     kv_cache_memory_gib: float | None = key(
         None, "KV cache of one replica, in GiB; unset: a size for max_num_seqs", only_on=("cpu",)

@@ -419,6 +419,7 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
             "leave it out with linear_fc1 or linear_fc2 in lora_target_modules",
             {"actor_config.moe_alltoall_overlap_comm": False},
         )
+    yield from _pushed_adapters(cfg)
     rl = cfg.rl_config
     if rl is not None and not cfg.is_supervised and rl.share_backbone and rl.sync_ref_model:
         yield broken(
@@ -429,6 +430,31 @@ def _adapters(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.sync_ref_model": False},
             {"rl_config.share_backbone": False},
         )
+
+
+def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
+    actor, generate = cfg.actor_config, cfg.generate_config
+    if generate is None or cfg.is_supervised or generate.lora_push == "merged":
+        return
+    asked = {"generate_config.lora_push": "adapter"}
+    merged = {"generate_config.lora_push": "merged"}
+    if not actor.lora_target_modules:
+        yield broken(
+            "lora_push_needs_lora",
+            asked | {"actor_config.lora_target_modules": None},
+            "generate_config.lora_push: adapter needs adapters; set lora_target_modules or leave it out",
+            merged,
+        )
+    reasons = {
+        "the rollout servers take merged weights": rollout_is_apart(cfg),
+        "the engine takes no adapters of experts": bool(actor.num_experts),
+        f"the engine takes adapters of rank 512 at most, and lora_r is {actor.lora_r}": actor.lora_r > 512,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield broken(
+                "lora_push_adapter", asked, f"generate_config.lora_push: adapter cannot be used here: {reason}", merged
+            )
 
 
 def _split(cfg: RunConfig) -> Iterator[Violation]:

@@ -58,6 +58,7 @@ from mindspeed_rl.engine.parallel import rng_tracker
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.weights import WeightOp
 
 if TYPE_CHECKING:  # build.py imports this module
     from mindspeed_rl.engine.build import BuiltModel
@@ -586,6 +587,26 @@ def merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     }
 
 
+def _single_ops(model: BuiltModel) -> dict[str, WeightOp]:
+    """Every weight by its Megatron name, each expert's its own."""
+    return {op.mcore: op for op in model.plan.architecture.weight_ops(model.plan.network, ExpertPacking("local", 1))}
+
+
+def owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
+    """This rank's adapters, and the weights that they adapt. Replicas hold equal ones: the first of them owns them."""
+    ops = _single_ops(model)
+    for stage, chunk in enumerate(model.models):
+        for adapter in _module_adapters(chunk):
+            op = ops[_global_name(model.plan.layout, adapter.weight, stage)]
+            owner = (
+                parallel_state.get_expert_data_parallel_rank() == 0
+                if op.axis == "etp"
+                else parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+            )
+            if owner:
+                yield op, adapter
+
+
 def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, base_model: str) -> None:
     """Writes the adapters alone as a folder that `peft` loads; collective over the training world.
 
@@ -595,22 +616,11 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
         ValueError: the folder exists and is not empty.
     """
     plan = model.plan
-    ops = {op.mcore: op for op in plan.architecture.weight_ops(plan.network, ExpertPacking("local", 1))}
+    ops = _single_ops(model)
     mine: dict[int, list[tuple[str, int, Tensor, Tensor]]] = {}
-    for stage, chunk in enumerate(model.models):
-        for adapter in _module_adapters(chunk):
-            op = ops[_global_name(plan.layout, adapter.weight, stage)]
-            expert = op.axis == "etp"
-            # replicas hold equal adapters: one of each is enough
-            owner = (
-                parallel_state.get_expert_data_parallel_rank() == 0
-                if expert
-                else parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-            )
-            if owner:
-                found = (op.mcore, adapter.group.rank(), adapter.a.cpu(), adapter.b.cpu())
-                assert op.layer is not None  # only layers have adapters
-                mine.setdefault(op.layer, []).append(found)
+    for op, adapter in owned_adapters(model):
+        assert op.layer is not None  # only layers have adapters
+        mine.setdefault(op.layer, []).append((op.mcore, adapter.group.rank(), adapter.a.cpu(), adapter.b.cpu()))
     gathered: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for layer in range(plan.network.num_layers):
         everyone: list[Any] = [None] * dist.get_world_size()

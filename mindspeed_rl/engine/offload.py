@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.platform.streams import SideStream
 
 if TYPE_CHECKING:  # the engine has an offloader
     from mindspeed_rl.engine.train_engine import TrainEngine
@@ -25,39 +26,66 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 class _Shelf:
-    """Storages that are emptied on the device and filled again; tensors and views over them stay valid objects."""
+    """Storages that are emptied on the device and filled again; tensors and views over them stay valid objects.
 
-    def __init__(self, *, keep_content: bool) -> None:
-        self._keep = keep_content
-        self._entries: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+    Copies run on a stream of their own, between pinned host memory and the device.
+    """
+
+    def __init__(self, stream: SideStream, *, keep_content: bool) -> None:
+        self._stream, self._keep = stream, keep_content
+        #: host copies: made when they are first needed, since pinning takes longer than copying
+        self._hosts: list[Tensor] = []
+        #: what is off the device, or (`_begun`) only copied so far, with its size
+        self._entries: list[tuple[torch.UntypedStorage, int]] = []
+        self._begun = self._arriving = False
+
+    def begin_emptying(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Content that matters is on its way to the host. The storages stay, and must not change until they are emptied."""
+        if self._entries:  # they are off, or on their way: a second round would keep copies of nothing
+            return
+        self._entries, self._begun = [(storage, storage.size()) for storage in storages], True
+        if not self._keep:
+            return
+        if [host.numel() for host in self._hosts] != [size for _, size in self._entries]:
+            pin = platform.current().pin_memory
+            self._hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _, size in self._entries]
+        with self._stream.issue():
+            for (storage, _), host in zip(self._entries, self._hosts):
+                host.copy_(_bytes(storage), non_blocking=True)
 
     def empty(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Frees the storages' device memory, after a copy to the host where the content matters."""
-        # empty already: a second round would keep copies of nothing
-        if self._entries:
+        self.begin_emptying(storages)
+        if not self._begun:
             return
-        for storage in storages:
-            host = None
-            if self._keep:
-                host = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=platform.current().pin_memory)
-                host.copy_(_bytes(storage))
-            self._entries.append((storage, storage.size(), host))
         # queued kernels and copies may still use what is about to be freed
         platform.current().synchronize()
-        for storage, _, _ in self._entries:
+        for storage, _ in self._entries:
             storage.resize_(0)
+        self._begun = self._arriving = False
+
+    def begin_filling(self) -> None:
+        """The storages are allocated again; their content, or zeros, is on its way."""
+        entries, self._entries = self._entries, []
+        if self._begun:  # they have not left yet
+            self._begun = False
+            return
+        for storage, size in entries:
+            storage.resize_(size)
+            if not self._keep:
+                _bytes(storage).zero_()
+        if entries and self._keep:
+            with self._stream.issue():
+                for (storage, _), host in zip(entries, self._hosts):
+                    _bytes(storage).copy_(host, non_blocking=True)
+            self._arriving = True
 
     def fill(self) -> None:
-        """Allocates the storages again, with their content or with zeros."""
-        for storage, size, host in self._entries:
-            storage.resize_(size)
-            view = _bytes(storage)
-            if host is None:
-                view.zero_()
-            else:
-                view.copy_(host)
-        platform.current().synchronize()
-        self._entries.clear()
+        """The storages have their content, or zeros, for whatever the current stream does next."""
+        self.begin_filling()
+        if self._arriving:
+            self._stream.join()
+            self._arriving = False
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -65,13 +93,17 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class Offloader:
-    """Weights, gradients and optimizer state of one engine, each on or off the device."""
+    """Weights, gradients and optimizer state of one engine, each on or off the device.
+
+    Whoever reads or changes a part asks for it by `onload` first, also where it may be on the device already.
+    """
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
-        self._params = _Shelf(keep_content=True)
-        self._grads = _Shelf(keep_content=False)
-        self._optimizer = _Shelf(keep_content=True)
+        stream = platform.current().side_stream()
+        self._params = _Shelf(stream, keep_content=True)
+        self._grads = _Shelf(stream, keep_content=False)
+        self._optimizer = _Shelf(stream, keep_content=True)
 
     def _weight_tensors(self) -> Iterator[Tensor]:
         for model in self._engine.model.models:
@@ -102,15 +134,25 @@ class Offloader:
         held = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         return {name: sum(storage.size() for storage in storages.values()) for name, storages in held.items()}
 
+    def begin_offload(self, *, optimizer: bool) -> None:
+        """The optimizer's state is on its way to the host, beside what computes; `offload` will find it there."""
+        if optimizer and self._engine.optimizer is not None:
+            self._optimizer.begin_emptying(_storages(self._optimizer_tensors()).values())
+
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Takes the named parts off the device. Optimizer before params, because it is told apart by its storages."""
         if optimizer and self._engine.optimizer is not None:
-            self._optimizer.empty(list(_storages(self._optimizer_tensors()).values()))
+            self._optimizer.empty(_storages(self._optimizer_tensors()).values())
         if grads:
-            self._grads.empty(list(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values()))
+            self._grads.empty(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values())
         if params:
-            self._params.empty(list(_storages(self._weight_tensors()).values()))
+            self._params.empty(_storages(self._weight_tensors()).values())
         platform.current().empty_cache()
+
+    def begin_onload(self, *, optimizer: bool) -> None:
+        """The optimizer's state is on its way to the device, beside what computes; `onload` waits for it."""
+        if optimizer:
+            self._optimizer.begin_filling()
 
     def onload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Puts the named parts back; parts that are on the device stay as they are."""

@@ -53,6 +53,27 @@ def changes_to_fit(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, ch
     return _together(tree, cfg, plan, chip, num_nodes)
 
 
+def changes_that_relieve(tree: Mapping[str, Any], cfg: RunConfig, phase: str, chip: Chip, num_nodes: int = 1) -> list[Change]:
+    """Return single changes after a phase ran out of memory, nearest first: those that let the run fit, or, where the plan
+    said that it would, those that leave at least a tenth less in that phase.
+
+    Raises:
+        ValueError: the run cannot be planned.
+    """
+    plan = plan_memory(cfg, chip, num_nodes)
+    if plan.verdict != "fits":
+        return changes_to_fit(tree, cfg, plan, chip, num_nodes)
+    before = _most_in(plan, phase)
+    tried = (_tried(tree, values, costs, chip, num_nodes) for values, costs in _candidates(cfg))
+    return [change for change in tried if change is not None and _most_in(change.plan, phase) < 0.9 * before][:_MOST_SHOWN]
+
+
+def _most_in(plan: MemoryPlan, phase: str) -> int:
+    """Bytes beside the runtime's own on the fullest die of a phase; of the peak where no phase has the name."""
+    found = [one for dies in plan.dies for one in dies.phases if one.name == phase] or [plan.fullest.peak]
+    return max(one.total - one.owners.get("runtime", 0) for one in found)
+
+
 def _together(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, chip: Chip, num_nodes: int) -> list[Change]:
     """Take in each round the first candidate that frees a good part of the fullest die, until the run fits."""
     values: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.config.network import NetworkKeys
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.planner.chips import GIB, Chip
-from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, plan_memory
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
 _LATER = 0.5  # the first half of the iterations has what is made once
@@ -73,6 +73,16 @@ def _config(report: Mapping[str, Any]) -> RunConfig:
     """The run file, from what the report keeps of it; shapes of the model included."""
     whole = report.get("config", {})
     written = report.get("config_set") or {group: whole[group] for group in TOP_LEVEL if whole.get(group)}
+    return build_run_config(run_tree(whole, written), config_name=str(report.get("title", "run")))
+
+
+def run_tree(whole: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run file's groups and model blocks.
+
+    Args:
+        whole: all values of all groups.
+        written: those that the run file sets.
+    """
     tree: dict[str, Any] = {group: dict(values) for group, values in written.items()}
     tree |= tree.pop("run", {"platform": whole.get("platform", "auto")})
     tree.pop("sampling_config", None)
@@ -83,7 +93,7 @@ def _config(report: Mapping[str, Any]) -> RunConfig:
         if values.get("model") and values.get("num_layers") is not None:
             blocks[values["model"]] = {name: value for name, value in values.items() if name in shape and value is not None}
     tree["model"] = blocks
-    return build_run_config(tree, config_name=str(report.get("title", "run")))
+    return tree
 
 
 def factors(measured: Measured, chip: Chip) -> dict[str, float]:
@@ -138,7 +148,19 @@ def comparison(cfg: RunConfig, chip: Chip, num_nodes: int, medians: Mapping[str,
         if name in phases:
             low, high = (bound / GIB for bound in phases[name].range)
             rows.append(_row("GiB", f"{name}, all owners", phases[name].total / GIB, (low, high), medians.get(metric)))
+    for phase in fullest.phases:
+        for owner, count in phase.owners.items():
+            measured = medians.get(f"memory/{_word(phase.name)}/{_word(owner)}_gib")
+            error = 0.0 if owner in EXACT else MODEL_ERROR
+            bounds = (count * (1 - error) / GIB, count * (1 + error) / GIB)
+            if measured is not None:
+                rows.append(_row("GiB", f"{phase.name}: {owner}", count / GIB, bounds, measured))
     return {"chip": chip.name, "rows": rows}
+
+
+def _word(name: str) -> str:
+    """As names of metrics have it; see `workers/memory.py`."""
+    return name.replace(" ", "_")
 
 
 def _row(unit: str, name: str, predicted: float, bounds: tuple[float, float], measured: float | None) -> dict[str, Any]:

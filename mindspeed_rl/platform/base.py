@@ -14,11 +14,16 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from mindspeed_rl.observability.operators import OperatorTime, operator_table
+from mindspeed_rl.platform.streams import SideStream
 
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Device memory of this process in GiB (host resident memory on the CPU)."""
+    """Device memory of this process in GiB (host resident memory on the CPU).
+
+    Attributes:
+        peak_gib: the highest since `reset_peak_memory`.
+    """
 
     allocated_gib: float
     reserved_gib: float
@@ -72,6 +77,8 @@ class Platform(ABC):
     megatron_kernels: ClassVar[bool] = False
     #: True: host copies of offloaded tensors are pinned
     pin_memory: ClassVar[bool] = False
+    #: parts of messages of a RuntimeError that say the same as torch.OutOfMemoryError
+    memory_signs: ClassVar[tuple[str, ...]] = ("out of memory",)
     #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
     engine_sleep: ClassVar[bool] = False
 
@@ -100,6 +107,10 @@ class Platform(ABC):
     def synchronize(self) -> None:
         """Waits until the device has done all work queued so far."""
 
+    def side_stream(self) -> SideStream:
+        """A stream of its own, for copies that overlap with what computes."""
+        return SideStream()
+
     @abstractmethod
     def empty_cache(self) -> None:
         """Gives cached device memory back."""
@@ -107,6 +118,16 @@ class Platform(ABC):
     @abstractmethod
     def memory_stats(self) -> MemoryStats:
         """Memory of this process on its device."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """`memory_stats().peak_gib` is the highest from now on."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """True for what torch, or the device's own library, raises when memory does not suffice."""
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        return isinstance(error, RuntimeError) and any(sign in str(error) for sign in self.memory_signs)
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+from pathlib import Path
 
 import psutil
 import torch
@@ -19,6 +21,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     collective_backend = "gloo"
     ray_resource = None
+    memory_signs = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate")
 
     @classmethod
     def is_available(cls) -> bool:
@@ -41,8 +44,11 @@ class CpuPlatform(Platform):
 
     def memory_stats(self) -> MemoryStats:
         resident = psutil.Process().memory_info().rss / _GIB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB  # the kernel updates it with a delay
-        return MemoryStats(allocated_gib=resident, reserved_gib=resident, peak_gib=max(peak, resident))
+        return MemoryStats(allocated_gib=resident, reserved_gib=resident, peak_gib=max(_highest_resident() / _GIB, resident))
+
+    def reset_peak_memory(self) -> None:
+        with contextlib.suppress(OSError):  # elsewhere than on Linux it stays the highest ever
+            Path("/proc/self/clear_refs").write_text("5")
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -65,3 +71,12 @@ class CpuPlatform(Platform):
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+
+def _highest_resident() -> int:
+    """Bytes; what the kernel counts is behind by some pages."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

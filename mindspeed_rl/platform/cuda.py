@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.platform.base import MemoryStats, Platform, ProfileSettings
+from mindspeed_rl.platform.streams import DeviceSideStream, SideStream
 
 _GIB = float(1 << 30)
 
@@ -55,6 +56,12 @@ class CudaPlatform(Platform):
             reserved_gib=torch.cuda.memory_reserved() / _GIB,
             peak_gib=torch.cuda.max_memory_allocated() / _GIB,
         )
+
+    def side_stream(self) -> SideStream:
+        return DeviceSideStream(torch.cuda)
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
 
     def rng_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state()

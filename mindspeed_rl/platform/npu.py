@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from mindspeed_rl.platform.base import DEFAULT_PROFILE, MemoryStats, Platform, ProfileSettings
+from mindspeed_rl.platform.streams import DeviceSideStream, SideStream
 
 _GIB = float(1 << 30)
 
@@ -70,6 +71,12 @@ class NpuPlatform(Platform):
             reserved_gib=torch.npu.memory_reserved() / _GIB,
             peak_gib=torch.npu.max_memory_allocated() / _GIB,
         )
+
+    def side_stream(self) -> SideStream:
+        return DeviceSideStream(torch.npu)
+
+    def reset_peak_memory(self) -> None:
+        torch.npu.reset_peak_memory_stats()
 
     def rng_state(self) -> torch.Tensor:
         return torch.npu.get_rng_state()

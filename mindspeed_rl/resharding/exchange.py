@@ -6,7 +6,7 @@ both; members without either take part in the exchanges, because an all-to-all n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,16 +27,55 @@ class Reads(Protocol):
 
 
 class Exchange:
-    """All-to-all of bytes between the members of a process group, registered with torch.distributed or not."""
+    """Messages between the members of a process group, registered with torch.distributed or not. All methods are collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
 
     def start(self, send: Tensor, send_sizes: list[int], receive: Tensor, receive_sizes: list[int]) -> dist.Work:
         """Begins one exchange; sizes are bytes for and from each member."""
-        return self.group.alltoall_base(receive, send, receive_sizes, send_sizes)
+        return self._group.alltoall_base(receive, send, receive_sizes, send_sizes)
+
+    def add_up(self, numbers: Tensor) -> None:
+        """The tensor is the sum of those of all members."""
+        self._group.allreduce([numbers]).wait()
+
+    def gather(self, text: str, device: torch.device) -> list[str]:
+        """What each member says, in their order.
+
+        Args:
+            device: where the group's messages begin.
+        """
+        said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
+        sizes[self.rank] = said.numel()
+        self.add_up(sizes)
+        most = int(sizes.max())
+        found = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        self._group.allgather([found], [torch.nn.functional.pad(said, (0, most - said.numel()))]).wait()
+        return [_bytes_in(each[:size]).decode() for each, size in zip(found, sizes.tolist())]
+
+    def tell(self, words: bytes | None, device: torch.device) -> bytes:
+        """What the first member says.
+
+        Args:
+            words: None on the others.
+        """
+        size = torch.tensor([0 if words is None else len(words)], device=device)
+        self.add_up(size)
+        told = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if words is not None:
+            told.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([told], options).wait()
+        return _bytes_in(told)
+
+
+def _bytes_in(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 def world_exchange() -> Exchange:
@@ -111,17 +150,16 @@ class _Carrier:
         self._plan, self._exchange, self._dtypes, self._device = plan, exchange, dtypes, device
         self._sources, self._sinks = sources, sinks
         chosen = None if travels is None else frozenset(travels)
-        moves = [move for move in plan.moves if chosen is None or move.piece in chosen]
         #: exchanges in which anything travels anywhere, and this rank's part of each
-        self._numbers = sorted({move.bucket for move in moves})
-        self._buckets = self._split(moves)
+        self._numbers = plan.moves.buckets(chosen)
+        self._buckets = self._split(plan.moves.of(exchange.rank, chosen))
         self._local: dict[int, list[int]] = {}
         for piece, rank in plan.copies:
             if rank == exchange.rank and (chosen is None or piece in chosen):
                 self._local.setdefault(plan.pieces[piece].tensor, []).append(piece)
         self._whole: dict[int, Tensor] = {}
 
-    def _split(self, moves: list[Move]) -> dict[int, _Bucket]:
+    def _split(self, moves: Sequence[Move]) -> dict[int, _Bucket]:
         rank, size = self._exchange.rank, self._exchange.size
         buckets = {number: _Bucket([], [], [0] * size, [0] * size) for number in self._numbers}
         for move in moves:

@@ -14,11 +14,15 @@ The order of everything in a plan is a function of the arguments alone, so ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
 
 from mindspeed_rl.resharding.boxes import Box, intersection, parts, volume
+from mindspeed_rl.resharding.messages import Column, MessageBuilder, MessageList
 
 #: tensor name -> box -> the ranks that hold (or need) it
 Boxes = Mapping[str, Mapping[Box, Sequence[int]]]
@@ -73,13 +77,82 @@ class Move:
     num_bytes: int
 
 
+class Moves(Sequence[Move]):
+    """All messages of a plan, ordered by bucket, then as the tensors are."""
+
+    def __init__(self, messages: MessageList, boxes: Sequence[Box], source: Column, bucket: Column) -> None:
+        order = np.argsort(bucket, kind="stable")
+        self._boxes = boxes
+        self._piece, self._box, self._target = messages.piece[order], messages.box[order], messages.target[order]
+        self._size, self._source, self._bucket = messages.size[order], source[order], bucket[order]
+
+    def __len__(self) -> int:
+        return len(self._piece)
+
+    @overload
+    def __getitem__(self, index: int) -> Move: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Move]: ...
+
+    def __getitem__(self, index: int | slice) -> Move | Sequence[Move]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        return Move(
+            int(self._piece[index]),
+            self._boxes[self._box[index]],
+            int(self._source[index]),
+            int(self._target[index]),
+            int(self._bucket[index]),
+            int(self._size[index]),
+        )
+
+    def of(self, rank: int, pieces: Collection[int] | None = None) -> list[Move]:
+        """Those that this rank sends or receives.
+
+        Args:
+            pieces: whose messages count; None for all.
+        """
+        chosen = ((self._source == rank) | (self._target == rank)) & self._among(pieces)
+        return [self[int(number)] for number in chosen.nonzero()[0]]
+
+    def buckets(self, pieces: Collection[int] | None = None) -> list[int]:
+        """Numbers of the exchanges in which messages of these pieces travel between any ranks."""
+        return np.unique(self._bucket[self._among(pieces)]).tolist()
+
+    def received_by(self, rank: int, pieces: Collection[int] | None = None) -> int:
+        """Bytes of these pieces that others send to this rank."""
+        return int(self._size[(self._target == rank) & self._among(pieces)].sum())
+
+    def total(self, pieces: Collection[int] | None = None) -> int:
+        """Bytes of these pieces that travel between any ranks."""
+        return int(self._size[self._among(pieces)].sum())
+
+    def sent(self) -> dict[int, int]:
+        """Bytes that each sending rank sends."""
+        return self._bytes_by(self._source)
+
+    def received(self) -> dict[int, int]:
+        """Bytes that each receiving rank receives."""
+        return self._bytes_by(self._target)
+
+    def _among(self, pieces: Collection[int] | None) -> Any:
+        return np.True_ if pieces is None else np.isin(self._piece, np.fromiter(pieces, dtype=np.int64, count=len(pieces)))
+
+    def _bytes_by(self, ranks: Column) -> dict[int, int]:
+        # in whole numbers: weights of bincount are floats
+        found, inverse = np.unique(ranks, return_inverse=True)
+        total = np.zeros(len(found), dtype=np.int64)
+        np.add.at(total, inverse, self._size)
+        return dict(zip(found.tolist(), total.tolist()))
+
+
 @dataclass(frozen=True)
 class Plan:
     """A push.
 
     Attributes:
         copies: (piece, rank) where the rank holds what it needs itself.
-        moves: ordered by bucket, then as the tensors are.
         num_buckets: exchanges of the push; every member of the group takes part in each.
         need_pieces: (tensor, needed box) -> the pieces that it is made of.
     """
@@ -87,7 +160,7 @@ class Plan:
     tensors: tuple[TensorInfo, ...]
     pieces: tuple[Piece, ...]
     copies: tuple[tuple[int, int], ...]
-    moves: tuple[Move, ...]
+    moves: Moves
     num_buckets: int
     need_pieces: Mapping[tuple[int, Box], tuple[int, ...]] = field(repr=False)
 
@@ -98,31 +171,11 @@ class Plan:
 
     def sent(self) -> dict[int, int]:
         """Bytes that each sending rank sends."""
-        return _bytes_by(self.moves, lambda move: move.source)
+        return self.moves.sent()
 
     def received(self) -> dict[int, int]:
         """Bytes that each receiving rank receives."""
-        return _bytes_by(self.moves, lambda move: move.target)
-
-
-def _bytes_by(moves: Sequence[Move], rank_of: Callable[[Move], int]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for move in moves:
-        rank = rank_of(move)
-        total[rank] = total.get(rank, 0) + move.num_bytes
-    return total
-
-
-@dataclass
-class _Message:
-    """A move whose sender and bucket are still to be chosen."""
-
-    piece: int
-    box: Box
-    target: int
-    senders: Sequence[int]
-    num_bytes: int
-    source: int = -1
+        return self.moves.received()
 
 
 def plan_transfer(
@@ -152,95 +205,65 @@ def plan_transfer(
     numbers: dict[tuple[int, Box], int] = {}
     need_pieces: dict[tuple[int, Box], tuple[int, ...]] = {}
     copies: list[tuple[int, int]] = []
-    messages: list[_Message] = []
     proving: dict[int, int] = {}
     most_bytes = max(1, bucket_bytes // 4)  # four to a bucket: little stays empty when the next one does not fit
+
+    def parts_of(number: int) -> list[Box]:
+        piece = pieces[number]
+        return parts(piece.box, max(1, most_bytes // tensors[piece.tensor].itemsize))
+
+    builder = MessageBuilder(parts_of)
+    senders = _Senders(builder, node_of)
     for index, tensor in enumerate(tensors):
-        shards = held.get(tensor.name, {})
-        by_node = {box: _by_node(ranks, node_of) for box, ranks in shards.items()}
-        members = {box: set(ranks) for box, ranks in shards.items()}
+        shards = [(shard, tuple(holders)) for shard, holders in held.get(tensor.name, {}).items()]
         for need, targets in needed.get(tensor.name, {}).items():
             found, made_of = 0, []
-            for shard, holders in shards.items():
-                box = intersection(need, shard)
+            for shard, holders in shards:
+                box = need if need == shard else intersection(need, shard)
                 if box is None:
                     continue
-                found += volume(box)
+                size = volume(box)
+                found += size
                 number = numbers.get((index, box))
                 if number is None:
                     number = numbers[index, box] = len(pieces)
                     prover = min(holders, key=lambda rank: proving.get(rank, 0))
-                    proving[prover] = proving.get(prover, 0) + volume(box) * tensor.itemsize
+                    proving[prover] = proving.get(prover, 0) + size * tensor.itemsize
                     pieces.append(Piece(index, box, prover))
                 made_of.append(number)
-                chunks = [
-                    (chunk, volume(chunk) * tensor.itemsize) for chunk in parts(box, max(1, most_bytes // tensor.itemsize))
-                ]
                 for target in targets:
-                    if target in members[shard]:
+                    group = senders.of(holders, target)
+                    if group is None:
                         copies.append((number, target))
-                        continue
-                    senders = by_node[shard].get(node_of(target), holders)
-                    messages += [_Message(number, chunk, target, senders, size) for chunk, size in chunks]
+                    else:
+                        builder.add(number, target, group)
             if found != volume(need):
                 raise PlanError(
                     f"resharding: ranks {list(targets)[:4]} need {need} of {tensor.name}, of which training ranks hold "
                     f"{found} of {volume(need)} elements."
                 )
             need_pieces[index, need] = tuple(made_of)
-    _choose_senders(messages)
-    moves, num_buckets = _fill_buckets(messages, bucket_bytes, most_bytes)
-    return Plan(tuple(tensors), tuple(pieces), tuple(copies), moves, num_buckets, need_pieces)
+    messages = builder.messages(lambda number, box: volume(box) * tensors[pieces[number].tensor].itemsize)
+    source = messages.choose_senders()
+    bucket = messages.fill_buckets(source, bucket_bytes, most_bytes)
+    moves = Moves(messages, builder.boxes, source, bucket)
+    return Plan(tuple(tensors), tuple(pieces), tuple(copies), moves, 1 + int(bucket.max(initial=-1)), need_pieces)
 
 
-def _by_node(ranks: Sequence[int], node_of: Callable[[int], int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(node_of(rank), []).append(rank)
-    return found
+class _Senders:
+    """Who may send to whom; looked up once for each pair, since the tensors of all layers lie on the same ranks."""
 
+    def __init__(self, builder: MessageBuilder, node_of: Callable[[int], int]) -> None:
+        self._builder, self._node_of = builder, node_of
+        self._known: dict[tuple[tuple[int, ...], int], int | None] = {}
 
-def _choose_senders(messages: Sequence[_Message]) -> None:
-    """Gives every message one of its senders, so that no message could move to another one and even out the two."""
-    load: dict[int, int] = {}
-    free: list[_Message] = []
-    for message in messages:
-        if len(message.senders) == 1:
-            message.source = message.senders[0]
-            load[message.source] = load.get(message.source, 0) + message.num_bytes
-        else:
-            free.append(message)
-    lightest = lambda rank: load.get(rank, 0)  # noqa: E731  (a key for `min`, made once)
-    for message in sorted(free, key=lambda message: -message.num_bytes):
-        message.source = min(message.senders, key=lightest)
-        load[message.source] = load.get(message.source, 0) + message.num_bytes
-    changed = True
-    while changed:  # ends: each change makes the sum of the squared loads smaller
-        changed = False
-        for message in free:
-            other = min(message.senders, key=lightest)
-            if load[message.source] - load.get(other, 0) > message.num_bytes:
-                load[message.source] -= message.num_bytes
-                load[other] = load.get(other, 0) + message.num_bytes
-                message.source, changed = other, True
-
-
-def _fill_buckets(messages: Sequence[_Message], bucket_bytes: int, most_bytes: int) -> tuple[tuple[Move, ...], int]:
-    """Puts each message into the first bucket with room on both its ranks."""
-    load: dict[tuple[int, int], int] = {}
-    first_open: dict[int, int] = {}
-    moves: list[Move] = []
-    for message in messages:
-        ends, size = (message.source, message.target), message.num_bytes
-        bucket = max(first_open.get(rank, 0) for rank in ends)
-        while any(load.get((rank, bucket), 0) + size > max(bucket_bytes, size) for rank in ends):
-            bucket += 1
-        for rank in ends:
-            load[rank, bucket] = load.get((rank, bucket), 0) + size
-            opened = first_open.get(rank, 0)
-            while load.get((rank, opened), 0) + most_bytes > bucket_bytes and load.get((rank, opened), 0):
-                opened += 1
-            first_open[rank] = opened
-        moves.append(Move(message.piece, message.box, message.source, message.target, bucket, size))
-    moves.sort(key=lambda move: move.bucket)
-    return tuple(moves), 1 + max((move.bucket for move in moves), default=-1)
+    def of(self, holders: tuple[int, ...], target: int) -> int | None:
+        """The group of the nearest holders; None where the target is one itself."""
+        key = (holders, target)
+        if key not in self._known:
+            if target in holders:
+                self._known[key] = None
+            else:
+                near = [rank for rank in holders if self._node_of(rank) == self._node_of(target)]
+                self._known[key] = self._builder.group(near or holders)
+        return self._known[key]

@@ -13,18 +13,18 @@ against the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, ordered_sum
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sums, ordered_sums, piecewise_sums
 from mindspeed_rl.resharding.boxes import whole
 from mindspeed_rl.resharding.destinations import Destinations
-from mindspeed_rl.resharding.plan import Plan
+from mindspeed_rl.resharding.exchange import Exchange
+from mindspeed_rl.resharding.plan import Piece, Plan
 from mindspeed_rl.resharding.sources import Sources
 
 
@@ -39,15 +39,29 @@ class DeliveryProof:
     Attributes:
         num_parameters: engine parameters of this rank that were compared.
         num_tensors: HF tensors that the plan delivers to somebody.
+        differing: engine -> its parameters that do not hold what was trained; the same on every rank.
     """
 
     num_parameters: int
     num_tensors: int
+    differing: Mapping[int, Sequence[str]]
+
+    def check(self) -> None:
+        """
+        Raises:
+            WeightDeliveryError: a parameter of any engine differs; the first ones are named.
+        """
+        names = dict.fromkeys(name for some in self.differing.values() for name in some)
+        if names:
+            raise WeightDeliveryError(
+                f"weight push: {len(names)} parameters of the rollout engine differ from those trained: "
+                f"{', '.join([*names][:5])}."
+            )
 
 
 @torch.no_grad()
 def piece_sums(
-    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], group: dist.ProcessGroup, device: torch.device
+    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], exchange: Exchange, device: torch.device
 ) -> list[int]:
     """The bit sum of each piece, from the training shards themselves; collective over the group.
 
@@ -55,38 +69,39 @@ def piece_sums(
         sources: this rank's shards; None on a rank that trains nothing.
         dtypes: what the engine stores each tensor in: it holds the bits of the cast.
     """
-    return _summed(plan, sources, dtypes, group, device, lambda views: sum(map(bit_sum, views)) & MASK)
+    return _summed(plan, sources, dtypes, exchange, device, piecewise_sums)
 
 
 @torch.no_grad()
-def ordered_sums(
-    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], group: dist.ProcessGroup, device: torch.device
+def fingerprints(
+    plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], exchange: Exchange, device: torch.device
 ) -> list[int]:
     """A fingerprint of each piece: unequal where the bits are, but for one chance in 2^64. As `piece_sums` otherwise."""
-    return _summed(plan, sources, dtypes, group, device, ordered_sum)
+    return _summed(plan, sources, dtypes, exchange, device, ordered_sums)
 
 
 def _summed(
     plan: Plan,
     sources: Sources | None,
     dtypes: Mapping[str, torch.dtype],
-    group: dist.ProcessGroup,
+    exchange: Exchange,
     device: torch.device,
-    of: Callable[[Iterable[Tensor]], int],
+    of: Callable[[Iterable[Iterable[Tensor]]], Tensor],
 ) -> list[int]:
-    rank = group.rank()
-    packed = torch.zeros(len(plan.pieces), 2, dtype=torch.int64)
-    for number, piece in enumerate(plan.pieces):
-        if piece.prover != rank:
-            continue
-        assert sources is not None, "a rank without shards proves nothing"
+    mine = [number for number, piece in enumerate(plan.pieces) if piece.prover == exchange.rank]
+    assert sources is not None or not mine, "a rank without shards proves nothing"
+
+    def views(piece: Piece) -> Iterator[Tensor]:
+        assert sources is not None
         name = plan.tensors[piece.tensor].name
-        total = of(view.to(dtypes[name]) for _, view in sources.views(name, piece.box))
-        # halves apart: a sum over ranks overflows neither
-        packed[number, 0], packed[number, 1] = total & 0xFFFFFFFF, total >> 32
-    packed = packed.to(device)
-    dist.all_reduce(packed, group=group)
-    return [(low + (high << 32)) & MASK for low, high in packed.tolist()]
+        return (view.to(dtypes[name]) for _, view in sources.views(name, piece.box))
+
+    sums = torch.zeros(len(plan.pieces), dtype=torch.int64)
+    if mine:
+        sums[mine] = of(views(plan.pieces[number]) for number in mine)
+    sums = sums.to(device)
+    exchange.add_up(sums)  # every piece has one prover, so this adds zeros and overflows nothing
+    return [value & MASK for value in sums.tolist()]
 
 
 def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
@@ -99,17 +114,18 @@ def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -
     return expected
 
 
-def check_delivery(
+def compare(
     engine_model: nn.Module | None,
     plan: Plan,
     sums: Sequence[int],
     destinations: Destinations | None,
     *,
-    group: dist.ProcessGroup,
+    exchange: Exchange,
+    device: torch.device,
     replica: int = 0,
     derived: tuple[str, ...] = (),
 ) -> DeliveryProof:
-    """Compares every parameter of the engine with what was trained; collective over the group.
+    """Compares every parameter of every engine with what was trained; collective over the group.
 
     A parameter that `load_weights` fills is compared with the whole tensors in it: it holds them whole, or the ranks of its
     replica do together, once or several times.
@@ -117,47 +133,49 @@ def check_delivery(
     Args:
         engine_model, destinations: None on a rank without an engine.
         sums: from `piece_sums`.
+        device: where messages to other ranks begin.
         replica: number of the engine that this rank is a part of.
         derived: ends of names of parameters that are computed from others.
-
-    Raises:
-        WeightDeliveryError: on every rank, naming the first parameters that differ anywhere.
     """
     wrong: list[str] = []
-    loaded: list[tuple[int, str, int, int]] = []
+    loaded: list[tuple[str, int, int]] = []
     count = 0
     if engine_model is not None and destinations is not None:
         expected = expected_sums(plan, sums, destinations)
         numbers = plan.tensor_numbers
-        for name, parameter in engine_model.named_parameters():
-            if name.endswith(derived):
-                continue
-            count += 1
-            found = bit_sum(parameter)
+        parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(derived)}
+        count = len(parameters)
+        for name, found in zip(parameters, bit_sums(parameters.values())):
             if tensors := destinations.whole.get(name):
                 boxes = [(numbers[tensor], whole(destinations.shapes[tensor])) for tensor in tensors]
                 wanted = sum(sums[piece] for box in boxes for piece in plan.need_pieces[box]) & MASK
-                loaded.append((replica, name, found, wanted))
+                loaded.append((name, found, wanted))
             elif found != expected.get(name, 0):  # nothing but padding where nothing is needed
                 wrong.append(name)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (wrong, loaded), group=group)
-    names = dict.fromkeys(name for part, _ in everyone for name in part)
-    names |= dict.fromkeys(_wrong_together([item for _, part in everyone for item in part]))
-    if names:
-        raise WeightDeliveryError(
-            f"weight push: {len(names)} parameters of the rollout engine differ from those trained: {', '.join([*names][:5])}."
-        )
-    return DeliveryProof(count, len({piece.tensor for piece in plan.pieces}))
+    verdict = torch.tensor([len(wrong) + len(loaded)], device=device)
+    exchange.add_up(verdict)
+    differing: dict[int, list[str]] = {}
+    if int(verdict):  # names travel when there is something to say
+        everyone = [json.loads(text) for text in exchange.gather(json.dumps([replica, wrong, loaded]), device)]
+        for number, names, _ in everyone:
+            differing.setdefault(number, []).extend(names)
+        for number in list(differing):
+            differing[number] += _wrong_together([item for other, _, part in everyone if other == number for item in part])
+    differing = {number: list(dict.fromkeys(names)) for number, names in differing.items() if names}
+    return DeliveryProof(count, len({piece.tensor for piece in plan.pieces}), differing)
 
 
-def _wrong_together(loaded: Sequence[tuple[int, str, int, int]]) -> list[str]:
-    """Parameters filled by `load_weights` that neither a rank nor its replica's ranks together hold as trained."""
-    groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    for replica, name, found, wanted in loaded:
-        groups.setdefault((replica, name), []).append((found, wanted))
+def _wrong_together(loaded: Sequence[tuple[str, int, int]]) -> list[str]:
+    """Parameters filled by `load_weights` that neither a rank nor its replica's ranks together hold as trained.
+
+    Args:
+        loaded: (parameter, its sum, the sum of the whole tensors in it) of each rank of a replica.
+    """
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for name, found, wanted in loaded:
+        groups.setdefault(name, []).append((found, wanted))
     wrong = []
-    for (_, name), values in groups.items():
+    for name, values in groups.items():
         together = sum(found for found, _ in values) & MASK
         cut = any(together == times * values[0][1] & MASK for times in range(1, len(values) + 1))
         if not cut and any(found != wanted for found, wanted in values):

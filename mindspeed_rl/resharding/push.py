@@ -6,19 +6,19 @@ only; both are members of one process group and call the same methods in the sam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.boxes import Box, volume, whole
-from mindspeed_rl.resharding.destinations import Destinations
+from mindspeed_rl.resharding.boxes import Box, intersection, volume, whole
+from mindspeed_rl.resharding.destinations import Destinations, Load
 from mindspeed_rl.resharding.exchange import Exchange, Sinks, carry
 from mindspeed_rl.resharding.plan import Boxes, Plan, TensorInfo, plan_transfer
-from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, check_delivery, ordered_sums, piece_sums
+from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, fingerprints, piece_sums
 from mindspeed_rl.resharding.sources import Sources
 
 
@@ -50,6 +50,7 @@ class WeightPush:
 
     Attributes:
         received_bytes: what this member got from others in the last push.
+        needed_bytes: the least that a push of all weights can bring it: what its engine needs and its shards do not hold.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class WeightPush:
             delta: from the second push on only pieces whose bits have changed travel.
 
         Raises:
-            WeightDeliveryError: a trained tensor, or a part of one, is taken by no engine, or a parameter takes no tensor.
+            WeightDeliveryError: a trained tensor, or a part of one, is not taken by this member's engine, or a parameter of it
+                takes no tensor.
         """
         self._trained, self._destinations, self._exchange = trained, destinations, exchange
         self._replica, self._derived, self._delta = replica, derived, delta
         self._delivered: list[int] | None = None
         self.received_bytes = 0
-        everyone: list[Any] = [None] * exchange.size
-        dist.all_gather_object(everyone, _told_by(destinations, repacked), group=exchange.group)
-        told: list[_Told] = everyone
+        own = _Told.of(destinations, repacked, replica).to_json()
+        told = [_Told.from_json(text) for text in exchange.gather(own, trained.device)]
         needed: dict[str, dict[Box, list[int]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._bundles: dict[str, set[str]] = {}
@@ -91,20 +92,34 @@ class WeightPush:
             self._dtypes |= said.dtypes
             for parameter, tensors in said.bundles.items():
                 self._bundles.setdefault(parameter, set()).update(tensors)
-        _check_filled([said.empty for said in told if said.empty is not None])
-        self._check_taken(needed)
+        if destinations is not None:
+            mates = [said for said in told if said.replica == replica and said.empty is not None]
+            _check_filled([said.empty for said in mates if said.empty is not None])
+            self._check_taken({(name, box) for said in mates for name, box in said.needs})
         tensors = [
             TensorInfo(name, shape, self._dtypes[name].itemsize) for name, shape in trained.shapes.items() if name in needed
         ]
+        self.needed_bytes: int = self._missing(destinations, {info.name: info.itemsize for info in tensors})
         self.plan: Plan = plan_transfer(
             tensors, trained.held, needed, bucket_bytes=trained.bucket_bytes, node_of=trained.node_of
         )
 
-    def _check_taken(self, needed: Mapping[str, Mapping[Box, object]]) -> None:
+    def _missing(self, destinations: Destinations | None, itemsizes: Mapping[str, int]) -> int:
+        rank, total = self._exchange.rank, 0
+        for name, need in [] if destinations is None else destinations.needs():
+            own = [box for box, ranks in self._trained.held.get(name, {}).items() if rank in ranks]
+            common = (intersection(need, box) for box in own)
+            total += (volume(need) - sum(volume(box) for box in common if box is not None)) * itemsizes[name]
+        return total
+
+    def _check_taken(self, needs: Collection[tuple[str, Box]]) -> None:
+        taken: dict[str, int] = {}
+        for name, box in needs:
+            taken[name] = taken.get(name, 0) + volume(box)
         missing = [
             name
             for name, shape in self._trained.shapes.items()
-            if sum(map(volume, needed.get(name, {}))) < volume(whole(shape)) and name not in (self._trained.copies or {})
+            if taken.get(name, 0) < volume(whole(shape)) and name not in (self._trained.copies or {})
         ]
         if missing:
             raise WeightDeliveryError(
@@ -120,11 +135,12 @@ class WeightPush:
             found.setdefault(entry.parameter, {})[entry.tensor] = None
         return {name: tuple(tensors) for name, tensors in found.items()} | dict(self._destinations.whole)
 
-    def write(self, model: nn.Module | None) -> None:
+    def write(self, model: nn.Module | None, load: Load | None = None) -> None:
         """The engines' parameters hold the trained weights; not yet proven.
 
         Args:
             model: this member's engine, in the layout that its `load_weights` expects; None where it has none.
+            load: takes whole tensors in place of the model's `load_weights`.
         """
         trained, sinks = self._trained, None
         if model is not None:
@@ -137,18 +153,14 @@ class WeightPush:
         if trained.sources is not None:
             trained.sources.forget_merged()
         travels, present = self._what_travels()
-        self.received_bytes = sum(
-            move.num_bytes
-            for move in self.plan.moves
-            if move.target == self._exchange.rank and (travels is None or move.piece in travels)
-        )
+        self.received_bytes = self.plan.moves.received_by(self._exchange.rank, travels)
         self._delivered = None  # of no use if this push breaks off
         arriving = carry(
             self.plan, self._exchange, self._dtypes, trained.device, sources=trained.sources, sinks=sinks, travels=travels
         )
         if sinks is not None and sinks.gathered:
-            load: Any = model
-            load.load_weights(arriving)
+            engine: Any = model
+            (load or engine.load_weights)(arriving)
         for name, _ in arriving:
             raise WeightDeliveryError(f"weight push: the rollout engine did not take {name}.")
         self._delivered = present
@@ -160,7 +172,7 @@ class WeightPush:
         if not self._delta:
             return None, None
         trained = self._trained
-        present = ordered_sums(self.plan, trained.sources, self._dtypes, self._exchange.group, trained.device)
+        present = fingerprints(self.plan, trained.sources, self._dtypes, self._exchange, trained.device)
         if self._delivered is None:
             return None, present
         changed = {number for number, pair in enumerate(zip(self._delivered, present)) if pair[0] != pair[1]}
@@ -185,12 +197,25 @@ class WeightPush:
             model: this member's engine, ready to generate; None where it has none.
 
         Raises:
-            WeightDeliveryError: one does not.
+            WeightDeliveryError: one does not; raised on every member.
         """
-        trained, group = self._trained, self._exchange.group
-        sums = piece_sums(self.plan, trained.sources, self._dtypes, group, trained.device)
-        return check_delivery(
-            model, self.plan, sums, self._destinations, group=group, replica=self._replica, derived=self._derived
+        found = self.compare(model)
+        found.check()
+        return found
+
+    def compare(self, model: nn.Module | None) -> DeliveryProof:
+        """As `prove`, for members that go on without the engines that differ."""
+        device = self._trained.device
+        sums = piece_sums(self.plan, self._trained.sources, self._dtypes, self._exchange, device)
+        return compare(
+            model,
+            self.plan,
+            sums,
+            self._destinations,
+            exchange=self._exchange,
+            device=device,
+            replica=self._replica,
+            derived=self._derived,
         )
 
 
@@ -199,24 +224,36 @@ class _Told:
     """What a member says of its engine when the plan is made.
 
     Attributes:
+        replica: number of the engine.
         bundles: parameter that is filled as a whole or not at all -> the tensors in it.
         empty: parameters that take nothing; None where there is no engine.
     """
 
+    replica: int
     needs: Sequence[tuple[str, Box]]
     dtypes: Mapping[str, torch.dtype]
     bundles: Mapping[str, Sequence[str]]
     empty: Sequence[str] | None
 
+    @classmethod
+    def of(cls, destinations: Destinations | None, repacked: Collection[str], replica: int) -> _Told:
+        if destinations is None:
+            return cls(replica, [], {}, {}, None)
+        bundles = {name: list(tensors) for name, tensors in destinations.whole.items()}
+        for entry in destinations.entries:
+            if entry.parameter in repacked:
+                bundles.setdefault(entry.parameter, []).append(entry.tensor)
+        return cls(replica, destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
 
-def _told_by(destinations: Destinations | None, repacked: Collection[str]) -> _Told:
-    if destinations is None:
-        return _Told([], {}, {}, None)
-    bundles = {name: list(tensors) for name, tensors in destinations.whole.items()}
-    for entry in destinations.entries:
-        if entry.parameter in repacked:
-            bundles.setdefault(entry.parameter, []).append(entry.tensor)
-    return _Told(destinations.needs(), dict(destinations.dtypes), bundles, destinations.empty)
+    def to_json(self) -> str:
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
+        return json.dumps([self.replica, self.needs, dtypes, self.bundles, self.empty])
+
+    @classmethod
+    def from_json(cls, text: str) -> _Told:
+        replica, needs, dtypes, bundles, empty = json.loads(text)
+        boxes = [(name, tuple((start, stop) for start, stop in box)) for name, box in needs]
+        return cls(replica, boxes, {name: getattr(torch, kind) for name, kind in dtypes.items()}, bundles, empty)
 
 
 def _check_filled(empty: Sequence[Sequence[str]]) -> None:

@@ -1,28 +1,27 @@
-"""Weights from trainers to engines on other devices: a process group of both sides, whole tensors, in buckets.
+"""Weights from trainers to engines on other devices: a process group of both sides, and a push between its members.
 
-`send` and `receive` are the two ends of one push. They know nothing of who trains or who generates: a plan that sends slices
-from every trainer takes their place without a change around them.
+The trainers are the first members, in the order of their world; the workers of each engine follow. Every engine's worker reads
+out of its engine what it needs, every trainer sends the slices that are nearest with it, and nobody gathers the model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import socket
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.platform.rendezvous import meeting_store
-
-#: most bytes of one message, unless a single tensor is larger
-BUCKET_BYTES = 256 << 20
-#: tensors of a bucket begin at multiples of this, so that their bytes can be viewed as any type
-_ALIGNMENT = 16
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64)}
+from mindspeed_rl.resharding.destinations import Destinations
+from mindspeed_rl.resharding.exchange import Exchange
+from mindspeed_rl.resharding.plan import Boxes
+from mindspeed_rl.resharding.push import Trained, WeightPush
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,37 @@ class Meeting:
         return cls(**json.loads(text))
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """What an engine's worker says after a push.
+
+    Attributes:
+        num_parameters: of this worker that were compared with what was trained.
+        differing: parameters of its engine, on any of its workers, that do not hold that.
+        received_bytes: what this worker got from trainers.
+        needed_bytes: what it needs where nothing is left out.
+    """
+
+    num_parameters: int
+    differing: list[str]
+    received_bytes: int
+    needed_bytes: int
+
+    def to_json(self) -> str:
+        """As it travels to the driver."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Delivery:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
 class SpanningGroup:
     """A process group beside those that its members have already. Building it is collective.
 
-    Rank 0 is a trainer, the others are workers of rollout engines.
+    Attributes:
+        exchange: messages between its members.
     """
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -68,80 +94,86 @@ class SpanningGroup:
         self._group: Any = platform.current().process_group(
             dist.PrefixStore(meeting.name, store), rank, meeting.size, meeting.timeout_s
         )
-        self.rank = rank
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """The tensor of rank 0 is that of all members."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([tensor], options).wait()
+        self.exchange: Exchange = Exchange(self._group)
 
     def close(self) -> None:
         """The connections are closed; members need not agree on when."""
         group, self._group = self._group, None
+        del self.exchange
         if hasattr(group, "shutdown"):
             group.shutdown()
         del self._store
 
 
-def send(group: SpanningGroup, named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """All other members receive these tensors; called by rank 0.
+def trainer_push(group: SpanningGroup, trained: Trained, *, delta: bool) -> WeightPush:
+    """The push of a trainer; collective over the group."""
+    exchange = group.exchange
+    exchange.tell(_described(trained, delta) if exchange.rank == 0 else None, trained.device)
+    return WeightPush(replace(trained, node_of=_nodes(exchange, trained.device)), None, exchange, delta=delta)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the trainers say of the model.
+
+    Attributes:
+        shapes: of every HF tensor, in forward order.
+    """
+
+    held: Boxes
+    shapes: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, str]
+    bucket_bytes: int
+    delta: bool
+
+
+def engine_push(
+    group: SpanningGroup,
+    read: Callable[[ServedModel], tuple[Destinations, set[str]]],
+    *,
+    replica: int,
+    derived: tuple[str, ...],
+    device: torch.device,
+) -> WeightPush:
+    """The push of an engine's worker; collective over the group.
 
     Args:
-        named: whole tensors, one at a time in memory beside the bucket.
-    """
-    parts: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        if parts and size + tensor.nbytes > bucket_bytes:
-            _send_bucket(group, parts)
-            parts, size = [], 0
-        parts.append((name, tensor.detach().contiguous()))
-        size += _aligned(tensor.nbytes)
-    if parts:
-        _send_bucket(group, parts)
-    group.broadcast(torch.zeros(2, dtype=torch.int64, device=platform.current().current_device()))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _send_bucket(group: SpanningGroup, parts: list[tuple[str, Tensor]]) -> None:
-    device = parts[0][1].device
-    contents, offset = [], 0
-    for name, tensor in parts:
-        contents.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
-        offset += _aligned(tensor.nbytes)
-    table = torch.tensor(list(json.dumps(contents).encode()), dtype=torch.uint8, device=device)
-    payload = torch.empty(offset, dtype=torch.uint8, device=device)
-    for (_, tensor), (_, _, _, start) in zip(parts, contents):
-        payload[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-    group.broadcast(torch.tensor([table.numel(), payload.numel()], dtype=torch.int64, device=device))
-    group.broadcast(table)
-    group.broadcast(payload)
-
-
-def receive(group: SpanningGroup) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that rank 0 sends; a tensor is a view of its bucket.
+        read: asks the engine where what lies; with the parameters that it lays out anew after each load.
+        replica: number of the engine.
+        derived: ends of names of parameters that the engine computes from others.
 
     Raises:
-        Exception: the sender is gone or late; torch's own words.
+        WeightDeliveryError: this engine is not of the trainers' model. The other members wait then, until this one leaves.
     """
-    device = platform.current().current_device()
-    while True:
-        sizes = torch.empty(2, dtype=torch.int64, device=device)
-        group.broadcast(sizes)
-        table_size, payload_size = sizes.tolist()
-        if not table_size:
-            return
-        table = torch.empty(table_size, dtype=torch.uint8, device=device)
-        payload = torch.empty(payload_size, dtype=torch.uint8, device=device)
-        group.broadcast(table)
-        group.broadcast(payload)
-        for name, kind, shape, start in json.loads(bytes(table.tolist())):
-            dtype = _DTYPES[kind]
-            length = dtype.itemsize
-            for side in shape:
-                length *= side
-            yield name, payload[start : start + length].view(dtype).view(shape)
+    exchange = group.exchange
+    model = _read_description(exchange.tell(None, device))
+    nodes = _nodes(exchange, device)
+    destinations, repacked = read(model)
+    trained = Trained(model.held, model.shapes, None, device, model.bucket_bytes, nodes, model.copies)
+    return WeightPush(trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta)
+
+
+def _nodes(exchange: Exchange, device: torch.device) -> Callable[[int], int]:
+    hosts = exchange.gather(socket.gethostname(), device)
+    return [hosts.index(host) for host in hosts].__getitem__
+
+
+def _described(trained: Trained, delta: bool) -> bytes:
+    # ranks are named once: thousands of boxes lie on the same ones
+    groups: dict[tuple[int, ...], int] = {}
+    held = {
+        name: [[box, groups.setdefault(tuple(ranks), len(groups))] for box, ranks in boxes.items()]
+        for name, boxes in trained.held.items()
+    }
+    copies = dict(trained.copies or {})
+    words = [held, list(groups), dict(trained.shapes), copies, trained.bucket_bytes, delta]
+    return zlib.compress(json.dumps(words).encode(), 1)
+
+
+def _read_description(text: bytes) -> ServedModel:
+    held, groups, shapes, copies, bucket_bytes, delta = json.loads(zlib.decompress(text))
+    boxes = {
+        name: {tuple((start, stop) for start, stop in box): groups[number] for box, number in some}
+        for name, some in held.items()
+    }
+    return ServedModel(boxes, {name: tuple(shape) for name, shape in shapes.items()}, copies, bucket_bytes, delta)

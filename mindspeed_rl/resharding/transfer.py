@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ class WeightStream:
         device = next(iter(self._weights.values())).tensor.device
         #: what a push needs to know of this side
         self.trained = Trained(held, self.shapes, self.sources, device, bucket_bytes, nodes.__getitem__, self.copies)
+
+    @property
+    def base(self) -> Trained:
+        """What a push needs to know where low-rank adapters do not go with the weights that they adapt."""
+        bare = [replace(weight, merged=None) for weight in self._weights.values()]
+        return replace(self.trained, sources=Sources(bare, self.copies))
 
     @property
     def ops(self) -> list[WeightOp]:

@@ -108,11 +108,11 @@ class AsyncEngine:
         await self.llm.collective_rpc("weights_leave")
 
     async def receive(self, version: int) -> list[str]:
-        """The workers hold what the group's rank 0 sends; the sums of what each holds, as JSON. The engine is paused."""
-        sums = await self.llm.collective_rpc("weights_receive")
+        """The workers hold what the group's trainers send; what each says of it, as JSON. The engine is paused."""
+        deliveries = await self.llm.collective_rpc("weights_receive")
         await vllm_async.drop_cached_prefixes(self.llm)
         self.version = version
-        return list(sums)
+        return list(deliveries)
 
     async def update_weights(self, version: int, named: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.update_weights`; the workers take the tensors from their group."""

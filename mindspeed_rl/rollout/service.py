@@ -172,7 +172,7 @@ class RolloutService:
         await self._engine.leave()
 
     async def receive(self, version: int) -> list[str]:
-        """The engine holds what the group's rank 0 sends; the sums of what each worker holds."""
+        """The engine holds what the group's trainers send; what each worker says of it."""
         return await self._engine.receive(version)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm import LLM, RequestOutput, TokensPrompt
 from vllm.config import ParallelConfig
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors, platform
@@ -90,6 +91,8 @@ class VllmEngine:
         torch.set_num_threads = set_num_threads
         gc.unfreeze()
         self.weight_version = -1
+        self._adapter: LoRARequest | None = None
+        self._has_weights = self._has_cache = True
         self._ids: dict[str, str] = {}  # of what runs: our name -> the engine's
 
     # ------------------------------------------------------------------ responses
@@ -130,7 +133,7 @@ class VllmEngine:
         params = sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
         prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
         # vLLM from about 0.16 on makes the name unique by a suffix, which only the outputs are without
-        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params) or name
+        self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter) or name
 
     def anyone_works(self, busy: bool = False) -> bool:
         """True while a replica that shares experts with this one has requests, or is busy; collective over these replicas.
@@ -186,6 +189,8 @@ class VllmEngine:
     def check_freezable(self) -> None:
         """Raises RuntimeError where requests cannot go on under other weights with the keys and values that they have."""
         config = self._llm.llm_engine.vllm_config
+        if config.lora_config is not None:
+            raise RuntimeError("a frozen response keeps the adapter that it began with: pause with 'wait' or 'abort'")
         if config.scheduler_config.async_scheduling:
             raise RuntimeError(
                 "a frozen response cannot say which weights drew its next token while a step is scheduled ahead "
@@ -237,6 +242,23 @@ class VllmEngine:
         """Prompts that come are computed whole; nothing may be running."""
         self._llm.reset_prefix_cache()
 
+    def use_adapter(self, folder: Path, version: int) -> None:
+        """Responses are drawn with this adapter beside the weights; the one before is gone.
+
+        Args:
+            folder: as `peft` writes it; stays until the next one is used.
+            version: number of the weights.
+
+        Raises:
+            RuntimeError: the engine did not take it.
+        """
+        engine = self._llm.llm_engine
+        if self._adapter is not None:
+            engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = LoRARequest(f"version {version}", version + 1, str(folder))
+        if not engine.add_lora(self._adapter):
+            raise RuntimeError("weight push: the rollout engine did not take the adapter.")
+
     def repacked_parameters(self, model: torch.nn.Module) -> set[str]:
         """Parameters that the platform lays out anew after each load: what is in them before a load is of no use."""
         return self._hooks.repacked(model)
@@ -250,17 +272,44 @@ class VllmEngine:
     def release_memory(self) -> None:
         """Gives weights (where the platform can) and KV cache back until `restore_*`."""
         self._hooks.release(self._llm)
+        # a sleeping engine's storages keep their sizes while nothing is behind them
+        self._has_weights, self._has_cache = not self._hooks.sleeps, False
 
     def restore_weights(self) -> None:
         """Allocates weight storage again; its content is undefined until the next `load_weights`."""
         self._hooks.restore_weights(self._llm)
+        self._has_weights = True
 
     def restore_cache(self) -> None:
         """Allocates the KV cache again, empty."""
         self._hooks.restore_cache(self._llm)
+        self._has_cache = True
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of the weights and the KV cache that are on the device now."""
+        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        weights = [*runner.model.parameters(), *runner.model.buffers()] if self._has_weights else []
+        return {
+            "rollout weights": _storage_bytes(weights),
+            "KV cache": _storage_bytes(runner.kv_caches) if self._has_cache else 0,
+        }
 
 
 def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool) -> Completion:
     assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
     log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
     return Completion(list(token_ids), log_probs, truncated)
+
+
+def _storage_bytes(held: Iterable[Any]) -> int:
+    """Of distinct storages behind tensors, which may lie in tuples, as keys and values do."""
+    found: dict[int, int] = {}
+    waiting = list(held)
+    while waiting:
+        item = waiting.pop()
+        if torch.is_tensor(item):
+            storage = item.untyped_storage()
+            found[storage.data_ptr()] = storage.size()
+        else:
+            waiting += item
+    return sum(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 import time
 import traceback
@@ -19,10 +20,15 @@ from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.run_files import read_metrics
-from mindspeed_rl.planner.calibration import comparison, later_medians
+from mindspeed_rl.planner.advice import changes_that_relieve
+from mindspeed_rl.planner.calibration import comparison, later_medians, run_tree
 from mindspeed_rl.planner.chips import chip_of
 from mindspeed_rl.trainers.ending import Terminated
 from mindspeed_rl.trainers.run_logger import RunLogger
+from mindspeed_rl.workers.memory import memory_failure
+from mindspeed_rl.workers.waiting import WorkerFailed
+
+_MOST_SETTINGS = 3
 
 
 @dataclass
@@ -101,7 +107,8 @@ def reported(run: Run) -> Iterator[RunReport]:
     report, begun = RunReport(run), time.monotonic()
     outcome = "failed"
     try:
-        yield report
+        with _advised(run):
+            yield report
         outcome = "finished"
     except KeyboardInterrupt:
         outcome = "interrupted"
@@ -119,6 +126,33 @@ def reported(run: Run) -> Iterator[RunReport]:
             report.write(outcome)
             if report.logger is not None:
                 print(report.summary(outcome, time.monotonic() - begun), flush=True)
+
+
+@contextlib.contextmanager
+def _advised(run: Run) -> Iterator[None]:
+    """A worker that ran out of memory says what would have left it more."""
+    try:
+        yield
+    except WorkerFailed as error:
+        failure = memory_failure(error)
+        if failure is None:
+            raise
+        raise WorkerFailed(f"{error} {_settings_with_room(run, failure.phase)}") from error
+
+
+def _settings_with_room(run: Run, phase: str) -> str:
+    cfg = run.config
+    try:
+        changes = changes_that_relieve(
+            run_tree(dataclasses.asdict(cfg), cfg.as_written()), cfg, phase, chip_of(cfg), run.num_nodes
+        )
+    except Exception as error:  # a model of the user's own, for example: the failure itself is what matters
+        return f"What would fit cannot be said: {error}"
+    found = [
+        f"{', '.join(f'{key}: {json.dumps(value)}' for key, value in change.values.items())} ({change.costs})"
+        for change in changes[:_MOST_SETTINGS]
+    ]
+    return f"Nearest settings with more room: {'; '.join(found)}." if found else "No single setting leaves much more room."
 
 
 @contextlib.contextmanager

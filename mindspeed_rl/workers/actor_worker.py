@@ -18,13 +18,15 @@ from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.lora import adapters_disabled
+from mindspeed_rl.engine.lora import LoraSettings, adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.workers.dumping import PhaseDumps
+from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.order import UpdateOrder
@@ -56,10 +58,25 @@ class ActorWorker(ModelWorker):
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
         self._open_rollout(plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
         self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
+        self.memory = PhaseMemory(self._resident_bytes)
 
     def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
         """The rollout engine shares this rank's device."""
         self.rollout = RolloutReplica(self.run, plane, source, network, eos_id, run_id)
+        self._adapters: AdapterFolder | None = None
+        settings = LoraSettings.from_config(self.run.config.actor_config)
+        if settings is not None and self.run.generate.lora_push == "adapter":
+            self._adapters = AdapterFolder(self.roles.actor.model, settings, str(source.hf_folder))
+
+    def _resident_bytes(self) -> dict[str, int]:
+        """Bytes by owner, in the planner's words, of what is on the device now."""
+        held = dict(self.roles.actor.offloader.resident_bytes())
+        others = {"reference": self.roles.reference, "critic": self.roles.critic, "reward model": self.roles.reward}
+        held |= {name: sum(role.offloader.resident_bytes().values()) for name, role in others.items() if role is not None}
+        return held | self._engine_bytes()
+
+    def _engine_bytes(self) -> dict[str, int]:
+        return self.rollout.engine.resident_bytes()
 
     def follow(self, run: Run, plane: DataPlane) -> None:
         """The phases from now on are those of this run, whose roles are the ones that were built."""
@@ -80,8 +97,9 @@ class ActorWorker(ModelWorker):
     def push_weights(self, version: int) -> WorkerReport:
         """Actor weights -> rollout engine, with proof; training state leaves the device where the run file says so."""
         metrics = Metrics()
-        with self.timers("resharding_to_infer"):
+        with self.timers("resharding_to_infer"), self.memory("update_weights", "push buckets", metrics):
             proven = self._hand_over(version)
+        self.rollout.add_push(metrics, self._adapters)
         metrics.add_min("rollout/proven_parameters", proven)
         metrics.add_max("rollout/weight_version", version)
         return self._report(metrics)
@@ -94,7 +112,7 @@ class ActorWorker(ModelWorker):
         for role in (*self.roles.trained(), *self.roles.frozen()):
             self._rest(role, weights=role is not self.roles.actor)
         self.roles.actor.offloader.onload(params=True)
-        proven = self.rollout.load(self.roles.actor.stream, version)
+        proven = self.rollout.load(self.roles.actor.stream, version, self._adapters)
         self._offload_all()
         self.rollout.engine.restore_cache()
         return proven
@@ -119,15 +137,18 @@ class ActorWorker(ModelWorker):
 
     def generate(self, draw: int) -> WorkerReport:
         """All rows have a response."""
-        with self.profiler("actor_generate"), self.timers("rollout"), self.dumps.rollout(self.rollout):
-            metrics = self.rollout.generate(draw)
+        metrics = Metrics()
+        measured = self.memory("generate", "engine step", metrics)
+        with self.profiler("actor_generate"), self.timers("rollout"), self.dumps.rollout(self.rollout), measured:
+            metrics.merge(self.rollout.generate(draw))
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
 
     def extend(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
         """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.extend`."""
         metrics = Metrics()
-        with self.profiler("actor_generate"), self.timers("rollout"), self.dumps.rollout(self.rollout):
+        measured = self.memory("generate", "engine step", metrics)
+        with self.profiler("actor_generate"), self.timers("rollout"), self.dumps.rollout(self.rollout), measured:
             found = self.rollout.extend(pieces, num_tokens)
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics), found
@@ -148,9 +169,10 @@ class ActorWorker(ModelWorker):
 
     def compute_model_rewards(self, count: int) -> WorkerReport:
         """The first `count` rows have the reward model's score."""
-        with self.timers("reward_model"):
+        metrics = Metrics()
+        with self.timers("reward_model"), self.memory("reward model pass", "activations", metrics):
             self._reward_model().score_rows(count)
-        return self._report()
+        return self._report(metrics)
 
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
         """The reward model's scores of this replica's share of the responses; None on ranks that do not hand results out."""
@@ -167,31 +189,33 @@ class ActorWorker(ModelWorker):
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""
-        rl = self.run.rl
+        rl, metrics = self.run.rl, Metrics()
         if role == "actor":
             batching = self._batching("actor", rl.actor_forward_micro_batch_size)
             names = ("old_log_probs", "entropies")
-            with self.profiler("actor_compute_log_prob"):
+            with self.profiler("actor_compute_log_prob"), self.memory("log-probs", "activations", metrics):
                 self._forward(
                     "old_log_p", self.roles.actor, "actor_log_prob", names, batching, count, "actor_logprob_dispatch_size"
                 )
-            return self._report()
+            return self._report(metrics)
         target = self.roles.reference or self.roles.actor
         batching = self._batching("ref", rl.ref_forward_micro_batch_size)
-        with self.profiler("reference_compute_log_prob"), self._reference_weights(), self.dumps.reference(target):
+        measured = self.memory("reference pass", "activations", metrics)
+        dump = self.dumps.reference(target)
+        with self.profiler("reference_compute_log_prob"), self._reference_weights(), measured, dump:
             self._forward("reference_model", target, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size")
-        return self._report()
+        return self._report(metrics)
 
     def compute_values(self, count: int) -> WorkerReport:
         """The critic's value before each response token."""
         critic = self.roles.critic
         assert critic is not None
-        batching = self._batching("actor", critic.config.micro_batch_size)
-        with self.profiler("critic_compute_values"):
+        batching, metrics = self._batching("actor", critic.config.micro_batch_size), Metrics()
+        with self.profiler("critic_compute_values"), self.memory("critic pass", "activations", metrics):
             self._forward(
                 "critic_model", critic, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size"
             )
-        return self._report()
+        return self._report(metrics)
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         """With a shared backbone the reference is the actor without its adapters."""
@@ -206,17 +230,19 @@ class ActorWorker(ModelWorker):
         loss = partial(policy_loss, objective=replace(objective, kl_coef=order.kl_coef))
         batch = partial(PolicyBatch.from_inputs, entropy_threshold=order.entropy_threshold)
         batching = self._batching("update", actor.config.micro_batch_size)
-        dump = self.dumps.update("actor", actor, order.iteration)
-        with self.profiler("actor_update"), self.timers("update"), dump as probe:
-            actor.offloader.onload(params=True, grads=True, optimizer=True)
+        dump, measured = self.dumps.update("actor", actor, order.iteration), self.memory("update", "activations", metrics)
+        with self.profiler("actor_update"), self.timers("update"), measured, dump as probe:
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
+                self._prepare_step(actor)
                 add_step(metrics, "actor", actor.engine.train_step(rows, batching, probe.loss(loss), probe.inputs(batch)))
             actor.poll_save()
+            # weights are pushed next, which needs none of it
+            actor.offloader.begin_offload(optimizer=self.run.generate.offload_train_optimizer)
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         memory = platform.current().memory_stats()
         metrics.add_max("memory/update_gib", memory.allocated_gib)
-        metrics.add_max("memory/peak_gib", memory.peak_gib)
+        metrics.add_max("memory/peak_gib", self.memory.peak_gib)
         return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
@@ -225,13 +251,20 @@ class ActorWorker(ModelWorker):
         assert critic is not None
         loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", critic.config.micro_batch_size)
-        with self.profiler("critic_update"), self.timers("update_critic"), self.dumps.update("critic", critic) as probe:
-            critic.offloader.onload(params=True, grads=True, optimizer=True)
+        dump, measured = self.dumps.update("critic", critic), self.memory("update critic", "activations", metrics)
+        with self.profiler("critic_update"), self.timers("update_critic"), measured, dump as probe:
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
+                self._prepare_step(critic)
                 add_step(metrics, "critic", critic.engine.train_step(rows, batching, probe.loss(probe.inputs(loss))))
             critic.poll_save()
             self._rest(critic)  # or the actor's update would find it beside its own state
         return self._report(metrics)
+
+    def _prepare_step(self, role: Role) -> None:
+        """What a step needs is on the device, or comes while the first micro-batches are computed."""
+        role.offloader.onload(params=True, grads=True)
+        # a swapped optimizer comes when activations no longer take its room
+        role.offloader.begin_onload(optimizer=not role.config.swap_optimizer)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> WorkerReport:

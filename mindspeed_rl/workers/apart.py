@@ -32,10 +32,9 @@ from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.spanning import Meeting
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
-from mindspeed_rl.rollout.shape import CacheShape
 from mindspeed_rl.workers.groups import ActorGroup, RunGroup
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
-from mindspeed_rl.workers.reports import WorkerReport
+from mindspeed_rl.workers.reports import WorkerReport, add_bytes
 from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
 from mindspeed_rl.workers.server_process import ServerSettings
 from mindspeed_rl.workers.servers import RolloutServers
@@ -212,7 +211,6 @@ class ServedActorGroup(ApartActorGroup):
         eos_id = load_tokenizer_of(actor, source).eos_token_id
         assert isinstance(eos_id, int), eos_id  # tokenizers without one are refused when prompts are read
         self.sampling = training_sampling(run.generate.sampling_config, source, eos_id)
-        self._kv_heads = CacheShape.of(source.hf_folder).kv_heads
         settings = ServerSettings(
             hf_folder=str(source.hf_folder),
             generate=run.generate,
@@ -247,18 +245,17 @@ class ServedActorGroup(ApartActorGroup):
         """All servers hold the actor's weights, proven; a server that does not take them is taken out."""
         loop, pool = self.servers.loop, self.servers.pool
         loop.run(pool.pause("wait"))
-        (_, reports), proof = self._push(version)
+        reports, proof = self._push(version)
         loop.run(pool.resume())
         metrics = Metrics()
         metrics.add_min("rollout/proven_parameters", proof)
         metrics.add_max("rollout/weight_version", version)
         metrics.add_min("rollout/servers", len(pool.names))
+        add_bytes(metrics, self.servers.weights.received_bytes, self.servers.weights.needed_bytes)
         return [*reports, WorkerReport(metrics)]
 
     def _push(self, version: int) -> Any:
-        found = self.servers.weights.push(
-            version, self._meet, lambda: self._send(version), self._leave, kv_heads=self._kv_heads
-        )
+        found = self.servers.weights.push(version, self._meet, lambda: self._send(version), self._leave)
         self._version = version
         return found
 
@@ -277,25 +274,22 @@ class ServedActorGroup(ApartActorGroup):
         return all(host in ("127.0.0.1", "localhost", "::1") for host, _ in rollout_servers(self._run.config))
 
     def _send(self, version: int) -> tuple[Any, Exception | None]:
-        """(sums and reports, None), or (None, what broke the group)."""
+        """(reports, None), or (None, what broke the group)."""
         futures = [process.call.remote("send_weights", version) for process in self.processes]
-        error = self._error_in_time(futures[0])
-        if error is not None and not isinstance(error, ray.exceptions.RayActorError):
-            # the first rank alone talks to the servers; the others must be well
-            self.wait("send_weights", futures[1:])
-            return None, error
-        answers = self.wait("send_weights", futures)
-        return (answers[0][0], [report for _, report in answers]), None
+        errors = [error for error in map(self._error_in_time, futures, self._names) if error is not None]
+        if not errors or any(isinstance(error, ray.exceptions.RayActorError) for error in errors):
+            return self.wait("send_weights", futures), None
+        return None, errors[0]
 
-    def _error_in_time(self, future: Any) -> Exception | None:
-        """How the first rank failed in sending; None when it did not.
+    def _error_in_time(self, future: Any, name: str) -> Exception | None:
+        """How this worker failed in sending; None when it did not.
 
         Raises:
             WorkerFailed: it neither ends nor fails.
         """
-        watch = self._watch.begin("send_weights", self._names[:1])
+        watch = self._watch.begin("send_weights", [name])
         while not ray.wait([future], timeout=1.0)[0]:
-            watch.look(self._names[:1])
+            watch.look([name])
         watch.end()
         return _error_of(future)
 

@@ -14,11 +14,13 @@ import time
 from typing import Any
 
 import psutil
+import torch
 
 from mindspeed_rl import adaptors, platform
-from mindspeed_rl.resharding.server_proof import EngineSums
-from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, receive
-from mindspeed_rl.rollout.loading import load_named
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
+from mindspeed_rl.resharding.destinations import Destinations, read_destinations
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.spanning import Delivery, Meeting, ServedModel, SpanningGroup, engine_push
 
 #: process that owns the engine, and when it began; the workers do not outlive it
 OWNER_VARIABLE = "MINDSPEED_RL_ENGINE_OWNER"
@@ -67,9 +69,11 @@ _prepare()
 
 
 class EngineExtension:
-    """Mixed into vLLM's worker, whose `model_runner` and `rank` it uses."""
+    """Mixed into vLLM's worker, whose `model_runner`, `model_config`, `device` and `rank` it uses."""
 
     model_runner: Any
+    model_config: Any
+    device: torch.device
     rank: int
 
     def weights_join(self, meeting: str, first_rank: int) -> None:
@@ -81,20 +85,50 @@ class EngineExtension:
         """
         self.weights_leave()
         self._weights_group: SpanningGroup | None = SpanningGroup(Meeting.from_json(meeting), first_rank + self.rank)
+        self._weights_replica = first_rank
 
     def weights_leave(self) -> None:
         """This worker is in no group."""
         group, self._weights_group = getattr(self, "_weights_group", None), None
+        self._weights_push: WeightPush | None = None
         if group is not None:
             group.close()
 
     def weights_receive(self) -> str:
-        """The model holds what rank 0 of the group sends; the sums of what it now holds, as JSON."""
-        if getattr(self, "_weights_group", None) is None:
+        """The model holds what the trainers of the group sent; a `Delivery` as JSON.
+
+        Raises:
+            Exception: that is not so. The group is left then, so that nobody waits for this worker.
+        """
+        group = getattr(self, "_weights_group", None)
+        if group is None:
             raise RuntimeError("this server is in no group of trainers; join one first.")
-        assert self._weights_group is not None
+        try:
+            return self._take_weights(group)
+        except Exception:
+            self.weights_leave()
+            raise
+
+    def _take_weights(self, group: SpanningGroup) -> str:
         if not hasattr(self, "_weights_hooks"):
             self._weights_hooks = adaptors.engine_hooks()
+        model, hooks = self.model_runner.model, self._weights_hooks
+        hooks.before_load(model)
+        if self._weights_push is None:
+            self._weights_push = engine_push(
+                group, self._read_destinations, replica=self._weights_replica, derived=DERIVED, device=self.device
+            )
+        self._weights_push.write(model)
+        hooks.after_load(model)
+        push, proof = self._weights_push, self._weights_push.compare(model)
+        differing = list(proof.differing.get(self._weights_replica, ()))
+        return Delivery(proof.num_parameters, differing, push.received_bytes, push.needed_bytes).to_json()
+
+    def _read_destinations(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+        """Where the engine puts what; it is asked again only for another model."""
         model = self.model_runner.model
-        load_named(model, receive(self._weights_group), self._weights_hooks)
-        return EngineSums.of(model).to_json()
+        known: Destinations | None = getattr(self, "_weights_destinations", None)
+        if known is None or known.shapes != served.shapes:
+            known = read_destinations(model, model.load_weights, served.shapes, self.model_config.dtype, skip=DERIVED)
+            self._weights_destinations = known
+        return known, self._weights_hooks.repacked(model)

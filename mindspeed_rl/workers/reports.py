@@ -35,3 +35,9 @@ class DataSummary:
         text = f"{self.num_train:,} {self.unit} to train on"
         text += f", {self.num_held_out:,} to evaluate on" if self.num_held_out else ""
         return text + (f" ({self.num_too_long:,} longer than seq_length left out)" if self.num_too_long else "")
+
+
+def add_bytes(metrics: Metrics, received: int, needed: int) -> None:
+    """Adds what a weight push brought to engines, and the least that a push of all weights can bring."""
+    metrics.add_sum("rollout/push_received_gib", received / 2**30)
+    metrics.add_sum("rollout/push_needed_gib", needed / 2**30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -17,8 +18,17 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.engine_adapters import (
+    BaseLoader,
+    adapter_arguments,
+    differing_adapters,
+    held_adapters,
+    sent_adapters,
+)
 from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.engine import Generated, Piece
@@ -28,6 +38,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.workers.model_source import ModelSource
+from mindspeed_rl.workers.reports import add_bytes
 from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
 
 
@@ -59,6 +70,7 @@ class RolloutReplica:
             sampling,
             run_id=run_id,
             kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
+            engine_arguments=adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else None,
         )
         self.rank, layout = dist.get_rank(), self.engine.layout
         self.layout = layout
@@ -71,29 +83,68 @@ class RolloutReplica:
 
     # ------------------------------------------------------------------ weights and memory
 
-    def load(self, stream: WeightStream, version: int) -> int:
-        """The engine holds the weights of the stream; returns how many parameters were proven to have arrived."""
-        self.engine.restore_weights()
-        self.host.write(lambda model: self._write(model, stream), version)
-        assert self._push is not None
-        return self._push.prove(self.engine.read_model()).num_parameters
+    def load(self, stream: WeightStream, version: int, adapters: AdapterFolder | None = None) -> int:
+        """The engine holds the weights of the stream; returns how many parameters were proven to have arrived.
 
-    def _write(self, model: nn.Module, stream: WeightStream) -> None:
+        Args:
+            adapters: go beside the weights, which are those without them; None merges them.
+        """
+        self.engine.restore_weights()
+        self.host.write(lambda model: self._write(model, stream, adapters is not None), version)
+        assert self._push is not None
+        model = self.engine.read_model()
+        proven = self._push.prove(model).num_parameters
+        if adapters is not None:
+            adapters.write()
+            self.engine.use_adapter(adapters.path, version)
+            proven += self._prove_adapters(model, adapters)
+        return proven
+
+    def add_push(self, metrics: Metrics, adapters: AdapterFolder | None = None) -> None:
+        """Adds what the last push brought to this rank."""
+        assert self._push is not None
+        beside = 0 if adapters is None or not dist.get_rank() else adapters.num_bytes
+        add_bytes(metrics, self._push.received_bytes + beside, self._push.needed_bytes + beside)
+
+    def _write(self, model: nn.Module, stream: WeightStream, beside: bool) -> None:
+        load = BaseLoader(model) if beside else cast(LoadsWeights, model).load_weights
         if self._push is None:  # the layouts do not change during a run
-            load = cast(LoadsWeights, model).load_weights
-            destinations = read_destinations(model, load, stream.shapes, self.dtype, skip=DERIVED)
-            repacked = self.engine.repacked_parameters(model)
-            bucket_bytes = self.run.generate.update_weights_bucket_mb << 20
+            config = self.run.generate
+            trained = stream.base if beside else stream.trained
             self._push = WeightPush(
-                replace(stream.trained, bucket_bytes=bucket_bytes),
-                destinations,
+                replace(trained, bucket_bytes=config.update_weights_bucket_mb << 20),
+                read_destinations(model, load, stream.shapes, self.dtype, skip=DERIVED),
                 world_exchange(),
-                replica=dist.get_rank() // (self.layout.tensor * self.layout.sharing),
+                replica=self._engine_number,
                 derived=DERIVED,
-                repacked=repacked,
-                delta=self.run.generate.update_weight_mode == "delta",
+                repacked=self.engine.repacked_parameters(model),
+                # beside adapters the weights stay as they are
+                delta=beside or config.update_weight_mode == "delta",
             )
-        self._push.write(model)
+        self._push.write(model, load)
+
+    @property
+    def _engine_number(self) -> int:
+        return dist.get_rank() // (self.layout.tensor * self.layout.sharing)
+
+    def _prove_adapters(self, model: nn.Module, adapters: AdapterFolder) -> int:
+        """How many matrices of adapters the engine holds as they were trained: all of them.
+
+        Raises:
+            WeightDeliveryError: on every rank, where an engine holds others.
+        """
+        held = held_adapters(model)
+        device = next(model.parameters()).device
+        everyone = [json.loads(text) for text in world_exchange().gather(json.dumps([self._engine_number, held]), device)]
+        sent = sent_adapters(adapters.tensors, adapters.scale, self.dtype)
+        for number in {number for number, _ in everyone}:
+            parts = [part for other, part in everyone if other == number]
+            if wrong := differing_adapters(parts, sent):
+                raise WeightDeliveryError(
+                    f"weight push: {len(wrong)} adapters of the rollout engine differ from those trained: "
+                    f"{', '.join(wrong[:5])}."
+                )
+        return 2 * len(held)
 
     def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
         """The HF tensors that each parameter of this rank's engine is made of; none before the first load."""

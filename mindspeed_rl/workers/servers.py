@@ -55,7 +55,9 @@ class RolloutServers:
         self._by_hand: dict[str, HttpServer] = {}
         self.loop = LoopThread("rollout-servers")
         self.pool = ServerPool(timeout_s=self._timeout_s, drain_s=run.deadlines.seconds["generate"], on_lost=self._note_loss)
-        self.weights = WeightPush(self.pool, self.loop, self.replace_lost, timeout_s=self._timeout_s)
+        self.weights = WeightPush(
+            self.pool, self.loop, self.replace_lost, num_trainers=run.plan.world_size, timeout_s=self._timeout_s
+        )
         devices = own_rollout_devices(run.config)
         if devices is not None:
             self._place(devices // run.generate.infer_tensor_parallel_size)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
-from mindspeed_rl.resharding.server_sums import trained_sums
-from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, send
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, trainer_push
 from mindspeed_rl.workers.actor_worker import ActorWorker
 from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.reports import WorkerReport
@@ -23,38 +21,44 @@ class TrainerWorker(ActorWorker):
 
     def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
         self._group: SpanningGroup | None = None
-        self._dtype = torch.bfloat16 if self.run.generate.dtype == "bfloat16" else torch.float32
+        self._push: WeightPush | None = None
 
     def join_servers(self, meeting: Meeting) -> None:
-        """The first rank is a member of a new group with the servers' workers; the group before is left."""
+        """This rank is a member of a new group with the servers' workers; the group before is left."""
         self.leave_servers()
-        if dist.get_rank() == 0:
-            self._group = SpanningGroup(meeting, 0)
+        self._group = SpanningGroup(meeting, dist.get_rank())
 
     def leave_servers(self) -> None:
         """The group with the servers' workers is left."""
-        group, self._group = self._group, None
+        group, self._group, self._push = self._group, None, None
         if group is not None:
             group.close()
 
-    def send_weights(self, version: int) -> tuple[dict[str, int], WorkerReport]:
-        """The servers of the group get the actor's weights; the sums that they must hold.
+    def send_weights(self, version: int) -> WorkerReport:
+        """The servers of the group get the actor's weights, and hear what they must hold.
 
         Raises:
-            Exception: the group broke; torch's own words. All ranks have done their part of the collectives then.
+            Exception: the group broke; torch's own words. It is left then, so that nobody waits for this rank.
         """
-        actor = self.roles.actor
-        with self.timers("resharding_to_infer"):
+        actor, generate, metrics = self.roles.actor, self.run.generate, Metrics()
+        assert self._group is not None, "the servers are met before weights are sent"
+        with self.timers("resharding_to_infer"), self.memory("update_weights", "push buckets", metrics):
             actor.offloader.onload(params=True)
-            named = actor.stream.named_tensors(self._dtype)
             try:
-                if self._group is not None:
-                    send(self._group, named)
+                if self._push is None:
+                    trained = replace(actor.stream.trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
+                    self._push = trainer_push(self._group, trained, delta=generate.update_weight_mode == "delta")
+                self._push.write(None)
+                self._push.compare(None)
+            except Exception:
+                self.leave_servers()
+                raise
             finally:
-                _drain(named)  # the gathers are collective over the trainers, whatever became of the servers
-            trained = trained_sums(actor.model, self._dtype)
-            self._offload_all()
-        return trained, self._report()
+                self._offload_all()
+        return self._report(metrics)
+
+    def _engine_bytes(self) -> dict[str, int]:
+        return {}  # the engines have devices of their own
 
     @property
     def _shares_memory(self) -> bool:
@@ -63,7 +67,3 @@ class TrainerWorker(ActorWorker):
     def finish_rollout(self) -> WorkerReport:
         """Nothing is to be handed over: the engines have devices of their own."""
         return self._report()
-
-
-def _drain(named: Iterator[tuple[str, Tensor]]) -> None:
-    collections.deque(named, maxlen=0)

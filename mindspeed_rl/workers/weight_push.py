@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
-from mindspeed_rl.resharding.server_proof import EngineSums, ServerDeliveryError, compare_sums
-from mindspeed_rl.resharding.spanning import Meeting
+from mindspeed_rl.resharding.spanning import Delivery, Meeting
 from mindspeed_rl.rollout.pool import Server, ServerLost, ServerPool
 from mindspeed_rl.workers.waiting import LOST_PEER, WorkerFailed
 
@@ -71,16 +70,22 @@ class WeightPush:
 
     Attributes:
         workers_of: members of a group that each server brings, by name.
+        received_bytes, needed_bytes: of all servers that took the last push; see `WeightPush` of `resharding/push.py`.
     """
 
-    def __init__(self, pool: ServerPool, loop: LoopThread, replace_lost: Callable[[], None], *, timeout_s: float) -> None:
+    def __init__(
+        self, pool: ServerPool, loop: LoopThread, replace_lost: Callable[[], None], *, num_trainers: int, timeout_s: float
+    ) -> None:
         """
         Args:
             loop: in which the pool's coroutines run.
             replace_lost: starts servers in place of those that were lost, where it can.
+            num_trainers: who are the first members of every group.
             timeout_s: longest silence in a push.
         """
         self._pool, self._loop, self._replace_lost, self._timeout_s = pool, loop, replace_lost, timeout_s
+        self._num_trainers = num_trainers
+        self.received_bytes = self.needed_bytes = 0
         self.workers_of: dict[str, int] = {}
         self._joined: list[Server] = []  # a server that was started anew has the name of the one before
 
@@ -90,18 +95,14 @@ class WeightPush:
         meet: Callable[[Sequence[str], Callable[[Meeting], None]], None],
         send: Callable[[], tuple[Any, Exception | None]],
         leave: Callable[[], None],
-        *,
-        kv_heads: int,
     ) -> tuple[Any, int]:
         """All servers hold the trainers' weights, proven; a server that does not manage is taken out, and the others go on.
 
         Args:
             version: of the weights.
             meet: makes a group of the trainers and the servers of these names; calls back with the meeting.
-            send: the trainers send; what they return (with the sums of what the servers must hold first), or the error that
-                broke the group.
+            send: the trainers send; what they return, or the error that broke the group.
             leave: the trainers leave a group that broke.
-            kv_heads: of the model.
 
         Returns:
             What `send` returned, and how many parameters of a server were proven to have arrived.
@@ -127,7 +128,7 @@ class WeightPush:
             if broken is not None:
                 leave()  # who still waits for a bucket hears of it
             results = self._results(receiving, names)
-            proof = self._judge(results, None if broken is not None else sent[0], kv_heads)
+            proof = self._judge(results)
             if broken is None and proof is not None and not any(self._is_innocent(item) for item in results.values()):
                 self._pool.version = version
                 return sent, proof
@@ -156,15 +157,15 @@ class WeightPush:
         return bool(joins) and all(name in alive for name in names) and not any(isinstance(r, Exception) for r in results)
 
     async def _join_all(self, names: Sequence[str], meeting: Meeting) -> list[Any]:
-        first, calls = 1, []
+        first, calls = self._num_trainers, []
         for name in names:
             calls.append(self._pool.ask(name, "join", meeting=meeting.to_json(), first_rank=first))
             first += self.workers_of[name]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     def new_meeting(self, host: str, port: int, names: Sequence[str]) -> Meeting:
-        """Where the trainers' first rank and all workers of these servers meet."""
-        size = 1 + sum(self.workers_of[name] for name in names)
+        """Where the trainers and all workers of these servers meet."""
+        size = self._num_trainers + sum(self.workers_of[name] for name in names)
         return Meeting(host, port, uuid.uuid4().hex[:12], size, self._timeout_s)
 
     def _results(self, receiving: Future[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -174,9 +175,9 @@ class WeightPush:
             receiving.cancel()
             return {name: TimeoutError() for name in names}
 
-    def _judge(self, results: Mapping[str, Any], trained: dict[str, int] | None, kv_heads: int) -> int | None:
+    def _judge(self, results: Mapping[str, Any]) -> int | None:
         """Takes out who failed by itself or holds other weights; the parameters of one that holds the right ones."""
-        proof = None
+        proof, self.received_bytes, self.needed_bytes = None, 0, 0
         for name, result in results.items():
             if isinstance(result, TimeoutError) or self._is_innocent(result):
                 with contextlib.suppress(ServerLost):
@@ -185,11 +186,16 @@ class WeightPush:
                 dead = isinstance(result, RayActorError)
                 reason = "its process died during the weight push" if dead else f"weight push failed: {_last_line(result)}"
                 self._lose(name, reason)
-            elif trained is not None:
-                try:
-                    proof = compare_sums([EngineSums.from_json(text) for text in result], trained, kv_heads=kv_heads)
-                except ServerDeliveryError as error:
-                    self._lose(name, str(error))
+            else:
+                parts = [Delivery.from_json(text) for text in result]
+                differing = [parameter for part in parts for parameter in part.differing]
+                if differing:
+                    names = list(dict.fromkeys(differing))
+                    self._lose(name, f"weight push: {len(names)} parameters differ from those trained: {', '.join(names[:5])}")
+                else:
+                    proof = min(part.num_parameters for part in parts)
+                    self.received_bytes += sum(part.received_bytes for part in parts)
+                    self.needed_bytes += sum(part.needed_bytes for part in parts)
         return proof
 
     def _is_innocent(self, result: Any) -> bool:

@@ -1,7 +1,7 @@
 # ruff: noqa: E402  (Megatron must be imported after the adaptor)
 """One GRPO iteration with LoRA in one process: its own reference with the adapters off, its rollout engine fed merged weights.
 
-usage: lora_rl_program.py PORT MODEL_FOLDER RESULT_FILE
+usage: lora_rl_program.py PORT MODEL_FOLDER RESULT_FILE merged|adapter
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LocalPlane:
         return [self.columns[name][row] for row in range(ROWS)]
 
 
-def run_config(folder: str) -> Any:
+def run_config(folder: str, lora_push: str) -> Any:
     return build_run_config(
         {
             "platform": "cpu",
@@ -82,6 +82,7 @@ def run_config(folder: str) -> Any:
             "generate_config": {
                 "infer_tensor_parallel_size": 1,
                 "dtype": "float32",
+                "lora_push": lora_push,
                 "max_num_seqs": 8,
                 "max_model_len": 32,
                 "max_num_batched_tokens": 256,
@@ -95,10 +96,25 @@ def largest_gap(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs))
 
 
-def main(port: str, folder: str, result: Path) -> None:
+def tampered(worker: Any) -> str:
+    """What the proof says once a bit of an adapter in the engine's memory has changed."""
+    from mindspeed_rl.resharding.proof import WeightDeliveryError
+
+    replica = worker.rollout
+    model = replica.engine.read_model()
+    layer = next(module for module in model.modules() if hasattr(module, "lora_b_stacked"))
+    layer.lora_b_stacked[0].view(torch.int32).view(-1)[0] ^= 1
+    try:
+        replica._prove_adapters(model, worker._adapters)
+    except WeightDeliveryError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     os.environ.update(platform.select("cpu").worker_env())
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    cfg, plane = run_config(folder), LocalPlane()
+    cfg, plane = run_config(folder, lora_push), LocalPlane()
     prepare_process(("train", "rollout"), cfg.actor_config)
     from mindspeed_rl.workers.actor_worker import ActorWorker
 
@@ -110,7 +126,7 @@ def main(port: str, folder: str, result: Path) -> None:
     base = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_" not in name}
     found: dict[str, Any] = {"has_reference": worker.roles.reference is not None}
 
-    worker.push_weights(0)
+    found["proven"] = worker.push_weights(0).metrics["rollout/proven_parameters"].value
     worker.generate(0)
     worker.compute_log_probs("actor", ROWS)
     worker.compute_log_probs("ref", ROWS)
@@ -137,6 +153,7 @@ def main(port: str, folder: str, result: Path) -> None:
     worker.generate(1)
     worker.compute_log_probs("actor", ROWS)
     found["rollout_gap_after_update"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
+    found["tampered"] = tampered(worker) if lora_push == "adapter" else ""
     same = [torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base]
     found["base_unchanged"] = all(same) and len(same) == len(base)
     result.write_text(json.dumps(found))
@@ -145,4 +162,4 @@ def main(port: str, folder: str, result: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -100,9 +100,9 @@ def weights_of(ops: list[WeightOp], update: int, dtype: torch.dtype, frozen: str
 
 
 class Side:
-    """One rank's training shards and engine, as the case says."""
+    """One rank's training shards and engine, as the case says; without `meets` there is no push between them."""
 
-    def __init__(self, case: Case, exchange: Exchange | None = None) -> None:
+    def __init__(self, case: Case, exchange: Exchange | None = None, *, meets: bool = True) -> None:
         self.case = case
         architecture = architecture_for(case.config)
         network = architecture.network(case.config)
@@ -122,7 +122,7 @@ class Side:
         self.engine: EngineModel | None = None
         found: Destinations | None = None
         first = case.train_ranks or 0
-        self.replica = (rank - first) // case.infer_tp
+        self.replica = (rank - first) // max(case.infer_tp, case.expert_ranks)
         if rank >= first:
             at = EngineRank(
                 case.infer_tp,
@@ -139,7 +139,10 @@ class Side:
             found = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype)
         self.destinations = found
         repacked = {entry.parameter for entry in found.entries if "w13" in entry.parameter} if found and case.repacks else ()
-        self.push = WeightPush(self.trained, found, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta)
+        if meets:
+            self.push = WeightPush(
+                self.trained, found, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta
+            )
 
     def _make_shards(self, rank: int) -> list[Any]:
         place, found = self.places[rank], []
@@ -189,7 +192,7 @@ def deliver(case: Case) -> dict[str, Any]:
     _world()
     try:
         side = Side(case)
-        report: dict[str, Any] = {"differing": [], "proven": [], "received": [], "needed": 0}
+        report: dict[str, Any] = {"differing": [], "proven": [], "received": []}
         for update in range(case.updates):
             tensors = weights_of(side.ops, update, case.dtype, **case.keywords)
             side.train(tensors)
@@ -199,6 +202,7 @@ def deliver(case: Case) -> dict[str, Any]:
             report["received"].append(side.push.received_bytes)
         report["parameters"] = 0 if side.engine is None else len(dict(side.engine.named_parameters()))
         report["loaded whole"] = sorted(side.destinations.whole) if side.destinations else []
+        report["needed"] = side.push.needed_bytes
         report["planned"] = side.push.plan.received().get(side.exchange.rank, 0)
         dist.barrier()
         return report
@@ -210,7 +214,7 @@ def tamper(case: Case, faults: list[str]) -> dict[str, str]:
     """What the proof says after each fault, and after the push that follows it."""
     _world()
     try:
-        exchange = Tampering(world_exchange().group)
+        exchange = Tampering(dist.group.WORLD)
         side = Side(case, exchange)
         said = {}
         update = 0

@@ -63,7 +63,7 @@ def test_the_engine_holds_what_its_loader_makes_of_the_checkpoint(ranks: Callabl
     for report in ranks(size).run(deliver, case=case, timeout_s=120):
         assert report["differing"] == [[]] * case.updates
         assert report["proven"] == [report["parameters"]] * case.updates
-        assert report["received"] == [report["planned"]] * case.updates
+        assert report["received"] == [report["planned"]] * case.updates == [report["needed"]] * case.updates
         assert bool(report["loaded whole"]) == (case.dealt and report["parameters"] > 0)
 
 

@@ -72,6 +72,10 @@ def test_where_a_role_is_changes_no_token_and_no_figure_and_phases_overlap(task:
         for name, value in known.items():
             # kernels round differently for other batch sizes
             assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+    # on one device the engine has everything already; two servers need all of it each
+    assert {record["rollout/push_received_gib"] for record in shared.metrics} == {0.0}
+    for record in apart.metrics:
+        assert record["rollout/push_received_gib"] == record["rollout/push_needed_gib"] > 0.0
     for phase in ("reference_model", "rule_reward"):
         assert common(intervals(shared, "rollout"), intervals(shared, phase)) == 0.0
         assert common(intervals(apart, "rollout"), intervals(apart, phase)) > 0.0

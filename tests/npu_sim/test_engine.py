@@ -63,6 +63,8 @@ def test_offloading_frees_the_training_state_and_changes_no_number(expected: lis
     (report,) = run_ranks("engine", 1, {"mode": "npu", "steps": 4, "offload": True})
     before, during, after = (gib - MASK_GIB for gib in report["memory"])
     assert during < 0.05 * before and after == pytest.approx(before)
+    beside, with_others = report["copies"]
+    assert beside > 0 and with_others == 0  # all of them on another stream than what computes
     assert losses([report]) == [pytest.approx(step, rel=2e-5) for step in expected]
 
 

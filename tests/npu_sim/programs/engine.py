@@ -52,6 +52,7 @@ def main() -> None:
         sys.path.insert(0, os.environ["MINDSPEED_SRC"])
 
     import torch
+    from copies import Copies
 
     from mindspeed_rl import adaptors, platform
     from mindspeed_rl.config import MegatronConfig
@@ -153,9 +154,13 @@ def main() -> None:
                       "grad_norm": outcome.grad_norm})  # fmt: skip
         if settings.get("offload"):
             before = platform.current().memory_stats().allocated_gib
-            offloader.offload(optimizer=True, grads=True, params=True)
+            copies = Copies()
+            with copies:
+                offloader.offload(optimizer=True, grads=True, params=True)
             during = platform.current().memory_stats().allocated_gib
-            offloader.onload(optimizer=True, grads=True, params=True)
+            with copies:
+                offloader.onload(optimizer=True, grads=True, params=True)
+            result["copies"] = [copies.beside, copies.with_others]
             result["memory"] = [before, during, platform.current().memory_stats().allocated_gib]
     result["steps"] = steps
     if simulated:

@@ -33,6 +33,12 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
     ({R: {"reference_resource": {"num_npus": 8}}}, "integrated_reference", ["reference_resource", "use_integrated_worker"]),
     ({"ref_config": {"lr": 1.0}}, "integrated_reference", ["ref_config", "integrated_mode_config.ref_model_load_path"]),
     ({R: {"reward_resource": {"num_npus": 8}}}, "reward_group", ["reward_resource", "reward_config"]),
+    ({"generate_config": {"lora_push": "adapter"}}, "lora_push_needs_lora", ["lora_push: adapter", "lora_target_modules"]),
+    (
+        {"generate_config": {"lora_push": "adapter"}, M: {"lora_target_modules": ["linear_qkv"], "lora_r": 600}},
+        "lora_push_adapter",
+        ["rank 512 at most", "lora_r is 600"],
+    ),
     ({R: {"share_backbone": True}}, "share_backbone_lora", ["share_backbone", "lora_target_modules"]),
     (
         {R: {"share_backbone": True, "sync_ref_model": True}, M: {"lora_target_modules": ["linear_qkv"]}},

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
+from mindspeed_rl.platform.streams import SideStream
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
 LAYOUTS = [{}, {"use_distributed_optimizer": True}, {"bf16": True}, {"bf16": True, "use_distributed_optimizer": True}]
@@ -78,3 +83,72 @@ def test_parts_can_leave_alone(make_engine: Callable[..., TrainEngine]) -> None:
     offloader.offload(optimizer=True)
     assert all(tensor.untyped_storage().size() for tensor in weights(engine))
     offloader.onload(optimizer=True)
+
+
+class Recorded(SideStream):
+    """Says what it was asked for; copies that are issued on it say so too."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    @contextlib.contextmanager
+    def issue(self) -> Iterator[None]:
+        self.log.append("issue")
+        with Copies(self.log):
+            yield
+
+    def join(self) -> None:
+        self.log.append("join")
+
+
+class Copies(TorchDispatchMode):
+    """Logs every copy of bytes."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].dtype == torch.uint8:
+            self._log.append("copy")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    found = Recorded()
+    monkeypatch.setattr(type(platform.current()), "side_stream", lambda self: found)
+    return found
+
+
+def test_copies_run_beside_what_computes_and_are_waited_for_where_they_are_needed(
+    make_engine: Callable[..., TrainEngine], stream: Recorded
+) -> None:
+    engine = stepped(make_engine, {"bf16": True})
+    stream.log.clear()
+    offloader = engine.offloader
+    held = [tensor.detach().clone() for tensor in optimizer_state(engine)]
+    offloader.begin_offload(optimizer=True)
+    out = list(stream.log)
+    assert out[0] == "issue" and set(out[1:]) == {"copy"}  # nobody waits yet
+    assert all(tensor.untyped_storage().size() for tensor in optimizer_state(engine))
+    offloader.offload(optimizer=True)
+    assert stream.log == out  # not copied twice
+    assert not any(tensor.untyped_storage().size() for tensor in optimizer_state(engine))
+    offloader.begin_onload(optimizer=True)
+    assert stream.log == out * 2
+    offloader.onload(params=True, grads=True)  # what is on the device waits for nothing
+    assert stream.log == out * 2
+    offloader.onload(optimizer=True)
+    assert stream.log == [*out, *out, "join"]
+    assert all(torch.equal(now, then) for now, then in zip(optimizer_state(engine), held))
+
+
+def test_what_was_copied_early_is_copied_again_once_it_has_changed(make_engine: Callable[..., TrainEngine]) -> None:
+    rested, busy = stepped(make_engine, {"bf16": True}), stepped(make_engine, {"bf16": True})
+    rested.offloader.begin_offload(optimizer=True)
+    for engine in (rested, busy):
+        engine.train_step(ROWS, MicroBatching(1), negative_log_prob)
+    rested.offloader.offload(optimizer=True)
+    rested.offloader.onload(optimizer=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(optimizer_state(rested), optimizer_state(busy)))

@@ -26,7 +26,9 @@ from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights, local_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
-from mindspeed_rl.resharding.proof import bit_sum, piece_sums
+from mindspeed_rl.resharding.bit_sums import bit_sum
+from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.proof import piece_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 pytestmark = pytest.mark.usefixtures("training_world")
@@ -166,7 +168,7 @@ def test_a_push_sees_merged_weights_and_leaves_the_base_as_it_was(dense: Path) -
     stream = WeightStream(engine.model)
     pushed = dict(stream.named_tensors(torch.bfloat16))
     plan, dtypes = stream.whole_plan(torch.bfloat16)
-    pieces = piece_sums(plan, stream.sources, dtypes, torch.distributed.group.WORLD, torch.device("cpu"))
+    pieces = piece_sums(plan, stream.sources, dtypes, world_exchange(), torch.device("cpu"))
     sums = {plan.tensors[piece.tensor].name: value for piece, value in zip(plan.pieces, pieces)}  # one process, one piece
     assert_same(base_of(engine), before)
     name = "model.layers.0.mlp.down_proj.weight"

@@ -131,6 +131,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
             "response_length/mean": 4.0,
             "prompt_length/mean": 6.0,
             "memory/weights_gib": 0.001,
+            "memory/generate/KV_cache_gib": 0.002,
         }
         for number, seconds in ((1, 90.0), (2, 90.0), (3, 3.0), (4, 3.0))
     ]
@@ -141,6 +142,8 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     by_name = {row["name"]: row for row in rows["rows"]}
     assert by_name["rollout"]["measured"] == pytest.approx(3 * by_name["rollout"]["predicted"])
     assert by_name["weights"]["measured"] == 0.001
+    cache = by_name["generate: KV cache"]
+    assert cache["measured"] == 0.002 and cache["low"] == cache["high"] == cache["predicted"] > 0
     assert "| Planned for cpu |" in path.read_text()
     assert '"name":"rollout","predicted"' in (tmp_path / "report.html").read_text()
     assert command.main(["time", "--config-name", "grpo_tiny_cpu", "--calibrate", str(tmp_path), "--json"]) == 0

@@ -38,7 +38,12 @@ from mindspeed_rl import adaptors, platform
 platform.select("cpu")
 adaptors.apply("rollout")  # before vLLM is imported
 
+from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.resharding.boxes import relative, whole
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.push import Trained, WeightPush
 from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -46,10 +51,40 @@ sampling = Sampling(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, max_tokens=
 settings = GenerateConfig(infer_tensor_parallel_size=1, max_model_len=128, max_num_seqs=4, dtype="float32")
 engine = VllmEngine(folder, settings, sampling, run_id="latent", kv_bytes_per_token=1 << 14)
 weights = load_file(folder / "weights" / "model.safetensors")
+shapes = {name: tuple(value.shape) for name, value in weights.items()}
+
+
+class Held:
+    # tensors that are trained in one piece
+    def views(self, name, box):
+        yield box, self.tensors[name][relative(box, whole(shapes[name]))]
+
+    def read(self, name, box, out):
+        out.copy_(next(self.views(name, box))[1])
+
+    def forget_merged(self):
+        pass
+
+
+held, pushes = Held(), []
+
+
+def write(model):
+    if not pushes:
+        found = read_destinations(model, model.load_weights, shapes, torch.float32, skip=DERIVED)
+        places = {name: {whole(shape): [0]} for name, shape in shapes.items()}
+        trained = Trained(places, shapes, held, torch.device("cpu"), 1 << 20)
+        repacked = engine.repacked_parameters(model)
+        pushes.append(WeightPush(trained, found, world_exchange(), derived=DERIVED, repacked=repacked))
+    pushes[0].write(model)
+
+
 worst = []
 for push, factor in enumerate((1.0, -2.0)):
     changed = {name: value * factor if "kv_b_proj" in name else value for name, value in weights.items()}
-    engine.load_weights(changed.items(), push)
+    held.tensors = changed
+    engine.write_weights(write, push)
+    assert pushes[0].prove(engine.read_model()).num_tensors == len(weights)
     for name, parameter in reference.named_parameters():
         if "kv_b_proj" in name:
             parameter.data.copy_(changed[name])

@@ -139,7 +139,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/roles.py": "share_backbone process_reward_aggregation use_remove_padding",
     "workers/model_worker.py": "use_dp_batch_balance",
     "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
-    "workers/rollout.py": "guarantee_order update_weights_bucket_mb update_weight_mode",
+    "workers/rollout.py": "guarantee_order update_weights_bucket_mb update_weight_mode lora_push",
     "workers/server_links.py": "vllm_server_token_file",
     "workers/servers.py": "rollout_server_restarts",
     "workers/scoring.py": "placeholder_token reward_tokens",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from scripted_server import ScriptedServer
 
+from mindspeed_rl.resharding.spanning import Delivery
 from mindspeed_rl.rollout.pool import ServerPool
 from mindspeed_rl.workers.waiting import WorkerFailed
 from mindspeed_rl.workers.weight_push import LoopThread, WeightPush
 
-RIGHT = [json.dumps({"parameters": {"w": 11}, "packed_names": {}})]
-WRONG = [json.dumps({"parameters": {"w": 12}, "packed_names": {}})]
+RIGHT = [Delivery(1, [], 100, 120).to_json()]
+WRONG = [Delivery(1, [], 100, 120).to_json(), Delivery(1, ["w"], 100, 120).to_json()]
 
 
 class Trainers:
@@ -37,7 +37,7 @@ class Trainers:
 
     def send(self) -> tuple[Any, Exception | None]:
         error = self.broken.pop(0) if self.broken else None
-        return (None, error) if error is not None else (({"w": 11}, "reports"), None)
+        return (None, error) if error is not None else ("reports", None)
 
     def leave(self) -> None:
         self.left += 1
@@ -56,7 +56,7 @@ class World:
     def __init__(self, loop: LoopThread, count: int = 3, timeout_s: float = 30.0) -> None:
         self.pool, self.replaced = ServerPool(timeout_s=timeout_s), 0
         self.answers: dict[str, Callable[[], Any]] = {}
-        self.push = WeightPush(self.pool, loop, self._replace, timeout_s=timeout_s)
+        self.push = WeightPush(self.pool, loop, self._replace, num_trainers=2, timeout_s=timeout_s)
         self.trainers, self._loop = Trainers(self.push), loop
         self.servers = {f"server {number}": loop.run(self._make(f"server {number}")) for number in range(count)}
 
@@ -76,7 +76,7 @@ class World:
 
     def run(self, version: int = 1) -> Any:
         trainers = self.trainers
-        return self.push.push(version, trainers.meet, trainers.send, trainers.leave, kv_heads=2)
+        return self.push.push(version, trainers.meet, trainers.send, trainers.leave)
 
 
 def fail(error: Exception) -> Callable[[], Any]:
@@ -88,9 +88,10 @@ def fail(error: Exception) -> Callable[[], Any]:
 
 def test_all_servers_meet_once_and_every_push_is_proven(loop: LoopThread) -> None:
     world = World(loop)
-    (_, reports), proof = world.run(1)
+    reports, proof = world.run(1)
     world.run(2)
     assert reports == "reports" and proof == 1 and world.pool.version == 2
+    assert (world.push.received_bytes, world.push.needed_bytes) == (300, 360)
     assert world.trainers.met == [["server 0", "server 1", "server 2"]] and world.trainers.left == 0
 
 

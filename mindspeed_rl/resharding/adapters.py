@@ -1,0 +1,93 @@
+"""The trained adapters, whole and in a folder on every rank, as `peft` and vLLM read them; proven to be what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.lora import LoraSettings, owned_adapters, save_peft
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
+from mindspeed_rl.resharding.exchange import Exchange, world_exchange
+from mindspeed_rl.resharding.proof import WeightDeliveryError
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class AdapterFolder:
+    """Of one rank; lives as long as this object. All methods are collective over the training world.
+
+    Attributes:
+        path: the folder, once there is one.
+        tensors: its tensors, by their names in the file.
+        num_bytes: of the folder, which every rank but the first gets from it.
+        scale: factor of B A.
+    """
+
+    def __init__(self, model: BuiltModel, settings: LoraSettings, base_model: str) -> None:
+        self._model, self._settings, self._base_model = model, settings, base_model
+        self._home: TemporaryDirectory[str] | None = None
+        self.scale: float = settings.scale
+        self.tensors: dict[str, Tensor] = {}
+        self.num_bytes = 0
+
+    @property
+    def path(self) -> Path:
+        assert self._home is not None, "nothing was written yet"
+        return Path(self._home.name, "adapter")
+
+    def write(self) -> None:
+        """The folder holds the adapters as they are now.
+
+        Raises:
+            WeightDeliveryError: on a rank whose folder differs from what was trained.
+        """
+        exchange, device = world_exchange(), next(self._model.models[0].parameters()).device
+        before, self._home = self._home, TemporaryDirectory(prefix="mindspeed-rl-adapter-")
+        if before is not None:
+            before.cleanup()
+        save_peft(self._model, self._settings, self.path if exchange.rank == 0 else "", self._base_model)
+        self.num_bytes = 0
+        for name in _FILES:
+            told = exchange.tell((self.path / name).read_bytes() if exchange.rank == 0 else None, device)
+            self.num_bytes += len(told)
+            if exchange.rank:
+                self.path.mkdir(exist_ok=True)
+                (self.path / name).write_bytes(told)
+        self.tensors = load_file(self.path / _FILES[1])
+        self._check(exchange, device)
+
+    def _check(self, exchange: Exchange, device: torch.device) -> None:
+        """Sums over the shards that are trained against the sums of what lies in the folder."""
+        mine = [
+            (op.hf, adapter.group.rank(), adapter.cuts_input, bit_sum(adapter.a), bit_sum(adapter.b))
+            for op, adapter in owned_adapters(self._model)
+        ]
+        wanted: dict[str, tuple[int, int]] = {}
+        names: dict[str, list[str]] = {}
+        for text in exchange.gather(json.dumps(mine), device):
+            for hf, shard, cuts_input, a, b in json.loads(text):
+                modules = [name.removesuffix(".weight") for name in hf]
+                names[modules[0]] = modules
+                known = wanted.get(modules[0], (0, 0))
+                # the matrix that is not cut is on every shard: it counts once
+                both = (a if cuts_input or not shard else 0), (b if not cuts_input or not shard else 0)
+                wanted[modules[0]] = (known[0] + both[0]) & MASK, (known[1] + both[1]) & MASK
+        found = {key.removeprefix("base_model.model."): bit_sum(tensor) for key, tensor in self.tensors.items()}
+        wrong = [
+            first
+            for first, (a, b) in wanted.items()
+            if any(found.get(f"{name}.lora_A.weight") != a for name in names[first])
+            or sum(found.get(f"{name}.lora_B.weight", 0) for name in names[first]) & MASK != b
+        ]
+        if wrong or len(found) != 2 * sum(map(len, names.values())):
+            example = min(wrong, default="one that was not trained")
+            raise WeightDeliveryError(
+                f"weight push: the adapters on this rank differ from those trained in {max(1, len(wrong))} layers, "
+                f"for example {example}."
+            )

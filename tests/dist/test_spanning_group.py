@@ -1,0 +1,163 @@
+"""Trainers and engines on other devices: slices go from all trainers to all engines, proven, and who leaves ends it for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from engine_model import EngineModel, EngineRank
+from ports import free_port
+from push_jobs import Case, Side, weights_of
+from test_weight_push import MOE, TIED
+
+from mindspeed_rl import platform
+from mindspeed_rl.resharding.destinations import Destinations, read_destinations
+from mindspeed_rl.resharding.exchange import Exchange
+from mindspeed_rl.resharding.proof import WeightDeliveryError
+from mindspeed_rl.resharding.spanning import Meeting, ServedModel, SpanningGroup, engine_push, trainer_push
+
+TRAINERS, SERVERS = 2, 2
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    platform.select("cpu")
+
+
+def trainer(case: Case, rank: int) -> Side:
+    """A trainer before it meets anybody."""
+    return Side(case, Alone(rank), meets=False)
+
+
+class Alone(Exchange):
+    """Says who a member will be."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, TRAINERS
+
+
+class Engine:
+    """A server of one worker."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        at = EngineRank(1, 0, 4, 2, 4)
+        self.model, self.reference, self.asked = EngineModel(shapes, at), EngineModel(shapes, at), 0
+
+    def read(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+        self.asked += 1
+        return read_destinations(self.model, self.model.load_weights, served.shapes, torch.float32), set()
+
+    def differs(self, tensors: dict[str, torch.Tensor]) -> list[str]:
+        self.reference.load_weights(tensors.items())
+        wanted = dict(self.reference.named_parameters())
+        vocabulary = tensors["model.embed_tokens.weight"].shape[0]
+        found = []
+        for name, value in self.model.named_parameters():
+            real = vocabulary if name.endswith(("embed_tokens.weight", "lm_head.weight")) else value.shape[0]
+            if not torch.equal(value[:real], wanted[name][:real]):
+                found.append(name)
+        return found
+
+
+def together(work: Callable[[int, SpanningGroup], Any]) -> list[Any]:
+    """What each member says, trainers first; each is a thread with a group of its own."""
+    meeting = Meeting.from_json(Meeting("127.0.0.1", free_port(), "meeting", TRAINERS + SERVERS, 30.0).to_json())
+
+    def member(rank: int) -> Any:
+        group = SpanningGroup(meeting, rank)
+        try:
+            return work(rank, group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(TRAINERS + SERVERS) as threads:
+        return list(threads.map(member, range(TRAINERS + SERVERS)))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) -> None:
+    case = Case(MOE, {"ep": 2}, 1, train_ranks=TRAINERS)
+    sides = [trainer(case, rank) for rank in range(TRAINERS)]
+    engines = [Engine(dict(sides[0].trained.shapes)) for _ in range(SERVERS)]
+    size = sum(4 * torch.Size(shape).numel() for shape in sides[0].trained.shapes.values())
+    frozen = "mlp.experts.1."
+    frozen_size = sum(4 * torch.Size(shape).numel() for name, shape in sides[0].trained.shapes.items() if frozen in name)
+
+    def work(rank: int, group: SpanningGroup) -> Any:
+        if rank < TRAINERS:
+            push = trainer_push(group, sides[rank].trained, delta=delta)
+        else:
+            push = engine_push(group, engines[rank - TRAINERS].read, replica=rank, derived=(), device=CPU)
+        said = []
+        for update in range(3):
+            tensors = weights_of(sides[0].ops, update, torch.float32, frozen)
+            if rank < TRAINERS:
+                sides[rank].train(tensors)
+            model = None if rank < TRAINERS else engines[rank - TRAINERS].model
+            push.write(model)
+            proof = push.compare(model)
+            assert proof.differing == {}
+            sent = push.plan.sent().get(rank, 0)
+            differs = [] if rank < TRAINERS else engines[rank - TRAINERS].differs(tensors)
+            said.append((push.received_bytes, sent, differs))
+        return said
+
+    found = together(work)
+    for said in found[:TRAINERS]:  # both send about half of what two engines need
+        assert all(received == 0 and abs(sent - size) < size // 8 for received, sent, _ in said)
+    for said in found[TRAINERS:]:
+        assert [differs for _, _, differs in said] == [[]] * 3
+        assert [received for received, _, _ in said] == [size, *[size - frozen_size if delta else size] * 2]
+
+
+def test_an_engine_that_holds_other_weights_is_named_to_everybody() -> None:
+    case = Case(TIED, {"tp": 2}, 1, train_ranks=TRAINERS)
+    sides = [trainer(case, rank) for rank in range(TRAINERS)]
+    engines = [Engine(dict(sides[0].trained.shapes)) for _ in range(SERVERS)]
+
+    def work(rank: int, group: SpanningGroup) -> Any:
+        if rank < TRAINERS:
+            sides[rank].train(weights_of(sides[0].ops, 0, torch.float32))
+            push, model = trainer_push(group, sides[rank].trained, delta=False), None
+        else:
+            engine = engines[rank - TRAINERS]
+            push, model = engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
+        push.write(model)
+        if rank == 3:
+            dict(engines[1].model.named_parameters())["model.norm.weight"].data[0] += 1
+        return push.compare(model).differing
+
+    assert together(work) == [{3: ["model.norm.weight"]}] * 4
+
+
+def test_an_engine_of_another_model_says_so_and_its_leaving_ends_the_push_of_the_others() -> None:
+    case = Case(TIED, {"tp": 2}, 1, train_ranks=TRAINERS)
+    sides = [trainer(case, rank) for rank in range(TRAINERS)]
+    shapes = dict(sides[0].trained.shapes)
+    odd = Engine(shapes | {"model.layers.2.input_layernorm.weight": (32,)})
+    engines = [Engine(shapes), odd]
+
+    def work(rank: int, group: SpanningGroup) -> Any:
+        try:
+            if rank < TRAINERS:
+                sides[rank].train(weights_of(sides[0].ops, 0, torch.float32))
+                push, model = trainer_push(group, sides[rank].trained, delta=False), None
+            else:
+                engine = engines[rank - TRAINERS]
+                push, model = engine_push(group, engine.read, replica=rank, derived=(), device=CPU), engine.model
+            push.write(model)
+            push.compare(model)
+        except WeightDeliveryError as error:
+            return str(error)
+        except RuntimeError:
+            return "broken"
+        return "fine"
+
+    *others, said = together(work)
+    assert others == ["broken"] * 3
+    assert "1 parameters of the rollout engine got no tensor, for example model.layers.2.input_layernorm.weight" in said
