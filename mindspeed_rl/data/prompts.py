@@ -18,7 +18,7 @@ from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
 from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED
-from mindspeed_rl.data.templates import Thinking, load_template
+from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _load_raw(
     keys: Sequence[str] | None,
     settings: PromptSettings,
 ) -> PromptDataset:
-    template = load_template(settings.prompt_type or "empty", tokenizer, path=settings.prompt_type_path)
+    template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
     if settings.enable_thinking == "true" and not template.can_think:

@@ -150,7 +150,7 @@ class RLParts:
             scorers.set_up(steps)
         engine = None
         if isinstance(actors, ServedActorGroup):
-            engine = OwnEngine(actors.servers.pool, actors.sampling, actors.servers.loop, actors.keep_alive)
+            engine = OwnEngine(actors.servers.pool, actors.agents, actors.sampling, actors.servers.loop, actors.keep_alive)
         self._services = Services(plane, actors, scorers, rewards, engine)
         self._resumed = actors.set_up(steps)
         return self._resumed

@@ -12,6 +12,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.reward import RewardWorker
@@ -43,18 +44,11 @@ class RewardGroup:
         (found,) = wait_all([self._actors[0].check.remote(prompt_ids, label, columns)], ["reward worker"], "check", None)
         self.accuracies |= frozenset(found)
 
-    def score_now(
-        self, items: list[PromptItem], responses: list[list[int]], truncated: list[bool] | None = None
-    ) -> list[RewardResult]:
-        """Scores of given responses, in order.
-
-        Args:
-            truncated: which ended for lack of room; none where nothing is said.
-        """
-        cut = truncated or [False] * len(items)
+    def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
+        """Scores of given trajectories, in order."""
         share = -(-len(items) // len(self._actors))
         futures = [
-            actor.score_now.remote(*(part[number * share : (number + 1) * share] for part in (items, responses, cut)))
+            actor.score_now.remote(*(part[number * share : (number + 1) * share] for part in (items, trajectories)))
             for number, actor in enumerate(self._actors)
         ]
         parts = wait_all(futures, [f"reward worker {number}" for number in range(len(futures))], "score_now", self._plane)

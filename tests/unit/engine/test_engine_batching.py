@@ -75,7 +75,7 @@ def test_columns_lie_under_their_tokens_and_the_mask_marks_real_ones(packed: boo
         length = rows.response_lengths[index]
         assert micro_batch.columns["weights"][row, :length].tolist() == rows.columns["weights"][index].tolist()
         assert not micro_batch.columns["weights"][row, length:].any()
-        assert micro_batch.response_mask[row].tolist() == [t < length for t in range(micro_batch.width)]
+        assert micro_batch.predicted_mask[row].tolist() == [t < length for t in range(micro_batch.width)]
     assert micro_batch.columns["score"].tolist() == [3.0, 1.0]
 
 

@@ -148,9 +148,7 @@ ELSEWHERE: dict[str, str] = {
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
-REFUSED = (
-    "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
-)
+REFUSED = "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
 
 
 @cache

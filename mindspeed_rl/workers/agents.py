@@ -1,0 +1,91 @@
+"""From rows of the data plane to the tasks of agent loops, and the loop that a run file asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl.config import Run, agent_loop_of, response_limit
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
+from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.dataplane.columns import Batch, objects
+from mindspeed_rl.rollout.agents import agent_loop_class
+from mindspeed_rl.rollout.agents.dialogue import Limits
+from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
+from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.agents.single_turn import SingleTurn
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.workers.responses import sampling_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: columns of the data plane that a task is made of; a loop of one turn needs the first alone
+TASK_COLUMNS = ("prompt_ids", "labels", "extra")
+
+
+def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
+    """Who makes the samples of this run, in this process. Nothing is started yet.
+
+    Raises:
+        ValueError: a key of the loop, of its tools or of its plug-in is wrong.
+    """
+    rl = run.rl
+    name = agent_loop_of(rl)
+    if name == "single_turn":
+        return Agents(SingleTurn())
+    tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer)
+    settings = LoopSettings(
+        tokenizer=tokenizer,
+        turns=chat_turns(run, tokenizer),
+        limits=Limits(response_limit(run.config), rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
+        tool_box=tool_box,
+        multi_turn_scheduler=rl.multi_turn_scheduler,
+        environment=rl.environment,
+    )
+    return Agents(agent_loop_class(name)(settings), tool_box)
+
+
+def chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
+    """What the run's chat template writes between turns.
+
+    It is the one of `prompt_type`, else the tokenizer's own, else what raw prompts without a template have.
+
+    Raises:
+        ValueError: there is no such template.
+    """
+    actor = run.config.actor_config
+    path = actor.prompt_type_path if actor.prompt_type_path and Path(actor.prompt_type_path).is_file() else None
+    name = actor.prompt_type or (HF_TEMPLATE if tokenizer.chat_template else PLAIN_TEMPLATE)
+    template = load_template(name, tokenizer, path=path)
+    thinking = "none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false"
+    return ChatTurns(template, tokenizer, thinking=thinking, has_tools=run.rl.tool_config_path is not None)
+
+
+def row_tasks(run: Run, batch: Batch, rows: Sequence[int], draw: int, sampling: Sampling) -> list[Task]:
+    """The tasks of rows of the data plane.
+
+    Args:
+        batch: has TASK_COLUMNS, or the first of them.
+        draw: number of the draw of prompts, a part of the seeds.
+    """
+    group, seed = run.plan.n_samples_per_prompt, sampling_seed(run)
+    labels = objects(batch["labels"]) if "labels" in batch else [None] * len(rows)
+    extra = objects(batch["extra"]) if "extra" in batch else [{}] * len(rows)
+    return [
+        Task(tuple(ids.tolist()), sampling, sample_seed(seed, draw, row // group, row % group), label, columns)
+        for row, ids, label, columns in zip(rows, batch["prompt_ids"], labels, extra, strict=True)
+    ]
+
+
+def item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:
+    """One task a prompt, for evaluations; a prompt's seed is that of its number."""
+    if greedy:
+        sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
+    return [
+        Task(tuple(item["prompt_ids"]), sampling, sample_seed(seed, number, 0, 0), item["label"], item["columns"])
+        for number, item in enumerate(items)
+    ]
