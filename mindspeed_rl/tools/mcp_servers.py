@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _CONNECT_LIMIT_S = 60.0
+#: how much later than the library's own end of time a call is ended here
+_GRACE_S = 1.0
 #: the library gives a server that does not want to end about seven seconds
 _CLOSE_LIMIT_S = 12.0
 
@@ -130,25 +132,25 @@ class McpServers:
 
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`; connects to every server and asks for its tools."""
-        for index, connection in enumerate(self._connections):
-            server = self._servers[index]
-            try:
-                tools = await connection.tools()
-            except ToolError as error:
-                raise ValueError(f"{self._where}: {error}") from None
+        try:
+            told = await asyncio.gather(*(connection.tools() for connection in self._connections))
+        except ToolError as error:
+            raise ValueError(f"{self._where}: {error}") from None
+        offered = [f"{server.prefix}{tool['name']}" for server, tools in zip(self._servers, told) for tool in tools]
+        for name in self._chosen:
+            if name not in offered:
+                hint = registry.did_you_mean(name, offered)
+                raise ValueError(f"{self._where}.tool_selected_list: no server has the tool {name!r}{hint}")
+        for index, (server, tools) in enumerate(zip(self._servers, told)):
             for tool in tools:
                 name = f"{server.prefix}{tool['name']}"
                 if self._chosen and name not in self._chosen:
                     continue
                 if name in self._homes:
                     other = self._servers[self._homes[name][0]].name
-                    raise ValueError(f"{self._where}: {server.name} and {other} both have the tool {name!r}; give one a prefix")
+                    raise ValueError(f"{self._where}: {other} and {server.name} both have the tool {name!r}; give one a prefix")
                 self._homes[name] = (index, tool["name"])
                 self._schemas.append(checked_schema({**tool, "name": name}, f"{self._where}.servers.{server.name}"))
-        for name in self._chosen:
-            if name not in self._homes:
-                hint = registry.did_you_mean(name, self._homes)
-                raise ValueError(f"{self._where}.tool_selected_list: no server has the tool {name!r}{hint}")
         if self._scope == "trajectory":  # each has its own
             await asyncio.gather(*(connection.close() for connection in self._connections))
 
@@ -164,7 +166,8 @@ class McpServers:
 
 
 class _McpSession:
-    serial, grace_s = False, 0.0
+    # a call that finds its server gone waits for a new one, and then has its whole time
+    serial, grace_s = False, _CONNECT_LIMIT_S + 2 * _GRACE_S
 
     def __init__(self, connections: list[Connection], homes: Mapping[str, tuple[int, str]], owns: bool) -> None:
         self._connections, self._homes, self._owns = connections, homes, owns
@@ -220,10 +223,13 @@ class Connection:
 
         client = await self._connected()
         try:
-            result = await client.call_tool(name, dict(arguments), read_timeout_seconds=timeout_s)
+            asked = client.call_tool(name, dict(arguments), read_timeout_seconds=timeout_s)
+            result = await asyncio.wait_for(asked, timeout_s + _GRACE_S)
+        except asyncio.TimeoutError:
+            raise ToolError(f"took longer than {timeout_s:g} s and was ended", "timeout") from None
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
-                raise ToolError(f"took longer than {timeout_s:g} s", "timeout") from None
+                raise ToolError(f"took longer than {timeout_s:g} s and was ended", "timeout") from None
             if error.code == CONNECTION_CLOSED:
                 await self._lost(client)
                 raise ToolError(f"the server {self._server.name} has ended", "crashed") from None
