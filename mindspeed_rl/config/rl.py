@@ -320,9 +320,9 @@ class ToolKeys:
     multi_turn_enable: bool = key(False, "samples of several turns, by an agent loop")
     agent_loop: str | None = key(
         None,
-        "how a sample is made, by name or module:Class; by default environment or scheduler where the key of that name is set, "
-        "else tool_agent",
-        names=("tool_agent", "scheduler", "environment", "single_turn"),
+        "how a sample is made, by name or module:Class; by default environment, scheduler or tool_agent where environment, "
+        "multi_turn_scheduler or tool_config_path is set, else single_turn",
+        names=("single_turn", "tool_agent", "scheduler", "environment"),
         needs=_TOOLS,
     )
     max_turns: int | None = key(None, "turns of the model in one sample; as many as fit when unset", needs=_TOOLS)

@@ -9,7 +9,7 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.violation import Violation, broken
 
 #: loop -> the key that it needs
-_NEEDS = {"tool_agent": "tool_config_path", "environment": "environment", "scheduler": "multi_turn_scheduler"}
+_NEEDS = {"environment": "environment", "scheduler": "multi_turn_scheduler", "tool_agent": "tool_config_path"}
 
 
 def agent_loop_of(rl: RLConfig) -> str:
@@ -18,7 +18,8 @@ def agent_loop_of(rl: RLConfig) -> str:
         return "single_turn"
     if rl.agent_loop is not None:
         return rl.agent_loop
-    return "environment" if rl.environment else "scheduler" if rl.multi_turn_scheduler else "tool_agent"
+    # with nothing to talk to there is one turn
+    return next((loop for loop, key in _NEEDS.items() if getattr(rl, key) is not None), "single_turn")
 
 
 def earns(rl: RLConfig) -> bool:
@@ -69,7 +70,7 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield broken(
             "agent_loop_needs",
             {"rl_config.agent_loop": loop, f"rl_config.{needed}": None},
-            f"rl_config.multi_turn_enable with the agent loop {loop} needs rl_config.{needed}",
+            f"rl_config.agent_loop {loop} needs rl_config.{needed}",
         )
 
 

@@ -46,7 +46,8 @@ class PromptSettings:
     map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not asked for.
-    system_prompt stands before every prompt whose row brings none.
+    system_prompt stands before every prompt whose row brings none. tools are function schemas that every prompt tells of, where
+    its template can write them; a row's own come first.
     """
 
     prompt_type: str | None = None
@@ -56,6 +57,7 @@ class PromptSettings:
     enable_thinking: Thinking = "none"
     on_bad_row: str = "error"
     system_prompt: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class PromptDataset:
@@ -253,6 +255,7 @@ def _load_raw(
                     dataset_additional_keys=keys,
                     enable_thinking=settings.enable_thinking,
                     system_prompt=settings.system_prompt,
+                    tools=settings.tools,
                 )
             )
             if not isinstance(reader, PromptHandler):

@@ -163,6 +163,7 @@ class Template:
         self.can_think = template_class in _REASONING_CLASSES
         self.system_in_user = template_class == "Llama2Template"
         self.keeps_fitting_half = template_class in ("LFDefaultTemplate", *_REASONING_CLASSES)
+        self.writes_tools = bool(entry.get("format_tools"))
         self.tools_before_system = bool(entry.get("tools_before_system", False))
         self.observation_join: str = entry.get("observation_join", "\n")
         opening, closing = entry.get("thought_words", ("<think>\n", "\n</think>\n\n"))
@@ -322,6 +323,7 @@ class HfTemplate:
     efforts: ClassVar[dict[str, str]] = {}
     keeps_fitting_half = True
     can_think = True
+    writes_tools = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.config import Run, agent_loop_of, response_limit
+from mindspeed_rl.config import RLConfig, Run, agent_loop_of, response_limit
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns
@@ -18,6 +19,10 @@ from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.agents.single_turn import SingleTurn
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.tools.interface import ToolBox
+from mindspeed_rl.tools.parsers import check_parser_name, make_parser
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
+from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
 from mindspeed_rl.workers.responses import sampling_seed
 
 if TYPE_CHECKING:
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
 
 #: columns of the data plane that a task is made of; a loop of one turn needs the first alone
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
+
+#: how calls are written where the run file does not say: MindSpeed-RL's own format
+DEFAULT_PARSER = "hermes"
 
 
 def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
@@ -47,6 +55,69 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
         environment=rl.environment,
     )
     return Agents(agent_loop_class(name)(settings), tool_box)
+
+
+def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> ToolBox:
+    """The tools of `tool_config_path`. Nothing is started yet.
+
+    Raises:
+        ValueError: the file, or the name of the parser, is wrong.
+    """
+    assert rl.tool_config_path is not None
+    name = rl.tool_parser_format or DEFAULT_PARSER
+    check_parser_name(name)
+    limits = CallLimits(
+        rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
+    )
+    return LoadedToolBox(
+        build_tools(read_tools(rl.tool_config_path)),
+        lambda schemas: make_parser(name, schemas, tokenizer),
+        limits,
+        lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+    )
+
+
+def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
+    """Looks for whatever would only be found out in the first rollout: loop, plug-ins, chat template, how prompts end.
+
+    Args:
+        prompt_ids: of a prompt of the data set.
+
+    Raises:
+        ValueError: names what is wrong.
+    """
+    make_agents(run, tokenizer)
+    loop = agent_loop_of(run.rl)
+    if loop == "single_turn":
+        return
+    turns = chat_turns(run, tokenizer)
+    if loop != "environment":  # which may begin with messages of its own
+        turns.check_prompt(prompt_ids)
+    role = "tool" if run.rl.tool_config_path is not None else "user"
+    turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
+
+
+def tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """What prompts tell the model of the tools. Starts them, which servers tell their schemas for, and ends them again.
+
+    Raises:
+        ValueError: a tool is wrong or cannot be started.
+    """
+    if rl.tool_config_path is None or not rl.multi_turn_enable:
+        return []
+
+    async def asked() -> list[dict[str, Any]]:
+        box = make_tool_box(rl, tokenizer)
+        await box.start()
+        try:
+            tools = box.open({})
+            schemas = tools.schemas
+            await tools.close()
+            return schemas
+        finally:
+            await box.close()
+
+    return asyncio.run(asked())
 
 
 def chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:

@@ -15,7 +15,7 @@ from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, P
 PACKAGE = Path(mindspeed_rl.__file__).parent
 GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
 #: modules of the configuration layer that turn keys into numbers of the plan or into other keys
-DERIVING = ("loader.py", "spellings.py", "objective.py", "plan.py", "sizes.py", "rl.py", "rollout_layout.py")
+DERIVING = ("loader.py", "spellings.py", "objective.py", "plan.py", "sizes.py", "rl.py", "rollout_layout.py", "turns.py")
 #: objects of other layers that have attributes of the same names
 OTHERS = {"args", "arguments", "options", "network", "scaling", "destination", "sample"}
 

@@ -80,8 +80,8 @@ def test_a_long_response_goes_on_in_later_rollouts_while_others_train() -> None:
     taken = [number for batch in numbers for number in batch]
     assert len(set(taken)) == len(taken) == 12 * BATCH
     first = next(group for batch in batches for group in batch if group.number == 0)
-    assert first.responses[0].versions == (0,) * 4 + (1,) * 4 + (2,) * 4
-    assert first.responses[0].finish == "length"
+    assert first.trajectories[0].versions == [0] * 4 + [1] * 4 + [2] * 4
+    assert first.trajectories[0].finish == "length"
     for batch in batches:
         for group in batch:
             for sample, response in enumerate(group.trajectories):
