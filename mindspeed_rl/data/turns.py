@@ -101,7 +101,8 @@ class ChatTurns:
         added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
         self._tools = [probe_tool("probe")] if has_tools else []
-        self._gaps: dict[tuple[tuple[str, ...], bool], _Gap | None] = {}
+        self._numbers_turns = isinstance(template, Template) and "idx" in template.user.fields
+        self._gaps: dict[tuple[tuple[str, ...], int, bool], _Gap | None] = {}
         first, second = (self._ids([_message("user", question)]) for question in _QUESTIONS)
         self._asking = _common_end(first, second)
 
@@ -145,25 +146,30 @@ class ChatTurns:
 
     # ------------------------------------------------------------------ behind an answer
 
-    def between(self, messages: Sequence[ChatMessage], last_token: int, *, has_thought: bool = False) -> tuple[int, ...] | None:
+    def between(
+        self, messages: Sequence[ChatMessage], last_token: int, *, num_before: int = 0, has_thought: bool = False
+    ) -> tuple[int, ...] | None:
         """The tokens from an answer's last one to where the next answer begins; None where earlier turns would change.
 
         Args:
             messages: new ones, of others than the model.
             last_token: the one that ended the answer. What the template writes up to it is left out.
+            num_before: answers before this one, by which some templates number turns.
             has_thought: some answer since the last rewriting has one.
 
         Raises:
             BadRow: the template cannot write the messages.
         """
         roles = tuple(str(message["role"]) for message in messages)
-        key = (roles, has_thought)
+        num_before = num_before if self._numbers_turns else 0
+        key = (roles, num_before, has_thought)
         if key not in self._gaps:
-            self._gaps[key] = self._find_gap(roles, has_thought=has_thought)
+            self._gaps[key] = self._find_gap(*key)
         gap = self._gaps[key]
         if gap is None:
             return None
-        whole = self._ids(_made_up(_ANSWERS[0], messages, has_thought=has_thought, with_calls=gap.with_calls))
+        made_up = _made_up(_ANSWERS[0], messages, num_before, has_thought=has_thought, with_calls=gap.with_calls)
+        whole = self._ids(made_up)
         if whole[: len(gap.begins)] != gap.begins:
             raise BadRow(f"the chat template {self.name!r} lets an answer's text depend on the message that follows")
         behind = whole[len(gap.begins) :]
@@ -171,21 +177,21 @@ class ChatTurns:
             behind = behind[gap.header.index(last_token) + 1 :]
         return behind
 
-    def _find_gap(self, roles: Sequence[str], *, has_thought: bool) -> _Gap | None:
+    def _find_gap(self, roles: Sequence[str], num_before: int, has_thought: bool) -> _Gap | None:
         """See `between`: None where the template does not keep what stands before."""
         try:
-            return self._gap(roles, has_thought=has_thought, with_calls=False)
+            return self._gap(roles, num_before, has_thought=has_thought, with_calls=False)
         except BadRow:
             if "tool" not in roles:
                 raise
-            return self._gap(roles, has_thought=has_thought, with_calls=True)
+            return self._gap(roles, num_before, has_thought=has_thought, with_calls=True)
 
-    def _gap(self, roles: Sequence[str], *, has_thought: bool, with_calls: bool) -> _Gap | None:
+    def _gap(self, roles: Sequence[str], num_before: int, *, has_thought: bool, with_calls: bool) -> _Gap | None:
         def conversation(answer: str, news: str) -> list[ChatMessage]:
             told = [_message(role, news) for role in roles]
-            return _made_up(answer, told, has_thought=has_thought, with_calls=with_calls)
+            return _made_up(answer, told, num_before, has_thought=has_thought, with_calls=with_calls)
 
-        asked = self._ids([_message("user", _QUESTIONS[0])])
+        asked = self._ids([*_exchanges(num_before), _message("user", _QUESTIONS[0])])
         whole, other = (self._ids(conversation(answer, _NEWS[0])) for answer in _ANSWERS)
         if whole[: len(asked)] != asked:
             return None
@@ -247,11 +253,18 @@ def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _made_up(answer: str, told: Sequence[ChatMessage], *, has_thought: bool, with_calls: bool) -> list[ChatMessage]:
-    """A question, an answer, and messages behind it."""
+def _exchanges(count: int) -> list[ChatMessage]:
+    return [_message("user", "q"), _message("assistant", "a")] * count
+
+
+def _made_up(
+    answer: str, told: Sequence[ChatMessage], num_before: int, *, has_thought: bool, with_calls: bool
+) -> list[ChatMessage]:
+    """A question, an answer, and messages behind it; with some questions and answers before them."""
+    before = _exchanges(num_before)
     thought = f"<think>\n{_THOUGHT}\n</think>\n\n" if has_thought else ""
     if not with_calls:
-        return [_message("user", _QUESTIONS[0]), _message("assistant", thought + answer), *told]
+        return [*before, _message("user", _QUESTIONS[0]), _message("assistant", thought + answer), *told]
     # two answers end otherwise, so that no bracket or quote is common to them
     arguments: dict[str, Any] = {"a": answer} if answer == _ANSWERS[0] else {"a": [7]}
     numbers = [number for number, message in enumerate(told) if message["role"] == "tool"]
@@ -264,7 +277,7 @@ def _made_up(answer: str, told: Sequence[ChatMessage], *, has_thought: bool, wit
         for number, message in enumerate(told)
     ]
     asks = {**_message("assistant", thought), "tool_calls": calls}
-    return [_message("user", _QUESTIONS[0]), asks, *replies]
+    return [*before, _message("user", _QUESTIONS[0]), asks, *replies]
 
 
 def _common_end(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:

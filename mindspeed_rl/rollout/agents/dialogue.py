@@ -134,7 +134,8 @@ class Dialogue:
             BadRow: the template cannot write them.
         """
         last = self._segments[-1].token_ids[-1]
-        between = self._turns.between(messages, last, has_thought=self._has_thought)
+        num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
+        between = self._turns.between(messages, last, num_before=num_before, has_thought=self._has_thought)
         told = [dict(message) for message in messages]
         if between is None:
             return self._write_anew([*self.messages, *told])
