@@ -106,6 +106,12 @@ class ChatTurns:
         first, second = (self._ids([_message("user", question)]) for question in _QUESTIONS)
         self._asking = _common_end(first, second)
 
+    @property
+    def opens_thought(self) -> bool:
+        """An answer begins inside a thought, which the template has opened."""
+        asking = self._encoder.tokenizer.decode(list(self._asking))
+        return "<think>" in asking and "</think>" not in asking
+
     # ------------------------------------------------------------------ whole conversations
 
     def opening(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:

@@ -45,10 +45,11 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
     name = agent_loop_of(rl)
     if name == "single_turn":
         return Agents(SingleTurn())
-    tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer)
+    turns = chat_turns(run, tokenizer)
+    tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer, thinks=turns.opens_thought)
     settings = LoopSettings(
         tokenizer=tokenizer,
-        turns=chat_turns(run, tokenizer),
+        turns=turns,
         limits=Limits(response_limit(run.config), rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
         tool_box=tool_box,
         multi_turn_scheduler=rl.multi_turn_scheduler,
@@ -57,8 +58,11 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
     return Agents(agent_loop_class(name)(settings), tool_box)
 
 
-def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> ToolBox:
+def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, *, thinks: bool = False) -> ToolBox:
     """The tools of `tool_config_path`. Nothing is started yet.
+
+    Args:
+        thinks: answers begin inside a thought.
 
     Raises:
         ValueError: the file, or the name of the parser, is wrong.
@@ -71,7 +75,7 @@ def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> ToolBox:
     )
     return LoadedToolBox(
         build_tools(read_tools(rl.tool_config_path)),
-        lambda schemas: make_parser(name, schemas, tokenizer),
+        lambda schemas: make_parser(name, schemas, tokenizer, thinks=thinks),
         limits,
         lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
     )

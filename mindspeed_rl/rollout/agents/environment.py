@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mindspeed_rl import registry
 from mindspeed_rl.rollout.agents.dialogue import Dialogue, row_of
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.engine import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.tools.environments import environment_maker
 from mindspeed_rl.tools.interface import Environment, Tools
 
 
@@ -17,15 +17,12 @@ class InEnvironment(AgentLoop):
         super().__init__(settings)
         if settings.environment is None:
             raise ValueError("rl_config.agent_loop environment needs rl_config.environment, module:Class")
-        self._make = registry.load(settings.environment, "rl_config.environment", wraps=Exception)
-        missing = [name for name in ("reset", "step", "close") if not callable(getattr(self._make, name, None))]
-        if missing:
-            raise ValueError(f"rl_config.environment: {settings.environment} has no method {' and no '.join(missing)}")
+        self._make = environment_maker(settings.environment)
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         dialogue = self.dialogue(task, engine)
         try:
-            environment: Environment = self._make()
+            environment = self._make()
             try:
                 await self._episode(dialogue, environment, task)
             finally:

@@ -175,7 +175,7 @@ class Scheduled(AgentLoop):
         """See `Dialogue.tell`."""
         for name, value in following.figures.items():
             if isinstance(value, (int, float)):
-                dialogue.metrics[f"scheduler/{name}"] = float(value)
+                dialogue.metrics[f"scheduler_{name}"] = float(value)
         messages = following.messages
         if messages[: len(prompt)] != prompt:
             raise ValueError("the messages of the prompt were changed")
