@@ -145,7 +145,9 @@ def test_turns_can_be_counted_out() -> None:
 
 
 def sampled_turns(most: int) -> Trajectory:
-    return sampled("scheduler", Speaker(["so"]), multi_turn_scheduler=f"{__name__}:Endless", limits=Limits(2000, 1000, 4000, most))
+    return sampled(
+        "scheduler", Speaker(["so"]), multi_turn_scheduler=f"{__name__}:Endless", limits=Limits(2000, 1000, 4000, most)
+    )
 
 
 # --- schedulers -----------------------------------------------------------------------------------------------------------
