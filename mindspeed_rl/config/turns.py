@@ -22,22 +22,26 @@ def agent_loop_of(rl: RLConfig) -> str:
     return next((loop for loop, key in _NEEDS.items() if getattr(rl, key) is not None), "single_turn")
 
 
+def _has_turns(rl: RLConfig) -> bool:
+    return agent_loop_of(rl) != "single_turn"
+
+
 def earns(rl: RLConfig) -> bool:
     """True where tools or an environment may give rewards."""
-    return rl.multi_turn_enable and rl.trajectory_reward != "none" and agent_loop_of(rl) not in ("single_turn", "scheduler")
+    return rl.trajectory_reward != "none" and agent_loop_of(rl) not in ("single_turn", "scheduler")
 
 
 def response_limit(cfg: RunConfig) -> int:
     """The most tokens behind a prompt, over all turns."""
     assert cfg.rl_config is not None and cfg.generate_config is not None
     one = cfg.generate_config.sampling_config.max_tokens
-    return max(one, cfg.rl_config.max_total_response_length) if cfg.rl_config.multi_turn_enable else one
+    return max(one, cfg.rl_config.max_total_response_length) if _has_turns(cfg.rl_config) else one
 
 
 def response_limit_key(cfg: RunConfig) -> str:
     """The key that says it."""
     assert cfg.rl_config is not None
-    several = cfg.rl_config.multi_turn_enable
+    several = _has_turns(cfg.rl_config)
     return "rl_config.max_total_response_length" if several else "generate_config.sampling_config.max_tokens"
 
 
@@ -55,6 +59,9 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
             f"generate_config.sampling_config.max_tokens ({one})",
             {"rl_config.max_total_response_length": one},
         )
+    loop = agent_loop_of(rl)
+    if loop == "single_turn":
+        return
     if rl.partial_rollout_max_split > 1:
         yield broken(
             "partial_rollout_turns",
@@ -64,7 +71,15 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.partial_rollout_max_split": 1},
             {"rl_config.multi_turn_enable": False},
         )
-    loop = agent_loop_of(rl)
+    if rl.use_dynamic_bsz and not rl.use_remove_padding:
+        yield broken(
+            "turns_are_packed",
+            {"rl_config.use_dynamic_bsz": True, "rl_config.use_remove_padding": False},
+            "rl_config.use_dynamic_bsz counts the tokens of a sample of several turns as they are packed, so with "
+            "rl_config.multi_turn_enable it needs rl_config.use_remove_padding",
+            {"rl_config.use_remove_padding": True},
+            {"rl_config.use_dynamic_bsz": False},
+        )
     needed = _NEEDS.get(loop)
     if needed is not None and getattr(rl, needed) is None:
         yield broken(
@@ -77,7 +92,7 @@ def turn_rules(cfg: RunConfig) -> Iterator[Violation]:
 def describe_samples(cfg: RunConfig) -> str:
     """How the samples are made, in a sentence; "" where each is one response."""
     rl = cfg.rl_config
-    if rl is None or cfg.generate_config is None or not rl.multi_turn_enable:
+    if rl is None or cfg.generate_config is None or not _has_turns(rl):
         return ""
     loop = agent_loop_of(rl)
     by = {"scheduler": rl.multi_turn_scheduler, "environment": rl.environment}.get(loop)

@@ -65,7 +65,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "micro-batch 1": {"micro_batch_size": 1},
     "micro-batch 2 padded": {"micro_batch_size": 2, "packed": False},
     "token budget": {"token_budget": 44},
-    "token budget padded": {"token_budget": 44, "packed": False},
+    "token budget padded": {"token_budget": 60, "packed": False},
 }
 
 

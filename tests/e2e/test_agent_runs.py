@@ -1,52 +1,80 @@
-"""Samples of several turns in whole runs: what is drawn trains, what is told does not."""
+"""`train` with tools: the run file's keys lead from a tool file to rows in which no token of a tool trains."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
+from grpo_command import ONE_PROCESS, Command
+from safetensors.torch import load_file
 
-if TYPE_CHECKING:
-    from rl_world import World
+HERE = Path(__file__).parent
+#: whatever is said stands as it is; tools may speak, and the digits they give are to be copied
+TEMPLATE = {
+    "name": "bare",
+    "format_assistant": {"slots": ["{{content}}", ["eos_token"]]},
+    "format_observation": {"slots": ["{{content}}="]},
+    "format_tools": {"tool_format": "qwen"},
+}
 
-TURNS = [
-    "rl_config.multi_turn_enable=true",
-    "rl_config.max_total_response_length=24",
-    "generate_config.sampling_config.max_tokens=6",
-    "rl_config.use_remove_padding=true",
-]
 
-
-def test_an_environment_gives_turns_and_rewards(world: World) -> None:
-    run = world.run(
-        "grpo_tiny_cpu",
-        *TURNS,
-        "rl_config.environment=agent_plugins:TwoQuestions",
-        "rl_config.rule_reward=false",
-        "rl_config.verifier_function=[]",
-        "rl_config.verifier_weight=[]",
-        iterations=2,
+@pytest.mark.slow
+def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
+    (tmp_path / "tools.yaml").write_text("tools:\n  - agent_plugins:flipped\n")
+    words = ["--input", str(task / "train.jsonl"), "--output-prefix", str(tmp_path / "prompts"), "--prompt-type", "empty"]
+    words += ["--tokenizer-name-or-path", str(task / "model"), "--handler-name", "R1AlpacaStyleInstructionHandler"]
+    words += ["--map-keys", json.dumps({"prompt": "prompt", "query": "", "response": "labels", "system": ""})]
+    words += ["--dataset-additional-keys", "labels"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_rl.cli.main", "preprocess", *words], capture_output=True, text=True, timeout=200
     )
-    columns = ("prompt_ids", "input_ids", "responses", "response_mask", "rollout_log_probs", "weight_versions", "loss_mask")
-    prompts, inputs, responses, masks, log_probs, versions, losses = run.rows(*columns)
-    facts, rewards, lengths = run.rows("trajectories", "rewards", "sequence_lengths")
-    two_turns = 0
-    for row in range(len(prompts)):
-        assert inputs[row].tolist() == prompts[row].tolist() + responses[row].tolist()
-        assert lengths[row].tolist() == [len(prompts[row]), len(responses[row])]
-        mask = masks[row]
-        assert not log_probs[row][~mask].any() and bool((log_probs[row][mask] < 0).all())
-        assert versions[row].tolist() == [1 if drawn else -1 for drawn in mask.tolist()]
-        assert not losses[row][~mask].any()
-        told = "".join(map(chr, responses[row][~mask].tolist()))
-        if told:
-            two_turns += 1
-            digits = "".join(map(chr, prompts[row].tolist()))[:2]
-            assert told == f"{digits[::-1]}="
-            # an end token stands before what is told
-            assert int(responses[row][int((~mask).nonzero()[0]) - 1]) == 1
-        assert float(rewards[row]) == sum(value or 0.0 for value in facts[row]["turn_rewards"])
-    assert two_turns
-    assert run.column("turns/max")[-1] == 2.0
-    assert run.column("actor/grad_norm")[-1] > 0
-    assert torch.isfinite(torch.tensor(run.column("actor/pg_loss"))).all()
+    assert done.returncode == 0, done.stderr[-2000:]
+    command = Command(
+        task,
+        tmp_path / "run",
+        *ONE_PROCESS,
+        f"megatron_training.data_path={tmp_path / 'prompts'}",
+        "megatron_training.train_iters=2",
+        "megatron_training.prompt_type=bare",
+        f"megatron_training.prompt_type_path={tmp_path / 'bare.json'}",
+        "rl_config.multi_turn_enable=true",
+        f"rl_config.tool_config_path={tmp_path / 'tools.yaml'}",
+        "rl_config.tool_parser_format=agent_plugins:EveryTurn",
+        "rl_config.max_turns=2",
+        "rl_config.max_total_response_length=24",
+        "rl_config.verifier_function=[agent_plugins:called]",
+        "rl_config.save_rollouts_interval=1",
+        "rl_config.log_completions=true",
+    )
+    assert command.wait(400) == 0, command.output[-4000:]
+    folder = tmp_path / "run/run"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 2
+    assert all(record["tool_call_num/max"] == 1 and 0 < record["turns/mean"] <= 2 for record in records)
+    batch = load_file(folder / "rollouts/iteration_0000002.safetensors")
+    mask = batch["response_mask"]
+    prompt = 3  # two digits and "="
+    told = 0
+    for row in range(len(mask)):
+        width = int((batch["weight_versions"][row] >= 0).nonzero().max()) + 1
+        tokens = batch["input_ids"][row, prompt : prompt + width]
+        drawn = mask[row, :width]
+        assert not batch["rollout_log_probs"][row, :width][~drawn].any()
+        assert (batch["weight_versions"][row, :width][~drawn] == -1).all()
+        # the trainer's log-probs of what was drawn are the sampler's
+        assert torch.allclose(batch["log_probs"][row, :width][drawn], batch["rollout_log_probs"][row, :width][drawn], atol=1e-3)
+        said = "".join(map(chr, tokens[~drawn].tolist()))
+        if said:
+            told += 1
+            first = "".join(map(chr, tokens[: int((~drawn).nonzero()[0]) - 1].tolist()))
+            assert said == f"{first[::-1]}=" if first.isdigit() else said.startswith("Error")
+    assert told

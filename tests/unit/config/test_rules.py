@@ -116,12 +116,27 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
             R: {
                 "multi_turn_enable": True,
                 "max_total_response_length": 2048,
+                "environment": "worlds:Chess",
                 "partial_rollout_max_split": 2,
                 "guarantee_order": False,
             }
         },
         "partial_rollout_turns",
         ["partial_rollout_max_split (2)", "put aside"],
+    ),
+    (
+        {
+            R: {
+                "multi_turn_enable": True,
+                "max_total_response_length": 2048,
+                "environment": "worlds:Chess",
+                "use_dynamic_bsz": True,
+                "max_packing_token_size": 8192,
+                "use_remove_padding": False,
+            }
+        },
+        "turns_are_packed",
+        ["use_dynamic_bsz", "use_remove_padding"],
     ),
     ({R: {"mini_batch_size": 12}}, "whole_mini_batches", ["global_batch_size (32)", "mini_batch_size (12)"]),
     ({R: {"mini_batch_size": 1}}, "mini_batch_in_micro_batches", ["1 x 8 = 8", "4 x 4 = 16"]),
