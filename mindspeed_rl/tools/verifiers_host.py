@@ -2,8 +2,8 @@
 
 Run as a file, not as a module, so that it needs nothing of this project: verifiers 0.2 and later want mcp before 2, vLLM 0.32
 wants 2, so that the two live in virtual environments of their own. A question is a line of JSON on the standard input: {"id",
-"row", "base_url", "model"} for an episode, {"id", "cancel": true} to give it up; an answer is a line {"id", "reward", "metrics",
-"error"} on the standard output. `--rows FILE` writes the environment's own data set as jsonl instead, and ends.
+"row", "base_url", "model"} for an episode, {"id", "cancel": true} to give it up; an answer is a line {"id", "reward",
+"metrics", "error"} on the standard output. `--rows FILE` writes the environment's own data set as jsonl instead, and ends.
 """
 
 from __future__ import annotations

@@ -136,7 +136,9 @@ class VerifiersProgram:
         self._end()
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if self._process is None or self._process.stdin is None or self._process.returncode is not None:
+        # its output ends before its status is known
+        gone = self._reading is None or self._reading.done()
+        if gone or self._process is None or self._process.stdin is None:
             raise ProgramEnded(f"the program of {self._target} has ended; its output says why")
         self._process.stdin.write((json.dumps(message, default=str) + "\n").encode())
 
@@ -157,7 +159,7 @@ class VerifiersProgram:
                 if ending is not None and not ending.done():
                     ending.set_result(Outcome(said["reward"], said["metrics"], said["error"]))
         finally:
-            self._end()
+            self._end()  # who waits for an answer; who asks from now on finds this task done
 
     def _end(self) -> None:
         for ending in self._open.values():

@@ -71,17 +71,12 @@ def test_episodes_are_played_beside_each_other_through_the_endpoint(with_library
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "said"),
-    [("nobody", {}, "Could not import 'nobody'"), ("guess", {"nmber": 1}, "TypeError"), ("guess", {}, "TypeError")],
-)
-def test_an_environment_that_does_not_load_is_told(with_library, name, arguments, said):
+def test_an_environment_that_does_not_load_is_told(with_library):
     async def run():
-        await VerifiersProgram(f"verifiers:{name}", arguments).start()
+        await VerifiersProgram("verifiers:nobody").start()
 
-    with pytest.raises(ValueError, match=said) as raised:
+    with pytest.raises(ValueError, match="verifiers:nobody cannot be loaded by .*: ValueError: Could not import 'nobody'"):
         asyncio.run(run())
-    assert f"verifiers:{name} cannot be loaded" in str(raised.value)
 
 
 def test_a_missing_library_and_a_wrong_name_are_told():
@@ -97,6 +92,7 @@ def test_a_missing_library_and_a_wrong_name_are_told():
         VerifiersProgram("verifiers:guess", python="python0")
 
 
+@pytest.mark.slow
 def test_the_rows_of_an_environment_are_written(tmp_path):
     file = tmp_path / "rows.jsonl"
     command = [sys.executable, verifiers_host.__file__, "guess", "--arguments", '{"number": 1}', "--rows", str(file)]
