@@ -36,6 +36,8 @@ _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL |
 #: how much later than the sandbox's end of time the process that waits for it is ended itself
 _GRACE_S = 5.0
 _CHARACTERS = 1 << 16
+#: MiB of a program; the process that waits for it may take 2 GiB with it
+_MEMORY = (64, 1536)
 _FOREIGN = tuple(
     "sandbox_fusion_url default_timeout num_workers rate_limit enable_global_rate_limit default_language type".split()
 )
@@ -95,7 +97,7 @@ class CodeInterpreter:
 
     def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
         options = Options(config, where)
-        self._memory_mib = options.whole("memory_mib", options.whole("memory_limit_mb", 512, 64, 1 << 20), 64, 1 << 20)
+        self._memory_mib = options.whole("memory_mib", options.whole("memory_limit_mb", 512, *_MEMORY), *_MEMORY)
         self.settings = settings
         # default_timeout and the number of calls at once are read in tool_file
         foreign = options.ignore(*_FOREIGN)
@@ -116,7 +118,10 @@ class CodeInterpreter:
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`; says once what isolation this machine does not give."""
         self._processes = processes
-        tried = await processes.call({"op": "call", "target": f"{__name__}:missing_isolation", "arguments": {}}, 60.0)
+        try:
+            tried = await processes.call({"op": "call", "target": f"{__name__}:missing_isolation", "arguments": {}}, 60.0)
+        except ToolError as error:
+            raise ValueError(f"code_interpreter: the sandbox cannot be started: {error}") from None
         if tried["text"]:
             _LOG.warning("code_interpreter: the code of models runs without isolation of %s on this machine", tried["text"])
 

@@ -17,7 +17,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,13 +96,18 @@ class RecordingEndpoint:
         """
         import uvicorn  # comes with vLLM; only runs with such programs need it
 
+        class Server(uvicorn.Server):
+            """Leaves signals to the run."""
+
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         config = uvicorn.Config(self, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
-        self._server = uvicorn.Server(config)
-        # signals belong to the run
-        self._server.capture_signals = contextlib.nullcontext  # pyrefly: ignore[method-assign]  # uvicorn has no switch
+        self._server = Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         deadline = time.monotonic() + _START_LIMIT_S
         while not self._server.started:

@@ -109,7 +109,7 @@ class Tools(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Calls answered by a tool so far, failed ones too; refused ones do not count. The metric tool_call_num."""
+        """Calls that reached a tool so far, failed ones too; broken, wrong and refused ones do not count. tool_call_num."""
         ...
 
     async def call(self, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolReply]:

@@ -309,8 +309,8 @@ async def _client(server: Server) -> AsyncIterator[Client]:
     from mcp.client.streamable_http import streamable_http_client
 
     assert server.url is not None  # one of the two is given
-    # a call's own deadline binds; between two events of a stream there may be minutes
-    timeout = httpx2.Timeout(30.0, read=300.0)
+    # a call's own deadline binds; until then nothing may come for minutes
+    timeout = httpx2.Timeout(30.0, read=None)
     async with httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout) as http:
         async with Client(streamable_http_client(server.url, http_client=http)) as client:
             yield client

@@ -23,6 +23,9 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.yaml_limits import check_yaml
 from mindspeed_rl.tools import OTHER_PROJECTS, TOOLS
+from mindspeed_rl.tools.class_tool import ClassTool
+from mindspeed_rl.tools.function_tool import FunctionTool
+from mindspeed_rl.tools.mcp_servers import McpServers
 from mindspeed_rl.tools.options import Options
 from mindspeed_rl.tools.running import RUN_IN, RunIn
 from mindspeed_rl.tools.tool import CallSettings, Tool
@@ -175,14 +178,10 @@ def build_tools(entries: Sequence[ToolEntry]) -> list[Tool]:
 
 
 def _class(entry: ToolEntry) -> Tool:
-    from mindspeed_rl.tools.class_tool import ClassTool
-
     return ClassTool(entry.target, entry.config, entry.schema, entry.run_in, entry.settings, entry.where)
 
 
 def _function(entry: ToolEntry) -> Tool:
-    from mindspeed_rl.tools.function_tool import FunctionTool
-
     Options(entry.config, f"{entry.where}.config").end()
     return FunctionTool(entry.target, entry.schema, entry.run_in, entry.settings, entry.where)
 
@@ -193,10 +192,7 @@ def _built_in(entry: ToolEntry) -> Tool:
 
 
 def _mcp(entry: ToolEntry) -> Tool:
-    from mindspeed_rl.tools.mcp_servers import McpServers
-
     return McpServers(entry.config, entry.settings, f"{entry.where}.mcp")
 
 
-#: imports wait for the kinds that a file has
 _MAKERS: dict[Kind, Callable[[ToolEntry], Tool]] = {"class": _class, "function": _function, "tool": _built_in, "mcp": _mcp}

@@ -98,7 +98,8 @@ class LoadedToolBox:
             raise
 
     def open(self, extra: Mapping[str, Any]) -> TrajectoryTools:
-        """See `ToolBox`. Of the row's columns, tools_kwargs has options by tool, tool_selection the names that may be called.
+        """See `ToolBox`. Of the row's columns, tools_kwargs has options by tool, tool_selection the names that may be called;
+        both may be JSON text, and may stand in verl's column extra_info.
 
         Raises:
             ValueError: the columns are not of that form, or name a tool that there is not.
@@ -135,7 +136,7 @@ class TrajectoryTools:
         self._limits, self._count, self._closed = limits, count_tokens, closed
         self._sessions: dict[int, Session] = {}
         self._turns: dict[int, asyncio.Lock] = {}
-        self._num_calls = 0
+        self._num_asked = self._num_calls = 0
         self._is_closed = False
 
     @property
@@ -153,15 +154,18 @@ class TrajectoryTools:
         return list(await asyncio.gather(*[self._reply(call, self._refusal(place)) for place, call in enumerate(calls)]))
 
     def _refusal(self, place: int) -> str | None:
-        """Why the call at this place of a turn is not made; it counts as made if there is no reason."""
+        """Why the call at this place of a turn is not made; it counts against the trajectory's if there is no reason.
+
+        Calls that are broken or wrong count too, so that a model which writes nothing else comes to an end.
+        """
         limits = self._limits
         if self._is_closed:
             return "the conversation has ended"
         if limits.max_parallel_calls and place >= limits.max_parallel_calls:
             return f"a turn may have at most {limits.max_parallel_calls} calls; this one was not made"
-        if limits.max_calls and self._num_calls >= limits.max_calls:
+        if limits.max_calls and self._num_asked >= limits.max_calls:
             return f"no calls are left: a conversation may have at most {limits.max_calls}"
-        self._num_calls += 1
+        self._num_asked += 1
         return None
 
     async def _reply(self, call: ToolCall | BrokenCall, refusal: str | None) -> ToolReply:
@@ -185,6 +189,7 @@ class TrajectoryTools:
             raise ToolError(f"there is no tool {call.name[:80]!r}{hint}; there are: {known}", "unknown_tool")
         if problem := function.check.problem(call.arguments):
             raise ToolError(problem, "bad_arguments")
+        self._num_calls += 1
         settings = function.tool.settings
         for attempt in range(settings.retries + 1):
             try:
@@ -268,10 +273,18 @@ def _columns(extra: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, 
 
 
 def _value(extra: Mapping[str, Any], column: str, default: Any) -> Any:
-    value = extra.get(column)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"the column {column} is text, but no JSON: {error}") from None
+    """The column, or what verl's column extra_info has under that name."""
+    value = _decoded(extra.get(column), column)
+    if value is None:
+        info = _decoded(extra.get("extra_info"), "extra_info")
+        value = info.get(column) if isinstance(info, Mapping) else None
     return default if value is None else value
+
+
+def _decoded(value: Any, column: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"the column {column} is text, but no JSON: {error}") from None

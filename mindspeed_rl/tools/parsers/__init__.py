@@ -41,6 +41,8 @@ SYNONYMS: dict[str, str] = {
 }
 """Further names: of templates' tool formats, and of other projects."""
 
+_VLLM = "mindspeed_rl.tools.parsers.of_vllm:VllmParser"  # loads vLLM, which only its formats need
+
 OF_VLLM: tuple[str, ...] = (
     *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45", "gemma4", "gigachat3", "glm45", "glm47"),
     *("granite", "granite4", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "longcat", "minimax_m2", "mistral", "olmo3"),
@@ -86,7 +88,4 @@ def make_parser(
         return registry.load(name, "rl_config.tool_parser_format")(schemas, tokenizer)
     if tokenizer is None:
         raise ValueError(f"rl_config.tool_parser_format={name}: vLLM's parser needs the model's tokenizer")
-    # loads vLLM, which only these formats need
-    from mindspeed_rl.tools.parsers.of_vllm import VllmParser
-
-    return VllmParser(name, schemas, tokenizer, thinks)
+    return registry.load(_VLLM, "tool_parser_format")(name, schemas, tokenizer, thinks)

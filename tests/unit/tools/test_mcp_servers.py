@@ -79,6 +79,7 @@ def test_a_server_over_stdio_answers_and_ends_with_the_box(tmp_path):
     assert children() == before
 
 
+@pytest.mark.slow
 def test_a_server_over_http_answers_and_hears_its_token(tmp_path):
     async def run(url):
         async with opened(tmp_path, entry({"url": url, "headers": {"X-Test": "1"}, "auth_token": "t"})) as box:

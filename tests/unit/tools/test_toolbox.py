@@ -107,6 +107,16 @@ def test_broken_and_unknown_calls_and_wrong_arguments_are_told_and_not_made(tmp_
     assert len(replies[4].text) < 400
 
 
+def test_broken_and_wrong_calls_use_up_the_calls_but_are_not_counted_as_made(tmp_path):
+    async def run():
+        async with opened(tmp_path, ADD, limits=CallLimits(max_calls=3)) as box:
+            tools = box.open({})
+            replies = await tools.call([BrokenCall("{", "x"), call("sub", a=1), call("add", a=1, b=1), call("add", a=1, b=1)])
+            return [reply.problem for reply in replies], tools.num_calls
+
+    assert asyncio.run(run()) == (["broken_call", "unknown_tool", None, "too_many_calls"], 1)
+
+
 def test_coroutines_that_never_stop_are_left_even_if_they_do_not_let_go(tmp_path):
     entry = {"function": "sample_tools:never_stop", "limits": {"timeout_s": 0.1}}
 
@@ -228,6 +238,8 @@ def test_a_row_chooses_among_the_tools_and_a_wrong_name_is_an_error(tmp_path):
             assert [schema["function"]["name"] for schema in chosen.schemas] == ["finish"]
             (reply,) = await chosen.call([call("calculator", expression="1")])
             assert reply.problem == "unknown_tool"
+            info = {"extra_info": {"tool_selection": ["calculator"]}}
+            assert [schema["function"]["name"] for schema in box.open(info).schemas] == ["calculator"]
             with pytest.raises(ValueError, match="'calculater'.*did you mean 'calculator'"):
                 box.open({"tool_selection": ["calculater"]})
             with pytest.raises(ValueError, match="tools_kwargs is text, but no JSON"):
