@@ -94,8 +94,8 @@ async def openai_app(llm: Any, model: str, names: list[str]) -> Any:
         names: under which clients know it.
     """
     parsers = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # 0.32, before
-    make_parser = _first(parsers, "make_arg_parser")
-    flexible = _first(("vllm.utils.argparse_utils", "vllm.utils"), "FlexibleArgumentParser")
+    make_parser = first_of(parsers, "make_arg_parser")
+    flexible = first_of(("vllm.utils.argparse_utils", "vllm.utils"), "FlexibleArgumentParser")
     server = importlib.import_module("vllm.entrypoints.openai.api_server")
     args = make_parser(flexible()).parse_args(["--model", model, "--served-model-name", *names])
     tasks = {"supported_tasks": await llm.get_supported_tasks()} if hasattr(llm, "get_supported_tasks") else {}
@@ -112,7 +112,7 @@ def _known(function: Any, words: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in words.items() if name in parameters}
 
 
-def _first(modules: tuple[str, ...], attribute: str) -> Any:
+def first_of(modules: tuple[str, ...], attribute: str) -> Any:
     """The attribute of the first of these modules that has it."""
     for name in modules:
         with contextlib.suppress(ImportError):

@@ -23,6 +23,7 @@ from mindspeed_rl.config.sizes import (
     rollout_is_apart,
     rollout_servers,
 )
+from mindspeed_rl.config.turns import agent_loop_of, response_limit
 from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.violation import Violation
 
@@ -47,6 +48,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "Violation",
+    "agent_loop_of",
     "build_batch_plan",
     "build_run_config",
     "formula",
@@ -59,6 +61,7 @@ __all__ = [
     "own_rollout_devices",
     "resolve",
     "resolve_objective",
+    "response_limit",
     "rollout_is_apart",
     "rollout_servers",
     "unavailable",

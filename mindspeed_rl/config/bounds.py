@@ -152,6 +152,8 @@ RANGES: dict[str, Bounds] = {
     "rl_config.log_completions_interval": Bounds(1, _ITERATIONS),
     "rl_config.log_completions_keep": Bounds(0, _ROWS),
     **_of("rl_config", "max_tool_calls max_parallel_calls", Bounds(0, 10**6)),
+    "rl_config.max_turns": Bounds(1, 10**6),
+    "rl_config.trajectory_reward_weight": Bounds(-1e6, 1e6),
     **_of("rl_config", "max_total_response_length max_tool_response_length", Bounds(0, _TOKENS)),
     "rl_config.wait_timeout_s": Bounds(0, _SECONDS, excludes_low=True, usual=1800),
     **_of("rl_config.deadlines", _DEADLINES, Bounds(0, _SECONDS, excludes_low=True, usual=1800)),

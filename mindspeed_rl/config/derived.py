@@ -8,6 +8,7 @@ from fractions import Fraction
 from mindspeed_rl.config.engine_limits import engine_limits, shape_of_run, splits
 from mindspeed_rl.config.run import Derivation, RunConfig
 from mindspeed_rl.config.sizes import own_rollout_devices, read_sizes, rollout_servers, world_size
+from mindspeed_rl.config.turns import response_limit, response_limit_key
 
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MOST_TENSOR = 8
@@ -50,9 +51,9 @@ def _tensor(cfg: RunConfig) -> Iterator[Derivation]:
 
 def _length(cfg: RunConfig) -> Iterator[Derivation]:
     assert cfg.rl_config is not None and cfg.generate_config is not None
-    prompt, response = cfg.rl_config.max_prompt_length, cfg.generate_config.sampling_config.max_tokens
+    prompt, response = cfg.rl_config.max_prompt_length, response_limit(cfg)
     needed, seq_length = prompt + response, cfg.actor_config.seq_length or 0
-    source = f"max_prompt_length {prompt} + max_tokens {response}"
+    source = f"max_prompt_length {prompt} + {response_limit_key(cfg).rpartition('.')[2]} {response}"
     yield Derivation(needed, source) if needed >= seq_length else Derivation(seq_length, f"seq_length {seq_length}")
 
 

@@ -13,6 +13,7 @@ from mindspeed_rl.config.plan import batch_table
 from mindspeed_rl.config.resources import resources, short
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import read_sizes, shown, world_size
+from mindspeed_rl.config.turns import describe_samples
 from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.violation import written
 
@@ -23,10 +24,11 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
     Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
     changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`; `dispatch_sizes`;
     `resources`; `formula`; `length` (of a run that counts passes over its prompts; whoever can read them fills it in);
-    `learning_rate`; `derived` (keys that the file leaves out and that follow from it, each with its value and from what);
-    `earlier_names` (keys by names that later releases changed); `warnings` (what costs time or results); `changed_keys`;
-    `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start). Numbers that
-    do not come out even are shown as fractions, so that an invalid plan can be read too.
+    `samples` (how they are made, where they have several turns); `learning_rate`; `derived` (keys that the file leaves out and
+    that follow from it, each with its value and from what); `earlier_names` (keys by names that later releases changed);
+    `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this
+    version) and `missing` (needed to start). Numbers that do not come out even are shown as fractions, so that an invalid plan
+    can be read too.
     """
     violations = validate(cfg, num_nodes)
     known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
@@ -59,6 +61,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
         "resources": {} if sizes is None else resources(cfg, sizes),
         "formula": formula(cfg),
         "length": "",
+        "samples": describe_samples(cfg),
         "learning_rate": learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
         "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
@@ -83,6 +86,7 @@ def failed(errors: list[str]) -> dict[str, Any]:
         "resources": {},
         "formula": "",
         "length": "",
+        "samples": "",
         "learning_rate": "",
         "derived": {},
         "earlier_names": {},
@@ -119,6 +123,8 @@ def render(report: dict[str, Any]) -> str:
         parts.append("Objective\n" + "\n".join(f"  {line}" for line in report["formula"].splitlines()))
     if report["length"]:
         parts.append(f"Length\n  {report['length']}")
+    if report["samples"]:
+        parts.append(f"Samples\n  {report['samples']}")
     if report["learning_rate"]:
         parts.append(f"Learning rate\n  {report['learning_rate']}")
     if report["derived"]:

@@ -316,6 +316,9 @@ _SPECIAL: dict[str, Callable[[Import, str, Any, list[str]], None]] = {
     "gradient_checkpointing": _checkpointing,
     "dataset_shuffle": _shuffle,
     "max_length": lambda made, option, value, words: made.put(option, {f"{RL}.max_prompt_length": value}),
+    "multi_turn_scheduler": lambda made, option, value, words: made.put(
+        option, {f"{RL}.multi_turn_scheduler": value, f"{RL}.multi_turn_enable": True}
+    ),
     "max_epochs": lambda made, option, value, words: made.put(option, {f"{ACTOR}.train_epochs": value}),
     "max_completion_length": lambda made, option, value, words: made.put(option, {f"{SAMPLING}.max_tokens": value}),
     "beta": lambda made, option, value, words: made.put(option, {f"{RL}.init_kl_coef": value}),

@@ -16,6 +16,7 @@ from mindspeed_rl.config.sizes import (
     own_rollout_devices,
     world_size,
 )
+from mindspeed_rl.config.turns import response_limit
 from mindspeed_rl.config.violation import Violation
 
 
@@ -200,7 +201,7 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
 def _needed_length(cfg: RunConfig) -> int:
     """Tokens that the run file itself asks of the engine."""
     assert cfg.rl_config is not None and cfg.generate_config is not None
-    longest = cfg.rl_config.max_prompt_length + cfg.generate_config.sampling_config.max_tokens
+    longest = cfg.rl_config.max_prompt_length + response_limit(cfg)
     return max(longest, cfg.actor_config.seq_length or 0)
 
 

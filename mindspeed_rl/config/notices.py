@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import read_sizes, world_size
+from mindspeed_rl.config.turns import response_limit, response_limit_key
 
 #: rounds of generation above which a rollout is called slow
 _MANY_ROUNDS = 4
@@ -69,11 +70,11 @@ def _mini_batch(cfg: RunConfig) -> Iterator[str]:
 def _room(cfg: RunConfig) -> Iterator[str]:
     rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None and generate is not None
-    prompt, response, longest = rl.max_prompt_length, generate.sampling_config.max_tokens, generate.max_model_len
+    prompt, response, longest = rl.max_prompt_length, response_limit(cfg), generate.max_model_len
     if prompt + response > longest >= prompt:
         behind = f"behind a prompt of more than {longest - response} tokens" if longest > response else "behind every prompt"
         yield (
-            f"rl_config.max_prompt_length + generate_config.sampling_config.max_tokens ({prompt} + {response} = "
+            f"rl_config.max_prompt_length + {response_limit_key(cfg)} ({prompt} + {response} = "
             f"{prompt + response}) is more than generate_config.max_model_len ({longest}): a response {behind} ends where both "
             f"together have {longest}, and counts as truncated"
         )

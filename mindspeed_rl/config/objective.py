@@ -29,6 +29,7 @@ from mindspeed_rl.catalogue.records import (
 )
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.turns import response_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ def resolve_objective(cfg: RunConfig) -> Objective:
     """
     if cfg.rl_config is None:
         raise ValueError("only a run with rl_config has a reinforcement learning objective")
-    limit = cfg.generate_config.sampling_config.max_tokens if cfg.generate_config is not None else None
+    limit = response_limit(cfg) if cfg.generate_config is not None else None
     return objective_of(cfg.rl_config, cfg.stage or "ray_grpo", max_response_length=limit)
 
 

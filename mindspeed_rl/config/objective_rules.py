@@ -11,6 +11,7 @@ from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
 from mindspeed_rl.config.objective import Objective, resolve_objective
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.turns import earns, response_limit, response_limit_key
 from mindspeed_rl.config.violation import Violation, broken, out_of_range
 
 
@@ -30,7 +31,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             f"({len(rl.verifier_weight)} entries) must have the same length",
             {f"rl_config.{weights}": (rl.verifier_weight + [1.0] * count)[:count]},
         )
-    scored_by_rules = rl.rule_reward and rl.verifier_function
+    scored_by_rules = rl.rule_reward and rl.verifier_function or earns(rl)
     if not (scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
         yield broken(
             "some_reward",
@@ -40,23 +41,20 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.rule_reward": True},
         )
     if rl.overlong_buffer_enable and cfg.generate_config is not None:
-        limit = cfg.generate_config.sampling_config.max_tokens
+        limit, key = response_limit(cfg), response_limit_key(cfg)
         if rl.rollout_max_tokens != limit:
             yield broken(
                 "overlong_limit",
-                {"rl_config.rollout_max_tokens": rl.rollout_max_tokens, "generate_config.sampling_config.max_tokens": limit},
-                f"rl_config.rollout_max_tokens ({rl.rollout_max_tokens}) must equal "
-                f"generate_config.sampling_config.max_tokens ({limit}) "
+                {"rl_config.rollout_max_tokens": rl.rollout_max_tokens, key: limit},
+                f"rl_config.rollout_max_tokens ({rl.rollout_max_tokens}) must equal {key} ({limit}) "
                 f"while overlong_buffer_enable is true",
                 {"rl_config.rollout_max_tokens": limit},
             )
         if not 0 < rl.overlong_buffer < limit:
             yield broken(
                 "overlong_buffer",
-                {"rl_config.overlong_buffer": rl.overlong_buffer, "generate_config.sampling_config.max_tokens": limit},
-                f"rl_config.overlong_buffer ({rl.overlong_buffer}) must be between 1 and "
-                "generate_config.sampling_config.max_tokens - 1 "
-                f"({limit - 1})",
+                {"rl_config.overlong_buffer": rl.overlong_buffer, key: limit},
+                f"rl_config.overlong_buffer ({rl.overlong_buffer}) must be between 1 and {key} - 1 ({limit - 1})",
                 {"rl_config.overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
             )
     if rl.filter_groups_enable and rl.filter_groups_metric not in rl.verifier_function:

@@ -102,6 +102,11 @@ RENAMED: dict[str, str] = {
     "offload_model": "generate_config.offload_train_param",
     "param_offload": "generate_config.offload_train_param",
     "grad_offload": "generate_config.offload_train_grad",
+    # turns and tools
+    "max_assistant_turns": "rl_config.max_turns",
+    "default_agent_loop": "rl_config.agent_loop",
+    "multi_turn.enable": "rl_config.multi_turn_enable",
+    "multi_turn.format": "rl_config.tool_parser_format",
     # advantages, losses, KL
     "advantage_estimator": "rl_config.adv_estimator",
     "lambd": "rl_config.lam",
@@ -237,8 +242,6 @@ OTHERWISE: dict[str, str] = {
     "split_dataset_ratio": "name a held-out set in megatron_training.eval_data_path; supervised stages have "
     "megatron_training.split",
     "val_before_train": "a run with megatron_training.eval_data_path always evaluates before the first iteration",
-    "max_turns": "tools and turns during the rollout are not available",
-    "multi_turn_scheduler": "tools and turns during the rollout are not available",
     "per_device_eval_batch_size": "held-out prompts are answered by the rollout engine, generate_config.max_num_seqs at once",
     "dataloader_num_workers": "rows are read from mapped memory, without loader processes",
     "dataset_num_proc": "prompts are read once, by one process; mindspeed-rl preprocess --workers is for large data",
@@ -251,7 +254,7 @@ OTHERWISE: dict[str, str] = {
     "gc_collect_after_offload": "memory that is given up is always given back",
     "move_model_batches": "weights always travel in buckets of bounded size",
     "ds3_gather_for_generation": "weights are resharded bucket by bucket and never gathered whole",
-    "multi_turn_func": "tools and turns during the rollout are not available",
+    "multi_turn_func": "rl_config.multi_turn_scheduler takes a function as module:function, with multi_turn_enable: true",
     "reward_manager": "say rl_config.verifier_function",
     "strategy": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the nearest thing",
     "num_completions_to_print": "say rl_config.log_completions: true with log_completions_keep",

@@ -316,14 +316,32 @@ class RewardKeys:
 
 @dataclass(kw_only=True)
 class ToolKeys:
-    """Multi-turn rollouts with tools."""
+    """Samples of several turns: tools, environments, schedulers."""
 
-    multi_turn_enable: bool = key(False, "let the model call tools while it generates; not available")
+    multi_turn_enable: bool = key(False, "samples of several turns, by an agent loop")
+    agent_loop: str | None = key(
+        None,
+        "how a sample is made, by name or module:Class; by default environment, scheduler or tool_agent where environment, "
+        "multi_turn_scheduler or tool_config_path is set, else single_turn",
+        names=("single_turn", "tool_agent", "scheduler", "environment"),
+        needs=_TOOLS,
+    )
+    max_turns: int | None = key(None, "turns of the model in one sample; as many as fit when unset", needs=_TOOLS)
+    environment: str | None = key(None, "module:Class of an environment with reset, step and close", needs=_TOOLS)
+    multi_turn_scheduler: str | None = key(
+        None,
+        "module:Class with step and check_finished, or module:function of a list of rows, as ms-swift has them",
+        needs=_TOOLS,
+    )
+    trajectory_reward: Literal["both", "turns", "final", "none"] = key(
+        "both", "what tools and environments give that is added to the reward: for turns, for the final state", needs=_TOOLS
+    )
+    trajectory_reward_weight: float = key(1.0, "its weight", needs=_TOOLS)
     tool_config_path: str | None = key(None, "YAML list of tools", needs=_TOOLS)
     tool_parser_format: str | None = key(None, "how calls are written, for example hermes", needs=_TOOLS)
-    max_tool_calls: int = key(0, "calls of one response", needs=_TOOLS)
-    max_parallel_calls: int = key(0, "calls at the same time", needs=_TOOLS)
-    max_total_response_length: int = key(0, "tokens of all turns together", needs=_TOOLS)
+    max_tool_calls: int = key(0, "calls of one sample; 0: no limit", needs=_TOOLS)
+    max_parallel_calls: int = key(0, "calls of one turn; 0: no limit", needs=_TOOLS)
+    max_total_response_length: int = key(0, "tokens behind the prompt, of all turns together", needs=_TOOLS)
     max_tool_response_length: int = key(0, "tokens of one tool reply", needs=_TOOLS)
     tool_response_truncate_side: Literal["left", "right", "middle"] | None = key(
         None, "which part of a long reply is cut", needs=_TOOLS

@@ -11,6 +11,7 @@ from mindspeed_rl.config.megatron import LORA_TARGETS, split_shares
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import own_reference_devices, own_rollout_devices, rollout_is_apart
+from mindspeed_rl.config.turns import response_limit, turn_rules
 from mindspeed_rl.config.violation import Violation, broken
 
 
@@ -45,7 +46,7 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate, seq = cfg.rl_config, cfg.generate_config, cfg.actor_config.seq_length
     if rl is None or generate is None or cfg.is_supervised:
         return
-    longest, response = generate.max_model_len, generate.sampling_config.max_tokens
+    longest, response = generate.max_model_len, response_limit(cfg)
     if seq is not None and longest < seq:
         yield broken(
             "seq_length_fits_engine",
@@ -264,27 +265,6 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.partial_rollout_max_split": 1},
         )
     yield from _asynchronous(cfg)
-    if not rl.multi_turn_enable:
-        return
-    limit = generate.sampling_config.max_tokens
-    if rl.max_total_response_length < limit:
-        yield broken(
-            "tool_response_length",
-            {
-                "rl_config.max_total_response_length": rl.max_total_response_length,
-                "generate_config.sampling_config.max_tokens": limit,
-            },
-            f"rl_config.max_total_response_length ({rl.max_total_response_length}) must be at least "
-            f"generate_config.sampling_config.max_tokens ({limit})",
-            {"rl_config.max_total_response_length": limit},
-        )
-    if not rl.async_engine:
-        yield broken(
-            "tools_need_async",
-            {"rl_config.multi_turn_enable": True, "rl_config.async_engine": False},
-            "rl_config.multi_turn_enable needs rl_config.async_engine",
-            {"rl_config.async_engine": True},
-        )
 
 
 def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
@@ -556,6 +536,7 @@ RUN_RULES = (
     _own_folders,
     _apart,
     _rollout_modes,
+    turn_rules,
     _adapters,
     _profiler,
     _dumps,

@@ -165,7 +165,6 @@ def unavailable(cfg: RunConfig) -> list[str]:
     ]
     if (rl := cfg.rl_config) is not None:
         found += [
-            (rl.multi_turn_enable, "rl_config.multi_turn_enable", "tools during the rollout are not available"),
             (
                 rl.trainer_mode != "sync" and not rollout_is_apart(cfg),
                 "rl_config.trainer_mode",

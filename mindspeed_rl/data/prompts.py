@@ -18,7 +18,7 @@ from mindspeed_rl.data.handlers.prompt import LABELS, PromptHandler, as_text
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IndexedColumns, packed_columns
 from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
 from mindspeed_rl.data.summary import MALFORMED
-from mindspeed_rl.data.templates import Thinking, load_template
+from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class PromptSettings:
     map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not asked for.
-    system_prompt stands before every prompt whose row brings none.
+    system_prompt stands before every prompt whose row brings none. tools are function schemas that every prompt tells of, where
+    its template can write them; a row's own come first.
     """
 
     prompt_type: str | None = None
@@ -56,6 +57,7 @@ class PromptSettings:
     enable_thinking: Thinking = "none"
     on_bad_row: str = "error"
     system_prompt: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class PromptDataset:
@@ -234,7 +236,7 @@ def _load_raw(
     keys: Sequence[str] | None,
     settings: PromptSettings,
 ) -> PromptDataset:
-    template = load_template(settings.prompt_type or "empty", tokenizer, path=settings.prompt_type_path)
+    template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
     if settings.enable_thinking == "true" and not template.can_think:
@@ -263,6 +265,7 @@ def _load_raw(
                     dataset_additional_keys=keys,
                     enable_thinking=settings.enable_thinking,
                     system_prompt=settings.system_prompt,
+                    tools=settings.tools,
                 )
             )
             if not isinstance(reader, PromptHandler):

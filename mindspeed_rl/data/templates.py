@@ -34,7 +34,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE = Path(__file__).with_name("templates.json")
 HF_TEMPLATE = "hf"
+#: of raw prompts where none is named
+PLAIN_TEMPLATE = "empty"
 Thinking = Literal["true", "false", "none"]
 # Contents of made-up messages (a question, an answer, what follows it): equally long, and nothing a template would change.
 _PROBES = ("question5041", "answerab7302", "nextcont8263")
@@ -161,6 +163,7 @@ class Template:
         self.can_think = template_class in _REASONING_CLASSES
         self.system_in_user = template_class == "Llama2Template"
         self.keeps_fitting_half = template_class in ("LFDefaultTemplate", *_REASONING_CLASSES)
+        self.writes_tools = bool(entry.get("format_tools"))
         self.tools_before_system = bool(entry.get("tools_before_system", False))
         self.observation_join: str = entry.get("observation_join", "\n")
         opening, closing = entry.get("thought_words", ("<think>\n", "\n</think>\n\n"))
@@ -320,6 +323,7 @@ class HfTemplate:
     efforts: ClassVar[dict[str, str]] = {}
     keeps_fitting_half = True
     can_think = True
+    writes_tools = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
@@ -347,6 +351,14 @@ class HfTemplate:
         assert isinstance(text, str)  # token ids with tokenize=True
         return text
 
+    def written(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]], thinking: Thinking) -> str:
+        """The template's own text of messages in OpenAI's form, with the prompt for an answer.
+
+        Raises:
+            BadRow: the template refuses them.
+        """
+        return self._apply([dict(message) for message in messages], tools, thinking, prompt=True)
+
     def _find_terminator(self) -> str:
         messages = hf_messages(Conversation([user(_PROBES[0]), assistant(_PROBES[1])]))
         _, found, terminator = self._apply(messages, (), "none", prompt=False).rpartition(_PROBES[1])
@@ -369,7 +381,7 @@ class HfTemplate:
 
     def _find_border(self, calls: tuple[str, ...], following: Role | None, has_tools: bool, thinking: Thinking) -> _Border:
         """Write made-up messages (with the row's function names), and see what stands between their contents."""
-        tools = [_probe_tool(name) for name in dict.fromkeys(calls or ("probe",))] if has_tools else []
+        tools = [probe_tool(name) for name in dict.fromkeys(calls or ("probe",))] if has_tools else []
         first, answer, last = _PROBES
         after = [Message(following, (last,))] if following else []
         replies = [assistant(answer)]
@@ -517,7 +529,8 @@ class HfTemplate:
             raise BadRow(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
 
 
-def _probe_tool(name: str) -> dict[str, Any]:
+def probe_tool(name: str) -> dict[str, Any]:
+    """The schema of a made-up tool."""
     properties = {"a": {"type": "string"}, "b": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": []}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}

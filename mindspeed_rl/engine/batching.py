@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,15 @@ class Rows:
     """Token sequences and what belongs to them; the unit in which the engine takes work.
 
     Attributes:
-        input_ids: one [length] int64 tensor a row: prompt and response.
+        input_ids: one [length] int64 tensor a row: prompt and response; of one sequence after the other where it has several.
         prompt_lengths: tokens of each row in front of the first predicted one (at least 1).
         columns: name -> one tensor a row: [predicted tokens of the row], or a scalar.
         targets: one [n] int64 tensor a row: what its positions prompt_length - 1 ... prompt_length + n - 2 are to predict;
             n is at most one more than the tokens behind the prompt. None: the tokens behind the prompt.
         group_sizes: adjacent rows that share a micro-batch (the two of a pair, the samples of a pack); limits in rows then
             count groups. None: every row is on its own.
+        sequences: (prompt, response) lengths of each sequence of each row; no token sees one of another sequence. The row
+            predicts the responses, one after the other. None: every row is one sequence.
     """
 
     input_ids: list[Tensor]
@@ -34,6 +37,7 @@ class Rows:
     columns: Mapping[str, list[Tensor]] = field(default_factory=dict)
     targets: list[Tensor] | None = None
     group_sizes: list[int] | None = None
+    sequences: list[list[tuple[int, int]]] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -53,7 +57,23 @@ class Rows:
         """The predicted tokens of each row."""
         if self.targets is not None:
             return self.targets
-        return [ids[prompt:] for ids, prompt in zip(self.input_ids, self.prompt_lengths)]
+        if self.sequences is None:
+            return [ids[prompt:] for ids, prompt in zip(self.input_ids, self.prompt_lengths)]
+        return [_responses(ids, parts) for ids, parts in zip(self.input_ids, self.sequences)]
+
+    @property
+    def parts(self) -> list[list[tuple[int, int]]]:
+        """(prompt length, predicted tokens) of each sequence of each row."""
+        if self.sequences is not None:
+            return self.sequences
+        return [[(prompt, len(tokens))] for prompt, tokens in zip(self.prompt_lengths, self.predicted)]
+
+    @property
+    def sequence_lengths(self) -> list[list[int]]:
+        """Tokens of each sequence of each row."""
+        if self.sequences is None:
+            return [[length] for length in self.lengths]
+        return [[sum(part) for part in parts] for parts in self.sequences]
 
     def select(self, indexes: Sequence[int]) -> Rows:
         """The rows at these indexes, in that order, each on its own."""
@@ -62,6 +82,7 @@ class Rows:
             prompt_lengths=[self.prompt_lengths[i] for i in indexes],
             columns={name: [values[i] for i in indexes] for name, values in self.columns.items()},
             targets=None if self.targets is None else [self.targets[i] for i in indexes],
+            sequences=None if self.sequences is None else [self.sequences[i] for i in indexes],
         )
 
 
@@ -115,7 +136,7 @@ class MicroBatch:
         labels: [n] int64, the predicted tokens.
         slots: [n] int64; where they go in a flattened [rows, width] response-aligned tensor.
         rows, width: shape of response-aligned tensors; width is the longest response.
-        response_mask: [rows, width] bool, True on real response tokens.
+        predicted_mask: [rows, width] bool, True on real predicted tokens, whoever they come from.
         columns: name -> [rows, width] or [rows].
         indexes: rows of the batch this micro-batch was cut from.
         num_tokens: real tokens, prompts included.
@@ -129,7 +150,7 @@ class MicroBatch:
     slots: Tensor
     rows: int
     width: int
-    response_mask: Tensor
+    predicted_mask: Tensor
     columns: dict[str, Tensor]
     indexes: tuple[int, ...]
     num_tokens: int
@@ -142,6 +163,12 @@ class MicroBatch:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _responses(ids: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
+    """What stands behind the prompts of a row's sequences."""
+    pieces = ids.split([length for part in parts for length in part])
+    return torch.cat(pieces[1::2])
 
 
 def _align(values: list[Tensor], width: int, device: torch.device) -> Tensor:
@@ -169,9 +196,13 @@ def build_micro_batch(
         least_width: padding makes it at least this wide (`BatchShape.width`), because other ranks' micro-batches are.
     """
     rows = batch.select(indexes)
-    lengths, predicted = rows.lengths, rows.predicted
+    predicted = rows.predicted
     predicted_lengths = [len(tokens) for tokens in predicted]
-    count, width = len(rows), max(max(predicted_lengths), 1)
+    width = max(max(predicted_lengths), 1)
+    # from here on a row's sequences lie in memory as if each were a row of its own
+    lengths = [length for one in rows.sequence_lengths for length in one]
+    parts = [part for one in rows.parts for part in one]
+    count = len(lengths)
     full_width = max(shape.width(lengths), least_width)
     if shape.packed:
         padded = [shape.padded_length(length) for length in lengths]
@@ -190,9 +221,9 @@ def build_micro_batch(
     starts = torch.tensor([0, *padded]).cumsum(0)[:count]
     ids[_runs(starts, lengths)] = torch.cat(rows.input_ids)
     # a token is predicted by the position before it
-    predicting = _runs(starts + torch.tensor(rows.prompt_lengths) - 1, predicted_lengths)
+    predicting = _runs(starts + torch.tensor([prompt for prompt, _ in parts]) - 1, [response for _, response in parts])
     labels[predicting] = torch.cat(predicted)
-    slots[predicting] = _runs(torch.arange(count) * width, predicted_lengths)
+    slots[predicting] = _runs(torch.arange(len(rows)) * width, predicted_lengths)
     if shape.packed:
         held = _held_positions(padded, shape)
         layout = PackedLayout.build(padded, device, shape.cp_size)
@@ -214,9 +245,9 @@ def build_micro_batch(
         hidden_index=hidden_index.to(device),
         labels=held_labels[hidden_index].to(device),
         slots=held_slots[hidden_index].to(device),
-        rows=count,
+        rows=len(rows),
         width=width,
-        response_mask=mask.to(device),
+        predicted_mask=mask.to(device),
         columns={name: _align(values, width, device) for name, values in rows.columns.items()},
         indexes=tuple(indexes),
         num_tokens=sum(lengths),
@@ -229,6 +260,22 @@ def _held_positions(padded: Sequence[int], shape: BatchShape) -> Tensor:
     if shape.cp_size == 1:
         return torch.arange(total)
     return zigzag_positions(padded, shape.cp_size, shape.cp_rank)
+
+
+def split_rows(rows: Rows, shape: BatchShape, **limits: Any) -> list[list[int]]:
+    """Which rows form which micro-batch; all sequences of a row are in the same one.
+
+    Args:
+        limits: those of `split_micro_batches`.
+    """
+    if rows.sequences is None:
+        return split_micro_batches(rows.lengths, shape, group_sizes=rows.group_sizes, **limits)
+    assert rows.group_sizes is None  # pairs and packs are of the supervised stages
+    owners = [number for number, parts in enumerate(rows.sequences) for _ in parts]
+    lengths = [length for one in rows.sequence_lengths for length in one]
+    sizes = [len(parts) for parts in rows.sequences]
+    chosen = split_micro_batches(lengths, shape, group_sizes=sizes, **limits)
+    return [list(dict.fromkeys(owners[number] for number in numbers)) for numbers in chosen]
 
 
 def split_micro_batches(

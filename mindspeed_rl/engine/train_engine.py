@@ -23,7 +23,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches
+from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_rows
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
@@ -263,7 +263,7 @@ class TrainEngine:
             # attached to the graph: backward has collectives in which every rank is awaited
             result = LossOutput(output.sum() * 0.0, torch.zeros((), dtype=torch.int64, device=output.device))
         else:
-            inputs = LossInputs(output.unbind(0), micro_batch.response_mask, micro_batch.columns)
+            inputs = LossInputs(output.unbind(0), micro_batch.predicted_mask, micro_batch.columns)
             # the overloads of train_step: without `batch`, Batch is LossInputs
             result = loss(cast(Batch, inputs) if batch is None else batch(inputs))
         if not torch.isfinite(result.loss_sum):
@@ -307,14 +307,13 @@ class TrainEngine:
         """This rank's micro-batches; equally many on all data-parallel ranks (empty ones carry no loss)."""
 
         def split(min_count: int = 1) -> list[list[int]]:
-            return split_micro_batches(
-                rows.lengths,
+            return split_rows(
+                rows,
                 self.shape,
                 micro_batch_size=batching.micro_batch_size,
                 token_budget=batching.token_budget,
                 max_rows=batching.max_rows,
                 min_count=min_count,
-                group_sizes=rows.group_sizes,
             )
 
         groups = split()
@@ -331,7 +330,8 @@ class TrainEngine:
         config = self.model.transformer_config
         if config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather":
             return [0] * len(groups)
-        widths = [self.shape.width([rows.lengths[i] for i in group]) if group else 0 for group in groups]
+        lengths = rows.sequence_lengths
+        widths = [self.shape.width([one for i in group for one in lengths[i]]) if group else 0 for group in groups]
         widest = torch.tensor(widths, device=self.device)
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
         dist.all_reduce(widest, op=dist.ReduceOp.MAX, group=group)

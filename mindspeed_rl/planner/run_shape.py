@@ -18,6 +18,7 @@ from mindspeed_rl.config.sizes import (
     read_sizes,
     world_size,
 )
+from mindspeed_rl.config.turns import response_limit
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.shapes import Elements, role_plan, stage_elements
@@ -112,7 +113,7 @@ class RunShape:
         rl, generate = self.cfg.rl_config, self.generate
         if rl is None or generate is None:
             return self.cfg.actor_config.seq_length or 4096
-        return min(rl.max_prompt_length + generate.sampling_config.max_tokens, max(generate.max_model_len, 1))
+        return min(rl.max_prompt_length + response_limit(self.cfg), max(generate.max_model_len, 1))
 
     def tokens(self, use: str) -> float:
         """Tokens of the largest micro-batch of a pass: "update", "actor" or "ref"."""

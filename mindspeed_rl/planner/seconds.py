@@ -16,6 +16,7 @@ from functools import lru_cache
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart
+from mindspeed_rl.config.turns import response_limit
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.flops import ModelFlops
 from mindspeed_rl.models.network import Network
@@ -112,7 +113,7 @@ def plan_time(
         return _supervised(run, efficiency)
     assert cfg.rl_config is not None
     limit = float(run.longest - min(cfg.rl_config.max_prompt_length, run.longest - 1))
-    limit = min(float(run.generate.sampling_config.max_tokens), max(limit, 1.0))
+    limit = min(float(response_limit(cfg)), max(limit, 1.0))
     mean = mean_response or MEAN_RESPONSE * limit
     prompt = mean_prompt or max(1.0, MEAN_PROMPT * cfg.rl_config.max_prompt_length)
     if not 0 < mean <= limit:

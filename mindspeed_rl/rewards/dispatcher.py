@@ -11,7 +11,6 @@ import math
 import os
 import selectors
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter, deque
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mindspeed_rl.rewards import spawner
 from mindspeed_rl.rewards.channel import Channel, pack
 from mindspeed_rl.rewards.jobs import Batch, Failure, Job, cut, leftovers
 from mindspeed_rl.rewards.samples import RewardSettings, State
@@ -73,22 +73,14 @@ class Dispatcher:
         self._descriptors: deque[int] = deque()  # sockets of new workers that arrived before the words that name them
         self._error: Exception | None = None
         self._closed = False
-        self._control, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindspeed_rl.rewards.spawner", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            # signals of the terminal reach the pool's process only, whose end is the spawner's
-            start_new_session=True,
-        )
-        theirs.close()
+        self._control, self._process = spawner.launch()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._control, _READ)
         self._spawner = Channel(self._control)
         memory_gib = settings.reward_memory_gib
         setup = {
             "op": "start",
+            "worker": "mindspeed_rl.rewards.worker:run_worker",
             "functions": list(functions),
             "targets": dict(targets),
             "settings": asdict(settings),
@@ -141,12 +133,7 @@ class Dispatcher:
         if self._closed:
             return
         self._closed = True
-        self._control.close()  # the spawner takes this as the order to kill everything and end
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        spawner.end(self._control, self._process)
         for worker in self._workers.values():
             if worker.channel is not None:
                 worker.channel.close()

@@ -1,12 +1,13 @@
 """The process between the pool and its workers: forks them warm, watches them, and sees that nothing outlives anything.
 
-It imports the built-in scorers once (sympy alone takes a third of a second) and forks a worker in milliseconds whenever the
-pool asks, so killing a stuck worker costs next to nothing. It stays single-threaded, which makes the fork safe whatever the
-pool's own process runs. It is a child subreaper: a process that a scorer left behind becomes its child, and children that are
-not workers are killed. When the pool's process ends, in whatever way, the pidfd and the socket tell, and everything below goes
-too.
+It imports what the workers need once (for scorers, sympy alone takes a third of a second) and forks a worker in milliseconds
+whenever the pool asks, so killing a stuck worker costs next to nothing. What a worker does is named in the first message:
+scorers (`worker.py`), or the tools of agents. It stays single-threaded, which makes the fork safe whatever the pool's own
+process runs. It is a child subreaper: a process that a scorer left behind becomes its child, and children that are not workers
+are killed. When the pool's process ends, in whatever way, the pidfd and the socket tell, and everything below goes too.
 
-Started by the pool as `python -m mindspeed_rl.rewards.spawner FD PID`. Messages, pool -> spawner: {"op": "start", ...} once,
+Started by the pool as `python -m mindspeed_rl.rewards.spawner FD PID`. Messages, pool -> spawner: {"op": "start",
+"worker": "module:function" that gets the worker's channel and this message, "preload", "sys_path", "memory_bytes", ...} once,
 {"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id"} with the worker's socket attached,
 {"op": "died", "id", "reason", "state"}.
 """
@@ -20,14 +21,41 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.rewards.channel import Channel, pack
-from mindspeed_rl.rewards.worker import run_worker
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_INTERVAL_S = 0.1
+
+
+def launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Starts a spawner for the calling process; returns the socket to it, on which its first message is to be sent."""
+    control, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mindspeed_rl.rewards.spawner", str(theirs.fileno()), str(os.getpid())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        # signals of the terminal reach the pool's process only, whose end is the spawner's
+        start_new_session=True,
+    )
+    theirs.close()
+    return control, process
+
+
+def end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Ends a spawner and every process below it, and waits for that."""
+    control.close()  # the order to kill everything and end
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _prctl(option: int, value: int) -> None:
@@ -78,6 +106,7 @@ class Spawner:
         self._killed_for_memory: set[int] = set()
         self._memory_bytes: int | None = None
         self._setup: dict[str, Any] = {}
+        self._run_worker: Callable[[Channel, dict[str, Any]], None]
 
     def run(self) -> None:
         """Serves the pool until its process ends or closes the socket; then kills every descendant."""
@@ -126,6 +155,7 @@ class Spawner:
             self._setup = message
             self._memory_bytes = message["memory_bytes"]
             sys.path[:] = message["sys_path"]
+            self._run_worker = registry.load(message["worker"], "the worker")
             for module in [importlib.import_module(name) for name in message["preload"]]:
                 if hasattr(module, "warm_up"):
                     module.warm_up()
@@ -167,7 +197,7 @@ class Spawner:
                 end.close()
             if hasattr(self, "_pool_pidfd"):
                 os.close(self._pool_pidfd)
-            run_worker(Channel(theirs), self._setup)
+            self._run_worker(Channel(theirs), self._setup)
             status = 0
         finally:
             os._exit(status)

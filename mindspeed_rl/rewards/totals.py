@@ -1,13 +1,18 @@
-"""How scores become one number: weights, the overlong buffer, and a reward model's score on top."""
+"""How scores become one number: weights, the overlong buffer, and what a trajectory earned and a reward model said on top."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from mindspeed_rl.rewards.samples import RewardResult, RewardSettings
 
 MODEL_PART = "reward_model"
 """Name of a reward model's score among the parts of a result."""
+TRAJECTORY_PART = "trajectory"
+"""Name of what tools and environments gave among the parts of a result."""
 
 
 def weighted_total(parts: Mapping[str, float], functions: Sequence[str], weights: Sequence[float]) -> float:
@@ -45,4 +50,39 @@ def add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], *
             continue
         base = result.penalty if result.total is None else result.total
         added.append(RewardResult(base + weight * float(score), parts, "ok", "", result.penalty))
+    return added
+
+
+def add_trajectory_rewards(
+    results: Sequence[RewardResult],
+    facts: Sequence[Mapping[str, Any]],
+    *,
+    which: Literal["both", "turns", "final", "none"],
+    weight: float = 1.0,
+) -> list[RewardResult]:
+    """Returns the results with what tools and environments gave as one more part, where they gave something.
+
+    A trajectory that broke off, or was given what is no number, has failed. A sample that failed before stays failed.
+
+    Args:
+        facts: of each trajectory, by `Trajectory.facts`; empty for a single response.
+        which: the sum of the rewards of its turns, the one of its final state, or both together.
+    """
+    added = []
+    for result, fact in zip(results, facts, strict=True):
+        given = [value for value in fact.get("turn_rewards", ()) if value is not None and which in ("both", "turns")]
+        if which in ("both", "final") and fact.get("final_reward") is not None:
+            given.append(fact["final_reward"])
+        earned = math.fsum(given) if all(map(math.isfinite, given)) else math.nan
+        failure = fact.get("trajectory_failure", "")
+        if not failure and math.isnan(earned):
+            failure = f"tools or the environment gave {given}, of which not all are finite numbers"
+        if result.failed or not (failure or given):
+            added.append(result)
+        elif failure:
+            added.append(replace(result, total=None, state="failed", error=failure))
+        else:
+            base = result.penalty if result.total is None else result.total
+            parts = {**result.parts, TRAJECTORY_PART: earned}
+            added.append(replace(result, total=base + weight * earned, parts=parts, state="ok"))
     return added

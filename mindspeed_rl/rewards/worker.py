@@ -41,7 +41,7 @@ class Kind:
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
     """Loads the scorers and serves jobs until the pool closes the socket."""
-    _limit_memory(setup["memory_bytes"])
+    limit_memory(setup["memory_bytes"])
     try:
         worker = Worker(channel, setup)
     except Exception as error:  # the user's modules may raise anything while they load; the pool turns it into its own error
@@ -53,7 +53,7 @@ def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
             return
 
 
-def _limit_memory(memory_bytes: int | None) -> None:
+def limit_memory(memory_bytes: int | None) -> None:
     """Bounds private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None and sys.platform == "linux":

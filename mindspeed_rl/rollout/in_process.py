@@ -103,6 +103,11 @@ class InProcessEngine:
                 return None
             return self._loop.run_until_complete(self._lead(work()))
 
+    def aside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """`work` is done on the first rank of the replica; the engine makes no step for it. Not collective."""
+        if self.group is None or dist.get_rank() == self.first:
+            self._loop.run_until_complete(work())
+
     def close(self) -> None:
         """Nothing can be asked any more."""
         self._loop.close()

@@ -19,7 +19,7 @@ from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.samples import reward_functions
-from mindspeed_rl.rewards.totals import MODEL_PART
+from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART
 from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.key_data import KeyData
@@ -65,7 +65,7 @@ class Advantages:
             RuntimeError: responses come from other weights than the newest, or none has had a score for too long.
         """
         rows, objective = range(self._plan.num_train_samples), self._schedule.objective
-        columns = ["rewards", "reward_results", "response_length", "truncated", "weight_versions"]
+        columns = ["rewards", "reward_results", "response_mask", "truncated", "weight_versions"]
         if objective.kl_place == "reward":
             columns += ["old_log_probs", "ref_log_probs"]
         if objective.has_critic:
@@ -75,10 +75,10 @@ class Advantages:
         batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._run.deadlines.rows_s)
         versions, version = list(batch["weight_versions"]), self._admission.version(iteration)
         check_versions(versions, version, self._admission.bound, iteration)
-        lengths = ragged(batch["response_length"]).tensor().to(torch.int64)
+        masks = ragged(batch["response_mask"])
         rewards = ragged(batch["rewards"]).tensor()
-        width = int(lengths.max())
-        sampled = torch.arange(width)[None, :] < lengths[:, None]
+        sampled, lengths = masks.padded(0), masks.lengths().tolist()
+        width = sampled.size(1)
         scored = ~rewards.isnan()
         self._unscored = 0 if scored.any() else self._unscored + 1
         if self._unscored:
@@ -102,10 +102,10 @@ class Advantages:
             self.entropy_threshold = entropy_threshold(shards, objective.top_entropy_quantile) if loss_mask.any() else 0.0
         self._plane.put(
             {
-                "advantages": [row[:length] for row, length in zip(advantages, lengths.tolist())],
-                "returns": [row[:length] for row, length in zip(returns, lengths.tolist())],
-                "scored_mask": [row[:length] for row, length in zip(response_mask, lengths.tolist())],
-                "loss_mask": [row[:length] for row, length in zip(loss_mask, lengths.tolist())],
+                "advantages": [row[:length] for row, length in zip(advantages, lengths)],
+                "returns": [row[:length] for row, length in zip(returns, lengths)],
+                "scored_mask": [row[:length] for row, length in zip(response_mask, lengths)],
+                "loss_mask": [row[:length] for row, length in zip(loss_mask, lengths)],
             },
             rows,
         )
@@ -133,8 +133,12 @@ class Advantages:
         if "reward_parts" in objective.needs:
             results = objects(batch["reward_results"])
             names, weights = reward_functions(self._run.rl)
-            if any(MODEL_PART in result.parts for result in results):
-                names, weights = [*names, MODEL_PART], [*weights, self._run.rl.reward_model_weight]
+            for part, weight in (
+                (TRAJECTORY_PART, self._run.rl.trajectory_reward_weight),
+                (MODEL_PART, self._run.rl.reward_model_weight),
+            ):
+                if any(part in result.parts for result in results):
+                    names, weights = [*names, part], [*weights, weight]
             tensors["reward_components"] = torch.tensor([[float(r.parts.get(name, 0.0)) for name in names] for r in results])
             tensors["reward_weights"] = tuple(weights)
         if "greedy_baseline" in objective.needs:

@@ -9,6 +9,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult, reward_functions
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.services import Services
 
@@ -65,14 +66,16 @@ class Evaluator:
 
     def score(self, items: Sequence[PromptItem], *, greedy: bool) -> tuple[list[list[int]], list[RewardResult]]:
         """Responses to the items' prompts, and what the reward functions say about them."""
-        responses = self._answer([item["prompt_ids"] for item in items], greedy=greedy)
-        return responses, self._rewards.score_now(list(items), responses)
+        trajectories = self._answer(items, greedy=greedy)
+        results = self._rewards.score_now(list(items), trajectories)
+        return [trajectory.token_ids for trajectory in trajectories], results
 
-    def _answer(self, prompts: Sequence[Sequence[int]], *, greedy: bool) -> list[list[int]]:
-        """Responses in the order of the prompts; replica i answers every n-th prompt from i on."""
-        answers = self._actors.answer([list(prompt) for prompt in prompts], self._seed, greedy)
-        shares = [share for share in answers if share is not None]
-        ordered: list[list[int]] = [[] for _ in prompts]
-        for replica, share in enumerate(shares):
-            ordered[replica :: len(shares)] = share
-        return ordered
+    def _answer(self, items: Sequence[PromptItem], *, greedy: bool) -> list[Trajectory]:
+        """Trajectories in the order of the prompts, by the run's own agent loop; replica i answers every n-th from i on."""
+        shares = [share for share in self._actors.answer(list(items), self._seed, greedy) if share is not None]
+        found = {
+            replica + place * len(shares): trajectory
+            for replica, share in enumerate(shares)
+            for place, trajectory in enumerate(share)
+        }
+        return [found[number] for number in range(len(items))]

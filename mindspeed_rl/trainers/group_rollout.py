@@ -161,7 +161,7 @@ class GroupRollout:
             return
         batch, _ = self._plane.get("dynamic_sampling", ["reward_results"], indexes=rows, timeout_s=self._timeout_s)
         items = [group.item for group in groups for _ in group.samples]
-        responses = [list(response.token_ids) for group in groups for response in group.responses]
+        responses = [trajectory.token_ids for group in groups for trajectory in group.trajectories]
         results = self._model_rewards.add(objects(batch["reward_results"]), items, responses)
         self._plane.put({"rewards": totals_of(results), "reward_results": results}, rows, overwrite=True)
 

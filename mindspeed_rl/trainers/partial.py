@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.streaming import Requests
@@ -64,7 +65,7 @@ class PartialSource:
     def _grow(self) -> list[WorkerReport]:
         """As many prompts as may be are under way, and every response that has not ended is a slice longer."""
         for _ in range(2 * self.admission.batch_prompts - self._taken_now - len(self._groups)):
-            samples: list[Generated | None] = [None] * self._requests.group_size
+            samples: list[Trajectory | None] = [None] * self._requests.group_size
             self._groups.append(PromptGroup(self._next, self._requests.item(self._next), self._version, samples))
             self._next += 1
         places = [
@@ -73,11 +74,13 @@ class PartialSource:
             for number, sample in enumerate(group.samples)
             if sample is None or sample.finish == "aborted"
         ]
-        pieces = [
-            Piece(tuple(group.item["prompt_ids"]), self._requests.seed(group.number, number), group.samples[number])
-            for group, number in places
-        ]
+        pieces = [self._piece(group, number) for group, number in places]
         reports, found = self._extend(pieces, self._slice)
         for (group, number), response in zip(places, found, strict=True):
-            group.samples[number] = response
+            group.samples[number] = Trajectory.single(group.item["prompt_ids"], response)
         return reports
+
+    def _piece(self, group: PromptGroup, number: int) -> Piece:
+        sample = group.samples[number]
+        begun = None if sample is None else sample.response
+        return Piece(tuple(group.item["prompt_ids"]), self._requests.seed(group.number, number), begun)

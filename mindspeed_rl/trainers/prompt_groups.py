@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from safetensors.torch import save_file
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rollout.engine import Finish, Generated
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.workers.responses import response_columns, response_metrics
 
 _FORMAT = "mindspeed_rl.in_flight"
-_FINISHES: tuple[Finish, ...] = ("stop", "length", "aborted")
 
 
 @dataclass
@@ -33,14 +32,14 @@ class PromptGroup:
         number: of the prompt, counted from the beginning of the run.
         item: the prompt.
         version: of the weights when it was started.
-        samples: a response each; None where there is no token yet.
+        samples: a trajectory each; None where there is none yet, or where it begins anew if it is interrupted.
         results: what the reward functions said; None before.
     """
 
     number: int
     item: PromptItem
     version: int
-    samples: list[Generated | None]
+    samples: list[Trajectory | None]
     results: list[RewardResult] | None = None
 
     @property
@@ -51,10 +50,11 @@ class PromptGroup:
     @property
     def oldest_version(self) -> int:
         """Of the weights that any of its tokens comes from, or may."""
-        return min([self.version, *(min(sample.versions) for sample in self.samples if sample and sample.versions)])
+        drawn = (sample.sampled_versions for sample in self.samples if sample)
+        return min([self.version, *(min(versions) for versions in drawn if versions)])
 
     @property
-    def responses(self) -> list[Generated]:
+    def trajectories(self) -> list[Trajectory]:
         """The samples of a group that is complete."""
         found = [sample for sample in self.samples if sample is not None]
         assert len(found) == len(self.samples), self.number
@@ -73,8 +73,7 @@ def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]
 
 def response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
     """Columns of the data plane of complete groups: what the rollout puts, and the scores where they are there."""
-    responses = [response for group in groups for response in group.responses]
-    columns = response_columns(_prompts(groups), responses)
+    columns = response_columns([trajectory for group in groups for trajectory in group.trajectories])
     if all(group.results is not None for group in groups):
         results = [result for group in groups for result in group.results or ()]
         columns["rewards"] = totals_of(results)
@@ -88,13 +87,8 @@ def totals_of(results: Sequence[RewardResult]) -> list[float]:
 
 
 def group_metrics(groups: Sequence[PromptGroup]) -> Metrics:
-    """Lengths, and how many responses were cut off."""
-    return response_metrics(_prompts(groups), [response for group in groups for response in group.responses])
-
-
-def _prompts(groups: Sequence[PromptGroup]) -> list[torch.Tensor]:
-    """Of each sample."""
-    return [torch.tensor(group.item["prompt_ids"], dtype=torch.int64) for group in groups for _ in group.samples]
+    """Lengths, how many were cut off, and what the trajectories have counted."""
+    return response_metrics([trajectory for group in groups for trajectory in group.trajectories])
 
 
 def spans(versions: Sequence[int]) -> list[tuple[int, int]]:
@@ -115,7 +109,7 @@ def write_record(path: Path, iteration: int, version: int, groups: Sequence[Prom
         "prompts": [
             {
                 "prompt": group.number,
-                "samples": [{"versions": spans(one.versions), "finish": one.finish} for one in group.responses],
+                "samples": [{"versions": spans(one.sampled_versions), "finish": one.finish} for one in group.trajectories],
             }
             for group in groups
         ],
@@ -130,22 +124,22 @@ def write_record(path: Path, iteration: int, version: int, groups: Sequence[Prom
 def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
     """Writes all that is known of the groups but their prompts, which the data set has."""
     samples = [sample for group in groups for sample in group.samples]
-    present = [sample for sample in samples if sample is not None]
+    segments = [segment for sample in samples if sample is not None for segment in sample.segments]
+    prompts = [sequence.prompt_ids for sample in samples if sample is not None for sequence in sample.sequences]
     described = [
         {
             "number": group.number,
             "version": group.version,
-            "num_samples": len(group.samples),
+            "samples": [None if sample is None else _described(sample) for sample in group.samples],
             "results": None if group.results is None else [dataclasses.asdict(result) for result in group.results],
         }
         for group in groups
     ]
     tensors = {
-        "length": torch.tensor([-1 if sample is None else len(sample.token_ids) for sample in samples], dtype=torch.int64),
-        "finish": torch.tensor([-1 if s is None else _FINISHES.index(s.finish) for s in samples], dtype=torch.int64),
-        "token_ids": torch.tensor([token for sample in present for token in sample.token_ids], dtype=torch.int64),
-        "log_probs": torch.tensor([value for sample in present for value in sample.log_probs], dtype=torch.float64),
-        "versions": torch.tensor([version for sample in present for version in sample.versions], dtype=torch.int64),
+        "prompt_ids": torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64),
+        "token_ids": torch.tensor([token for segment in segments for token in segment.token_ids], dtype=torch.int64),
+        "log_probs": torch.tensor([value for segment in segments for value in segment.log_probs], dtype=torch.float64),
+        "versions": torch.tensor([version for segment in segments for version in segment.versions], dtype=torch.int64),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -169,15 +163,8 @@ def load_groups(path: Path, items: Any) -> list[PromptGroup]:
         if meaning.get("format") != _FORMAT:
             raise ValueError(f"{path}: is no file of responses in flight.")
         columns = {name: file.get_tensor(name).tolist() for name in file.keys()}
-    samples, start = [], 0
-    for length, finish in zip(columns["length"], columns["finish"]):
-        if length < 0:
-            samples.append(None)
-            continue
-        part = slice(start, start := start + length)
-        tokens, log_probs, versions = (tuple(columns[name][part]) for name in ("token_ids", "log_probs", "versions"))
-        samples.append(Generated(tokens, log_probs, versions, _FINISHES[finish]))
-    groups, rest = [], iter(samples)
+    prompts, tokens = _Pieces(columns, ("prompt_ids",)), _Pieces(columns, ("token_ids", "log_probs", "versions"))
+    groups = []
     for found in json.loads(meaning["groups"]):
         results = found["results"]
         groups.append(
@@ -185,8 +172,44 @@ def load_groups(path: Path, items: Any) -> list[PromptGroup]:
                 found["number"],
                 items(found["number"]),
                 found["version"],
-                list(itertools.islice(rest, found["num_samples"])),
+                [None if sample is None else _trajectory(sample, prompts, tokens) for sample in found["samples"]],
                 None if results is None else [RewardResult(**result) for result in results],
             )
         )
     return groups
+
+
+def _described(sample: Trajectory) -> dict[str, Any]:
+    """All of a trajectory but its tokens; of a sequence: length of the prompt, then length and origin of each segment."""
+    return {
+        "sequences": [
+            [len(one.prompt_ids), [[len(segment.token_ids), segment.sampled] for segment in one.segments]]
+            for one in sample.sequences
+        ],
+        "finish": sample.finish,
+        "turn_rewards": list(sample.turn_rewards),
+        "final_reward": sample.final_reward,
+        "metrics": dict(sample.metrics),
+        "failure": sample.failure,
+    }
+
+
+class _Pieces:
+    """Columns that are read from their beginning, a piece at a time."""
+
+    def __init__(self, columns: Mapping[str, list[Any]], names: Sequence[str]) -> None:
+        self._iterators = [iter(columns[name]) for name in names]
+
+    def take(self, length: int) -> list[tuple[Any, ...]]:
+        """The next values of each column."""
+        return [tuple(itertools.islice(values, length)) for values in self._iterators]
+
+
+def _trajectory(found: Mapping[str, Any], prompts: _Pieces, tokens: _Pieces) -> Trajectory:
+    sequences = []
+    for prompt_length, segments in found["sequences"]:
+        (prompt_ids,) = prompts.take(prompt_length)
+        read = [(tokens.take(length), sampled) for length, sampled in segments]
+        sequences.append(TokenSequence(prompt_ids, tuple(Segment(*columns, sampled=sampled) for columns, sampled in read)))
+    others = {name: found[name] for name in ("finish", "final_reward", "metrics", "failure")}
+    return Trajectory(tuple(sequences), turn_rewards=tuple(found["turn_rewards"]), **others)

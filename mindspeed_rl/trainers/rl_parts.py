@@ -7,7 +7,7 @@ import dataclasses
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from mindspeed_rl.trainers.rollout_modes import make_rollout
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.services import OwnEngine, Services
 from mindspeed_rl.trainers.wrong_files import check_all
+from mindspeed_rl.workers.agents import check_agents, tool_schemas
 from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS
@@ -113,6 +114,7 @@ class RLParts:
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts, held_out = run_prompts(run, tokenizer)
+        check_agents(run, tokenizer, prompts[0]["prompt_ids"])
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
         self.beginning = find_beginning(run, source)
@@ -153,7 +155,7 @@ class RLParts:
             scorers.set_up(steps)
         engine = None
         if isinstance(actors, ServedActorGroup):
-            engine = OwnEngine(actors.servers.pool, actors.sampling, actors.servers.loop, actors.keep_alive)
+            engine = OwnEngine(actors.servers.pool, actors.agents, actors.sampling, actors.servers.loop, actors.keep_alive)
         self._services = Services(plane, actors, scorers, rewards, engine)
         self._resumed = actors.set_up(steps)
         return self._resumed
@@ -294,11 +296,12 @@ def _check_models(run: Run, inputs: Inputs, actor: ModelSource, goes_on_after: i
 def run_prompts(run: Run, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
     """Those that train, and those of the evaluations: a dataset of their own, or what `split` holds back."""
     actor = run.config.actor_config
-    whole = open_run_prompts(run, actor.data_path, tokenizer, "data_path")
+    tools = tool_schemas(run.rl, tokenizer)
+    whole = open_run_prompts(run, actor.data_path, tokenizer, "data_path", tools)
     train, validation, _ = split_shares(actor.split)
     prompts = whole if train == 1 else whole.part(0, train)
     if actor.eval_data_path:
-        return prompts, open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path")
+        return prompts, open_run_prompts(run, actor.eval_data_path, tokenizer, "eval_data_path", tools)
     return prompts, whole.part(train, train + validation) if validation > 0 else None
 
 
@@ -309,8 +312,12 @@ def _check_weights(roles: list[tuple[MegatronConfig, ModelSource, bool]]) -> Non
         print(sentence, flush=True)
 
 
-def open_run_prompts(run: Run, path: Any, tokenizer: Any, key: str) -> PromptDataset:
-    """The prompts at `path`, the value of `actor_config.<key>`, read as the run file says."""
+def open_run_prompts(run: Run, path: Any, tokenizer: Any, key: str, tools: Sequence[Mapping[str, Any]] = ()) -> PromptDataset:
+    """The prompts at `path`, the value of `actor_config.<key>`, read as the run file says.
+
+    Args:
+        tools: schemas that raw prompts tell of; prompts of `mindspeed-rl preprocess` have what was told there.
+    """
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
     actor = run.config.actor_config
@@ -319,7 +326,7 @@ def open_run_prompts(run: Run, path: Any, tokenizer: Any, key: str) -> PromptDat
         tokenizer,
         max_prompt_length=run.rl.max_prompt_length,
         dataset_additional_keys=actor.dataset_additional_keys or None,
-        settings=_raw_prompts(actor),
+        settings=dataclasses.replace(_raw_prompts(actor), tools=tuple(tools)),
     )
 
 

@@ -72,12 +72,11 @@ def _streaming(run: Run, services: Services, feed: PromptFeed) -> StreamingSourc
 
     async def score(group: PromptGroup) -> list[RewardResult]:
         items = [group.item] * len(group.samples)
-        responses = [list(response.token_ids) for response in group.responses]
-        truncated = [response.finish == "length" for response in group.responses]
-        return await asyncio.to_thread(services.rewards.score_now, items, responses, truncated)
+        return await asyncio.to_thread(services.rewards.score_now, items, group.trajectories)
 
     return StreamingSource(
         services.engine.engine,
+        services.engine.agents,
         services.engine.runner,
         _requests(run, feed, services.engine.sampling),
         admission_of(run),

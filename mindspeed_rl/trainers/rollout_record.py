@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
-from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config import RLConfig, Run, response_limit
 from mindspeed_rl.config.schema import default_of
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import ragged
@@ -60,7 +60,7 @@ def save_rollout(
         for name in ("values", "greedy_rewards", "reward_components")
         if (value := getattr(inputs, name)) is not None
     }
-    limit = run.generate.sampling_config.max_tokens
+    limit = response_limit(run.config)
     RolloutBatch(tensors, inputs.group_size, limit, run.stage, _keys(run.rl, kl_coef)).save(path)
 
 

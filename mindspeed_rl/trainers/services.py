@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.streaming import Runner
@@ -18,12 +19,14 @@ class OwnEngine:
     """A rollout engine with devices of its own.
 
     Attributes:
+        agents: who makes samples with it.
         sampling: how training responses are drawn.
         runner: where its coroutines run.
         keep_alive: called while its responses are waited for: what was lost is started again.
     """
 
     engine: RolloutEngine
+    agents: Agents
     sampling: Sampling
     runner: Runner
     keep_alive: Callable[[], None]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rollout.trajectory import NO_VERSION
 
 #: shares of the tokens that are no older than the number of that name
 _PERCENTILES = (50, 90, 99)
@@ -23,7 +24,7 @@ def check_versions(versions: Sequence[Tensor], version: int, bound: int, iterati
     Raises:
         RuntimeError: a token is older, or newer than the weights that train.
     """
-    found = {int(one) for row in versions for one in row.unique()}
+    found = {int(one) for row in versions for one in _drawn(row).unique()}
     allowed = range(version - bound, version + 1)
     if wrong := sorted(found - set(allowed)):
         expected = f"{version}" if bound == 0 else f"{max(0, allowed[0])} to {version}"
@@ -39,6 +40,7 @@ def staleness_metrics(versions: Sequence[Tensor], version: int) -> Metrics:
     Percentiles of the tokens (p50, p90, p99), mean and largest; rollout/mixed_fraction: rows with tokens of several versions.
     """
     metrics = Metrics()
+    versions = [_drawn(row) for row in versions]
     ages = version - torch.cat([row.to(torch.int64) for row in versions])
     if not len(ages):
         return metrics
@@ -60,3 +62,8 @@ def young_tokens(versions: Sequence[Tensor], version: int, limit: float | None, 
     for number, row in enumerate(versions):
         young[number, : len(row)] = True if limit is None else version - row <= limit
     return young
+
+
+def _drawn(versions: Tensor) -> Tensor:
+    """Those of tokens that the actor drew: what it was told has no age."""
+    return versions[versions != NO_VERSION]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rollout.agents.loop import Task
+from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.admission import Admission, InFlight
@@ -48,6 +50,10 @@ class Requests:
     sampling: Sampling
     group_size: int
 
+    def task(self, item: PromptItem, seed: int) -> Task:
+        """For an agent loop."""
+        return Task(tuple(item["prompt_ids"]), self.sampling, seed, item["label"], item["columns"])
+
 
 class StreamingSource:
     """Groups from an engine with devices of its own; see `Admission` for which are started and taken.
@@ -58,6 +64,7 @@ class StreamingSource:
     def __init__(
         self,
         engine: RolloutEngine,
+        agents: Agents,
         runner: Runner,
         requests: Requests,
         admission: Admission,
@@ -75,7 +82,8 @@ class StreamingSource:
             timeout_s: longest wait for responses.
             keep_alive: called by the driver's thread while it waits: an engine that was lost is started again.
         """
-        self._engine, self._runner, self._requests, self.admission = engine, runner, requests, admission
+        self._engine, self._agents, self._runner = engine, agents, runner
+        self._requests, self.admission = requests, admission
         self._score, self._timeout_s, self._keep_alive = score, timeout_s, keep_alive
         self._interrupts, self._num_warmup = interrupts, num_warmup_batches
         self._groups: dict[int, PromptGroup] = {}
@@ -222,12 +230,12 @@ class StreamingSource:
         self._ready.add(group.number)
 
     async def _sample(self, group: PromptGroup, number: int) -> None:
-        prompt = tuple(group.item["prompt_ids"])
         seed = self._requests.seed(group.number, number)
         self._generating += 1
         try:
-            while (begun := group.samples[number]) is None or begun.finish == "aborted":
-                group.samples[number] = await self._engine.generate(prompt, self._requests.sampling, seed, begun)
+            while (sample := group.samples[number]) is None or sample.finish == "aborted":
+                task = replace(self._requests.task(group.item, seed), begun=None if sample is None else sample.response)
+                group.samples[number] = await self._agents.sample(self._engine, task)
         finally:
             self._generating -= 1
             if self._changed is not None:
@@ -262,7 +270,7 @@ class StreamingSource:
             group = self._groups.pop(number)
             self._ready.discard(number)
             self._dropped += 1
-            self._dropped_tokens += sum(len(sample.token_ids) for sample in group.samples if sample is not None)
+            self._dropped_tokens += sum(len(sample.sampled_versions) for sample in group.samples if sample is not None)
         self._admit()
 
     def _describe(self, iteration: int, count: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.lora import LoraSettings, adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed
@@ -25,6 +26,7 @@ from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
@@ -36,6 +38,9 @@ from mindspeed_rl.workers.reward_model import RewardModel
 from mindspeed_rl.workers.role import Role
 from mindspeed_rl.workers.roles import build_roles
 from mindspeed_rl.workers.rollout import RolloutReplica
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ActorWorker(ModelWorker):
@@ -56,13 +61,15 @@ class ActorWorker(ModelWorker):
         tokenizer = load_tokenizer_of(cfg.actor_config, source)
         self.roles = build_roles(run, source, model_plan, tokenizer)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
-        self._open_rollout(plane, source, model_plan.network, tokenizer.eos_token_id, run_id)
+        self._open_rollout(plane, source, model_plan.network, tokenizer, run_id)
         self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
         self.memory = PhaseMemory(self._resident_bytes)
 
-    def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
+    def _open_rollout(
+        self, plane: DataPlane, source: ModelSource, network: Network, tokenizer: PreTrainedTokenizerBase, run_id: str
+    ) -> None:
         """The rollout engine shares this rank's device."""
-        self.rollout = RolloutReplica(self.run, plane, source, network, eos_id, run_id)
+        self.rollout = RolloutReplica(self.run, plane, source, network, tokenizer, run_id)
         self._adapters: AdapterFolder | None = None
         settings = LoraSettings.from_config(self.run.config.actor_config)
         if settings is not None and self.run.generate.lora_push == "adapter":
@@ -78,11 +85,15 @@ class ActorWorker(ModelWorker):
     def _engine_bytes(self) -> dict[str, int]:
         return self.rollout.engine.resident_bytes()
 
+    def _close_rollout(self) -> None:
+        """Nothing is asked of the engine any more."""
+        self.rollout.close()
+
     def follow(self, run: Run, plane: DataPlane) -> None:
         """The phases from now on are those of this run, whose roles are the ones that were built."""
         self.run = run
         self.replica.follow(plane, run.deadlines.rows_s)
-        self.rollout.run, self.rollout.plane = run, plane
+        self.rollout.follow(run, plane)
         self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
 
     def _rests(self, role: Role) -> bool:
@@ -161,9 +172,9 @@ class ActorWorker(ModelWorker):
                 self.rollout.engine.release_memory()
         return self._report()
 
-    def answer(self, prompts: Sequence[list[int]], seed: int, greedy: bool) -> list[list[int]] | None:
-        """Responses to this replica's share of the prompts; see `RolloutReplica.answer`."""
-        return self.rollout.answer(prompts, seed, greedy=greedy)
+    def answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory] | None:
+        """Trajectories of this replica's share of the prompts; see `RolloutReplica.answer`."""
+        return self.rollout.answer(items, seed, greedy=greedy)
 
     # ------------------------------------------------------------------ reward model
 
@@ -301,7 +312,8 @@ class ActorWorker(ModelWorker):
         return self._report()
 
     def finish(self) -> WorkerReport:
-        """Waits for background saves."""
+        """Waits for background saves; tools are ended."""
+        self._close_rollout()
         for role in (*self.roles.frozen(), *self.roles.trained()[::-1]):
             role.finish_saves()
         return self._report()

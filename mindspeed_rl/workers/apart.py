@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import ray
-import torch
 
 from mindspeed_rl.config import (
     MegatronConfig,
@@ -25,17 +24,18 @@ from mindspeed_rl.config import (
     rollout_is_apart,
     rollout_servers,
 )
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.spanning import Meeting
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
 from mindspeed_rl.workers.groups import ActorGroup, RunGroup
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.reports import WorkerReport, add_bytes
-from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
+from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
 from mindspeed_rl.workers.server_process import ServerSettings
 from mindspeed_rl.workers.servers import RolloutServers
 from mindspeed_rl.workers.waiting import Pending, WorkerFailed, wait_all
@@ -199,6 +199,7 @@ class ServedActorGroup(ApartActorGroup):
 
     Attributes:
         servers: their pool is a `RolloutEngine`.
+        agents: who makes samples with it, in the loop of the servers.
         sampling: how training responses are drawn.
     """
 
@@ -208,9 +209,9 @@ class ServedActorGroup(ApartActorGroup):
         super().__init__(run, plane)
         actor = run.config.actor_config
         source = find_model(actor, "actor_config")
-        eos_id = load_tokenizer_of(actor, source).eos_token_id
-        assert isinstance(eos_id, int), eos_id  # tokenizers without one are refused when prompts are read
-        self.sampling = training_sampling(run.generate.sampling_config, source, eos_id)
+        tokenizer = load_tokenizer_of(actor, source)
+        self.sampling = training_sampling(run.generate.sampling_config, source, tokenizer)
+        self.agents = make_agents(run, tokenizer)
         settings = ServerSettings(
             hf_folder=str(source.hf_folder),
             generate=run.generate,
@@ -229,12 +230,15 @@ class ServedActorGroup(ApartActorGroup):
         """See `ActorGroup.set_up`; the servers start meanwhile."""
         resumed = super().set_up(steps)
         self.servers.set_up()
+        self.servers.loop.run(self.agents.start())
         if steps is not None:
             steps.done("the rollout servers answer")
         return resumed
 
     def close(self) -> None:
-        """Ends the run's own servers and all worker processes."""
+        """Ends tools, the run's own servers and all worker processes."""
+        with contextlib.suppress(Exception):
+            self.servers.loop.run(self.agents.close())
         self.servers.close()
         self._writer.shutdown(wait=False, cancel_futures=True)
         super().close()
@@ -315,19 +319,15 @@ class ServedActorGroup(ApartActorGroup):
     async def _generate(self, draw: int) -> list[WorkerReport]:
         loop, run, start_s = asyncio.get_running_loop(), self._run, time.time()
         rows = list(range(run.plan.num_samples))
+        columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
         batch, _ = await loop.run_in_executor(
             self._writer,
-            lambda: self._rows_plane.get("actor_rollout", ["prompt_ids"], indexes=rows, timeout_s=run.deadlines.rows_s),
+            lambda: self._rows_plane.get("actor_rollout", columns, indexes=rows, timeout_s=run.deadlines.rows_s),
         )
-        prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
-        group, seed, pool = run.plan.n_samples_per_prompt, sampling_seed(run), self.servers.pool
+        pool = self.servers.pool
         pool.busy.clear()
-        tasks = {
-            asyncio.create_task(
-                pool.generate(tuple(ids.tolist()), self.sampling, sample_seed(seed, draw, row // group, row % group))
-            ): row
-            for row, ids in zip(rows, prompts)
-        }
+        wanted = row_tasks(run, batch, rows, draw, self.sampling)
+        tasks = {asyncio.create_task(self.agents.sample(pool, task)): row for row, task in zip(rows, wanted)}
         metrics, pending = Metrics(), set(tasks)
         try:
             while pending:
@@ -338,11 +338,9 @@ class ServedActorGroup(ApartActorGroup):
                 found = {tasks[task]: task.result() for task in list(tasks) if task.done()}
                 for task in [task for task in tasks if task.done()]:
                     del tasks[task]
-                responses = [found[row] for row in done]
-                theirs = [prompts[row] for row in done]
-                columns = response_columns(theirs, responses)
-                await loop.run_in_executor(self._writer, self._rows_plane.put, columns, done)
-                metrics.merge(response_metrics(theirs, responses))
+                trajectories = [found[row] for row in done]
+                await loop.run_in_executor(self._writer, self._rows_plane.put, response_columns(trajectories), done)
+                metrics.merge(response_metrics(trajectories))
         finally:
             for task in pending:
                 task.cancel()
@@ -355,20 +353,14 @@ class ServedActorGroup(ApartActorGroup):
         assert self._plane is not None
         return self._plane
 
-    def answer(self, prompts: Sequence[list[int]], seed: int, greedy: bool) -> list[list[list[int]] | None]:
-        """Responses to the prompts, as one share."""
-        pending = ServedPending(self, self.servers.loop.start(self._answer(prompts, seed, greedy)), "answer")
+    def answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+        """Trajectories of the prompts, as one share."""
+        pending = ServedPending(self, self.servers.loop.start(self._answer(items, seed, greedy)), "answer")
         return [pending.wait()]
 
-    async def _answer(self, prompts: Sequence[list[int]], seed: int, greedy: bool) -> Any:
-        sampling = self.sampling
-        if greedy:
-            sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
-        asked = [
-            self.servers.pool.generate(tuple(prompt), sampling, sample_seed(seed, number, 0, 0))
-            for number, prompt in enumerate(prompts)
-        ]
-        return [list(found.token_ids) for found in await asyncio.gather(*asked)]
+    async def _answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory]:
+        tasks = item_tasks(items, self.sampling, seed, greedy=greedy)
+        return list(await asyncio.gather(*(self.agents.sample(self.servers.pool, task) for task in tasks)))
 
     def keep_alive(self) -> None:
         """While no server is left, one is started and given the weights.

@@ -7,12 +7,13 @@ A module of its own, because the driver opens the data plane and must not import
 WORKER_COLUMNS: dict[str, tuple[str, ...]] = {
     "actor_rollout": (
         "responses",
-        "response_length",
+        "response_mask",
         "rollout_log_probs",
-        "input_ids",
-        "prompt_length",
-        "truncated",
         "weight_versions",
+        "input_ids",
+        "sequence_lengths",
+        "truncated",
+        "trajectories",
     ),
     "rule_reward": ("rewards", "reward_results"),
     "reward_scores": ("rm_scores",),

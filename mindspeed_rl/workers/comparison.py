@@ -70,7 +70,7 @@ class ComparisonWorker(DeviceWorker):
         passes = shared_settings(run, tokenizer)
         self.role = Role("actor", config, plan, source, passes, steps_per_iteration=None)
         self._rest()  # vLLM refuses to start on a device that has less than its share free
-        self.rollout = RolloutReplica(run, None, source, plan.network, tokenizer.eos_token_id, run_id)
+        self.rollout = RolloutReplica(run, None, source, plan.network, tokenizer, run_id)
         self.vocab_size = plan.network.vocab_size
         self.notes: list[str] = []
 

@@ -19,11 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run, own_reward_devices
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.model_source import reward_model_config
@@ -209,9 +211,9 @@ class ActorGroup(ScoringGroup):
         """Nothing more is generated in this iteration; the engines' memory belongs to training."""
         return self.wait("finish_rollout", [process.call.remote("finish_rollout") for process in self.processes])
 
-    def answer(self, prompts: Sequence[list[int]], seed: int, greedy: bool) -> list[list[list[int]] | None]:
-        """Responses to the prompts, each replica's share; None from ranks that do not hand results out."""
-        return self.wait("answer", [process.call.remote("answer", prompts, seed, greedy) for process in self.processes])
+    def answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+        """Trajectories of the prompts, each replica's share; None from ranks that do not hand results out."""
+        return self.wait("answer", [process.call.remote("answer", items, seed, greedy) for process in self.processes])
 
     def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
         """The first `count` rows have the log-probs of this role, "actor" or "ref"."""

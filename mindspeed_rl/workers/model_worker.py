@@ -16,7 +16,7 @@ from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.role import Role
-from mindspeed_rl.workers.rows import to_rows
+from mindspeed_rl.workers.rows import ROW_COLUMNS, to_rows
 
 
 class ModelWorker(DeviceWorker):
@@ -49,7 +49,7 @@ class ModelWorker(DeviceWorker):
         """
         role.offloader.onload(params=True)
         for part in self.replica.dispatches(count, self.run.plan.dispatch_sizes[dispatch_key]):
-            batch = self.replica.fetch(consumer, ["input_ids", "prompt_length"], part)
+            batch = self.replica.fetch(consumer, list(ROW_COLUMNS), part)
             with self.timers(phase):
                 output = role.engine.forward(to_rows(batch), batching)
                 self.replica.put(dict(zip(names, output or ())), part)
@@ -63,15 +63,15 @@ class ModelWorker(DeviceWorker):
     def _mini_batches(self, consumer: str, steps: list[list[int]], columns: Sequence[str]) -> Iterator[Rows]:
         """This replica's rows of each step, with the columns that the loss reads."""
         for step in steps:
-            batch = self.replica.fetch(consumer, ["input_ids", "prompt_length", *columns], self._share_of_step(step))
+            batch = self.replica.fetch(consumer, [*ROW_COLUMNS, *columns], self._share_of_step(step))
             yield to_rows(batch, columns)
 
     def _share_of_step(self, rows: Sequence[int]) -> list[int]:
         """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""
         lengths = None
         if self.run.rl.use_dp_batch_balance and self.replica.count > 1:
-            batch = self.replica.fetch("actor_train", ["prompt_length", "response_length"], rows)
-            lengths = [int(p) + int(r) for p, r in zip(batch["prompt_length"], batch["response_length"])]
+            batch = self.replica.fetch("actor_train", ["sequence_lengths"], rows)
+            lengths = [int(one.sum()) for one in batch["sequence_lengths"]]
         return self.replica.share(rows, lengths)
 
 

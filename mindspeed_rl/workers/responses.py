@@ -4,49 +4,62 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_rl.config import Run, SamplingConfig
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.model_source import ModelSource
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def response_columns(prompts: Sequence[torch.Tensor], responses: Sequence[Generated]) -> dict[str, list[Any]]:
-    """What the data plane holds of responses that have ended.
 
-    Args:
-        prompts: [length] int64 each.
+def response_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """What the data plane holds of trajectories that have ended, a row each.
+
+    `responses` and what is aligned to it are all tokens behind the prompts; `response_mask` says which of them the actor drew,
+    and nobody else decides that.
     """
-    tokens = [torch.tensor(response.token_ids, dtype=torch.int64) for response in responses]
     return {
-        "responses": tokens,
-        "rollout_log_probs": [torch.tensor(response.log_probs, dtype=torch.float32) for response in responses],
-        "response_length": [len(response) for response in tokens],
-        "input_ids": [torch.cat([prompt, response]) for prompt, response in zip(prompts, tokens)],
-        "prompt_length": [len(prompt) for prompt in prompts],
-        "truncated": [response.finish == "length" for response in responses],
-        "weight_versions": [torch.tensor(response.versions, dtype=torch.int64) for response in responses],
+        "responses": [torch.tensor(one.token_ids, dtype=torch.int64) for one in trajectories],
+        "response_mask": [torch.tensor(one.sampled, dtype=torch.bool) for one in trajectories],
+        "rollout_log_probs": [torch.tensor(one.log_probs, dtype=torch.float32) for one in trajectories],
+        "weight_versions": [torch.tensor(one.versions, dtype=torch.int64) for one in trajectories],
+        "input_ids": [torch.tensor(one.input_ids, dtype=torch.int64) for one in trajectories],
+        "sequence_lengths": [torch.tensor(one.sequence_lengths, dtype=torch.int64) for one in trajectories],
+        "truncated": [one.finish == "length" for one in trajectories],
+        "trajectories": [one.facts() for one in trajectories],
     }
 
 
-def response_metrics(prompts: Sequence[torch.Tensor], responses: Sequence[Generated]) -> Metrics:
-    """Lengths, and how many were cut off."""
+def response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Lengths, how many were cut off, and what the trajectories have counted."""
     metrics = Metrics()
-    lengths = [len(response.token_ids) for response in responses]
-    metrics.add_spread("response_length", lengths)
-    metrics.add_spread("prompt_length", [len(prompt) for prompt in prompts])
-    truncated = sum(response.finish == "length" for response in responses)
-    metrics.add_mean("rollout/truncated_fraction", truncated, len(responses))
-    metrics.add_sum("rollout/tokens", sum(lengths))
+    metrics.add_spread("response_length", [len(one.token_ids) for one in trajectories])
+    metrics.add_spread("prompt_length", [one.sequence_lengths[0] for one in trajectories])
+    truncated = sum(one.finish == "length" for one in trajectories)
+    metrics.add_mean("rollout/truncated_fraction", truncated, len(trajectories))
+    metrics.add_sum("rollout/tokens", sum(len(one.sampled_versions) for one in trajectories))
+    for name in dict.fromkeys(name for one in trajectories for name in one.metrics):
+        values = [one.metrics[name] for one in trajectories if name in one.metrics]
+        if "/" in name:
+            metrics.add_sum(name, sum(values))
+        else:
+            metrics.add_spread(name, values)
+    if any(one.facts() for one in trajectories):
+        metrics.add_mean("rollout/failed_trajectories", sum(bool(one.failure) for one in trajectories), len(trajectories))
+        metrics.add_mean("rollout/sequences_mean", sum(len(one.sequences) for one in trajectories), len(trajectories))
     return metrics
 
 
-def training_sampling(keys: SamplingConfig, source: ModelSource, eos_id: int) -> Sampling:
+def training_sampling(keys: SamplingConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How training responses are drawn."""
+    eos_id = tokenizer.eos_token_id
+    assert isinstance(eos_id, int), eos_id  # tokenizers without one are refused when prompts are read
     return Sampling(
         temperature=keys.temperature,
         max_tokens=keys.max_tokens,

@@ -16,6 +16,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.reward import RewardWorker
@@ -59,19 +60,12 @@ class RewardGroup:
         (found,) = wait_all(futures, ["reward worker"], "check", None, self._watch)
         self.accuracies |= frozenset(found)
 
-    def score_now(
-        self, items: list[PromptItem], responses: list[list[int]], truncated: list[bool] | None = None
-    ) -> list[RewardResult]:
-        """Scores of given responses, in order.
-
-        Args:
-            truncated: which ended for lack of room; none where nothing is said.
-        """
-        cut = truncated or [False] * len(items)
+    def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
+        """Scores of given trajectories, in order."""
         share = -(-len(items) // len(self._actors))
 
         def ask(number: int, again: bool) -> Any:
-            parts = (part[number * share : (number + 1) * share] for part in (items, responses, cut))
+            parts = (part[number * share : (number + 1) * share] for part in (items, trajectories))
             return self._actors[number].score_now.remote(*parts)
 
         parts: list[Any] = self._ask_all("score_now", ask).wait()

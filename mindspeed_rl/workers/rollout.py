@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from torch import nn
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import Run
+from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
@@ -34,12 +36,15 @@ from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.loading import LoadsWeights
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
 from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.reports import add_bytes
-from mindspeed_rl.workers.responses import response_columns, response_metrics, sampling_seed, training_sampling
+from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RolloutReplica:
@@ -54,15 +59,21 @@ class RolloutReplica:
     """
 
     def __init__(
-        self, run: Run, plane: DataPlane | None, source: ModelSource, network: Network, eos_id: int, run_id: str
+        self,
+        run: Run,
+        plane: DataPlane | None,
+        source: ModelSource,
+        network: Network,
+        tokenizer: PreTrainedTokenizerBase,
+        run_id: str,
     ) -> None:
         """
         Args:
             plane: where `generate` finds its prompts; None where nobody calls it.
         """
         config = run.generate
-        self.run, self.plane = run, plane
-        sampling = training_sampling(config.sampling_config, source, eos_id)
+        self.run = run
+        sampling = training_sampling(config.sampling_config, source, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.engine = VllmEngine(
             source.hf_folder,
@@ -80,6 +91,14 @@ class RolloutReplica:
         group = _own_group(layout.replica_groups())
         self.host = InProcessEngine(self.engine, group, self.replica * layout.tensor)
         self._push: WeightPush | None = None
+        self._tokenizer = tokenizer
+        self.follow(run, plane)
+
+    def follow(self, run: Run, plane: DataPlane | None) -> None:
+        """Samples from now on are those of this run."""
+        self.run, self.plane = run, plane
+        self.agents = make_agents(run, self._tokenizer)
+        self.host.aside(self.agents.start)
 
     # ------------------------------------------------------------------ weights and memory
 
@@ -167,42 +186,41 @@ class RolloutReplica:
 
     async def _generate_all(self, draw: int) -> Metrics:
         metrics = Metrics()
-        for indexes, batch in self._batches():
-            metrics.merge(await self._generate_batch(draw, indexes, batch))
+        for found in self._dispatches(draw):
+            metrics.merge(await found)
         return metrics
 
-    def _batches(self) -> Iterator[tuple[list[int], Any]]:
-        """This replica's rows, a dispatch at a time."""
-        columns, rl = ["prompt_ids"], self.run.rl
-        assert self.plane is not None
+    def _dispatches(self, draw: int) -> Iterator[Awaitable[Metrics]]:
+        """The work on this replica's rows, a dispatch at a time; where they are known, all dispatches are worked on at once.
+
+        Otherwise whoever is first takes the next rows, so that nobody holds more of them than it works on.
+        """
+        columns = list(TASK_COLUMNS if self.agents.reads_rows else TASK_COLUMNS[:1])
         size = self.run.plan.dispatch_sizes["actor_rollout_dispatch_size"]
+        rl = self.run.rl
+        assert self.plane is not None
         if rl.guarantee_order:
             share = self.run.plan.num_samples // self.num_replicas
             first = self.replica * share
+            begun = []
             for start in range(first, first + share, size):
                 rows = list(range(start, min(start + size, first + share)))
-                yield rows, self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=self.run.deadlines.rows_s)[0]
+                batch = self.plane.get("actor_rollout", columns, indexes=rows, timeout_s=self.run.deadlines.rows_s)[0]
+                begun.append(asyncio.ensure_future(self._generate_batch(draw, rows, batch)))
+            yield from begun
             return
         while True:
             batch, rows = self.plane.get("actor_rollout", columns, size)
             if batch is None or rows is None:
                 return
-            yield rows, batch
+            yield self._generate_batch(draw, rows, batch)
 
-    async def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Any) -> Metrics:
-        group = self.run.plan.n_samples_per_prompt
-        seed = sampling_seed(self.run)
-        prompts = [ids.to(torch.int64) for ids in batch["prompt_ids"]]
-        sampling = self.engine.sampling
-        responses = await asyncio.gather(
-            *(
-                self.host.generate(tuple(ids.tolist()), sampling, sample_seed(seed, draw, row // group, row % group))
-                for row, ids in zip(indexes, prompts)
-            )
-        )
+    async def _generate_batch(self, draw: int, indexes: Sequence[int], batch: Batch) -> Metrics:
+        tasks = row_tasks(self.run, batch, indexes, draw, self.engine.sampling)
+        trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
         assert self.plane is not None
-        self.plane.put(response_columns(prompts, responses), indexes)
-        return response_metrics(prompts, responses)
+        self.plane.put(response_columns(trajectories), indexes)
+        return response_metrics(trajectories)
 
     def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
         """Every num_replicas-th response from this replica's number on, with up to `num_tokens` tokens more.
@@ -224,24 +242,22 @@ class RolloutReplica:
 
         return self.host.run(grown_all)
 
-    def answer(self, prompts: Sequence[list[int]], seed: int, *, greedy: bool) -> list[list[int]] | None:
-        """Responses to every num_replicas-th prompt, starting with this replica's number; None on ranks that hand none out.
+    def answer(self, items: Sequence[PromptItem], seed: int, *, greedy: bool) -> list[Trajectory] | None:
+        """Trajectories of every num_replicas-th prompt, from this replica's number on; None on ranks that hand none out.
 
         Args:
             greedy: temperature 0; otherwise the sampling of the training rollouts, with seeds of their own.
         """
-        sampling = self.engine.sampling
-        if greedy:
-            sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
-        mine = range(self.replica, len(prompts), self.num_replicas)
+        tasks = item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
 
-        async def responses() -> list[list[int]]:
-            found = await asyncio.gather(
-                *(self.host.generate(tuple(prompts[number]), sampling, sample_seed(seed, number, 0, 0)) for number in mine)
-            )
-            return [list(response.token_ids) for response in found]
+        async def answered() -> list[Trajectory]:
+            return list(await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks)))
 
-        return self.host.run(responses)
+        return self.host.run(answered)
+
+    def close(self) -> None:
+        """The tools hold nothing any more."""
+        self.host.aside(self.agents.close)
 
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -9,19 +9,28 @@ import torch
 from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.engine.batching import Rows
 
+#: what a row's tokens are read from: the tokens of its sequences, and p1, r1, p2, r2 ... of prompts and responses
+ROW_COLUMNS = ("input_ids", "sequence_lengths")
+
 
 def to_rows(batch: Batch, columns: Sequence[str] = ()) -> Rows:
     """The engine's rows from data-plane columns.
 
     Args:
-        batch: has input_ids and prompt_length.
+        batch: has ROW_COLUMNS.
         columns: of the batch that the loss reads.
     """
+    sequences = [_pairs(lengths.tolist()) for lengths in batch["sequence_lengths"]]
     return Rows(
         input_ids=[ids.to(torch.int64) for ids in batch["input_ids"]],
-        prompt_lengths=[int(length) for length in batch["prompt_length"]],
+        prompt_lengths=[parts[0][0] for parts in sequences],
         columns={name: list(batch[name]) for name in columns},
+        sequences=sequences if any(len(parts) > 1 for parts in sequences) else None,
     )
+
+
+def _pairs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(lengths[::2], lengths[1::2], strict=True))
 
 
 def whole_rows(sequences: Sequence[torch.Tensor]) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -15,13 +16,21 @@ from mindspeed_rl.workers.actor_worker import ActorWorker
 from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.reports import WorkerReport
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class TrainerWorker(ActorWorker):
     """Actor and the roles that share its device; no rollout engine."""
 
-    def _open_rollout(self, plane: DataPlane, source: ModelSource, network: Network, eos_id: int, run_id: str) -> None:
+    def _open_rollout(
+        self, plane: DataPlane, source: ModelSource, network: Network, tokenizer: PreTrainedTokenizerBase, run_id: str
+    ) -> None:
         self._group: SpanningGroup | None = None
         self._push: WeightPush | None = None
+
+    def _close_rollout(self) -> None:
+        pass
 
     def join_servers(self, meeting: Meeting) -> None:
         """This rank is a member of a new group with the servers' workers; the group before is left."""

@@ -42,6 +42,8 @@ _REWARD_KEYS = (
     "repetition_",
     "soft_",
     "overlong_b",
+    "trajectory_reward",
+    "multi_turn",
 )
 
 

@@ -40,6 +40,7 @@ class HandlerSettings:
     enable_thinking: Thinking = "none"
     reasoning_effort: str | None = None
     system_prompt: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     append_eod: bool = False
     pad_to_multiple_of: int = 1
     neat_pack: bool = False

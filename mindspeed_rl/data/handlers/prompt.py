@@ -84,6 +84,9 @@ class PromptHandler(Handler):
         conversation = self.conversation(row)
         if not conversation.system and self.settings.system_prompt:
             conversation = replace(conversation, system=self.settings.system_prompt)
+        template = self.settings.template
+        if self.settings.tools and not conversation.tools and template is not None and template.writes_tools:
+            conversation = replace(conversation, tools=tuple(map(dict, self.settings.tools)))
         if not conversation.messages[-1].content.strip():
             raise DroppedRow(EMPTY_PROMPT)
         values = self.extra_values(row)

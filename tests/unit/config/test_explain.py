@@ -158,8 +158,10 @@ def test_a_run_without_devices_or_batch_is_still_explained(capsys: pytest.Captur
 def test_the_text_form_shows_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config-name", "dapo_qwen25_7b_A2_multi_turn"]) == 0
     text = capsys.readouterr().out
-    for part in ("Batch", "Devices: 8", "Parallel groups", "Objective", "Keys that differ", "have no effect", "Not available"):
+    for part in ("Batch", "Devices: 8", "Parallel groups", "Objective", "Keys that differ", "have no effect", "Samples"):
         assert part in text
+    assert "tool_agent, tools of ./configs/tools/retool_config.yaml called as hermes writes it, 1 calls at most" in text
+    assert "2048 tokens behind the prompt together" in text
     assert "clip(r, 0.8, 1.28)" in text
     assert main(["--config-name", "grpo_qwen25_7b_A3", "rl_config.mini_batch_size=5"]) == 2
     assert "INVALID" in capsys.readouterr().out

@@ -25,6 +25,7 @@ DERIVING = (
     "rollout_layout.py",
     "deadlines.py",
     "resolve.py",
+    "turns.py",
 )
 #: objects of other layers that have attributes of the same names
 OTHERS = {"args", "arguments", "options", "network", "scaling", "destination", "sample"}

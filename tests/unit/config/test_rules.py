@@ -112,7 +112,38 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "tool_response_length",
         ["max_total_response_length (100)", "max_tokens (2048)"],
     ),
-    ({R: {"multi_turn_enable": True, "max_total_response_length": 2048}}, "tools_need_async", ["async_engine"]),
+    (
+        {R: {"multi_turn_enable": True, "max_total_response_length": 2048, "agent_loop": "tool_agent"}},
+        "agent_loop_needs",
+        ["tool_agent", "tool_config_path"],
+    ),
+    (
+        {
+            R: {
+                "multi_turn_enable": True,
+                "max_total_response_length": 2048,
+                "environment": "worlds:Chess",
+                "partial_rollout_max_split": 2,
+                "guarantee_order": False,
+            }
+        },
+        "partial_rollout_turns",
+        ["partial_rollout_max_split (2)", "put aside"],
+    ),
+    (
+        {
+            R: {
+                "multi_turn_enable": True,
+                "max_total_response_length": 2048,
+                "environment": "worlds:Chess",
+                "use_dynamic_bsz": True,
+                "max_packing_token_size": 8192,
+                "use_remove_padding": False,
+            }
+        },
+        "turns_are_packed",
+        ["use_dynamic_bsz", "use_remove_padding"],
+    ),
     ({R: {"mini_batch_size": 12}}, "whole_mini_batches", ["global_batch_size (32)", "mini_batch_size (12)"]),
     ({R: {"mini_batch_size": 1}}, "mini_batch_in_micro_batches", ["1 x 8 = 8", "4 x 4 = 16"]),
     ({R: {"reward_dispatch_size": 48}}, "dispatch_divides", ["reward_dispatch_size (48)", "256 rows"]),
@@ -390,9 +421,8 @@ def test_a_supervised_batch_must_fill_whole_micro_batches() -> None:
 
 
 def test_what_this_version_lacks_is_named() -> None:
-    changes = {"multi_turn_enable": True, "async_engine": True, "max_total_response_length": 2048}
-    (sentence,) = unavailable(prompt_level(rl_config=changes))
-    assert sentence.startswith("rl_config.multi_turn_enable")
+    (sentence,) = unavailable(prompt_level(rl_config={"is_multimodal": True}))
+    assert sentence.startswith("rl_config.is_multimodal")
     assert unavailable(prompt_level()) == []
 
 

@@ -18,7 +18,6 @@ RUN_FILES = DATA / "run_files"
 README = Path(__file__).parents[3] / "README.md"
 #: key that a refusal names -> words of the README's list of what is not there
 NOT_THERE = {
-    "rl_config.multi_turn_enable": "no tools during the rollout",
     "rl_config.is_multimodal": "no images",
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches
+from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches, split_rows
 
 CPU = torch.device("cpu")
 
@@ -75,8 +75,63 @@ def test_columns_lie_under_their_tokens_and_the_mask_marks_real_ones(packed: boo
         length = rows.response_lengths[index]
         assert micro_batch.columns["weights"][row, :length].tolist() == rows.columns["weights"][index].tolist()
         assert not micro_batch.columns["weights"][row, length:].any()
-        assert micro_batch.response_mask[row].tolist() == [t < length for t in range(micro_batch.width)]
+        assert micro_batch.predicted_mask[row].tolist() == [t < length for t in range(micro_batch.width)]
     assert micro_batch.columns["score"].tolist() == [3.0, 1.0]
+
+
+def rows_of_sequences(seed: int) -> Rows:
+    """Rows of one to three sequences."""
+    source = random.Random(seed)
+    sequences = [
+        [(source.randint(1, 5), source.choice([0, 1, source.randint(1, 9)])) for _ in range(source.randint(1, 3))]
+        for _ in range(6)
+    ]
+    lengths = [sum(sum(part) for part in parts) for parts in sequences]
+    ids = [torch.tensor([source.randint(1, 999) for _ in range(length)]) for length in lengths]
+    weights = [torch.arange(1.0, sum(r for _, r in parts) + 1) + 100 * i for i, parts in enumerate(sequences)]
+    return Rows(ids, [parts[0][0] for parts in sequences], {"weights": weights}, sequences=sequences)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_each_sequence_of_a_row_lies_on_its_own_and_predicts_into_the_rows_columns(packed: bool, seed: int) -> None:
+    rows = rows_of_sequences(seed)
+    indexes = [4, 0, 5, 2]
+    assert rows.sequences is not None
+    expected, width = [], max(1, *(sum(r for _, r in rows.sequences[index]) for index in indexes))
+    for row, index in enumerate(indexes):
+        start = place = 0
+        for prompt, response in rows.sequences[index]:
+            ids = rows.input_ids[index][start : start + prompt + response].tolist()
+            for t in range(response):
+                # (slot, token that is looked at, its position in the sequence, token to be predicted)
+                expected.append((row * width + place, ids[prompt + t - 1], prompt + t - 1, ids[prompt + t]))
+                place += 1
+            start += prompt + response
+    for ranks in shapes(packed):
+        found: list[tuple[int, int, int, int]] = []
+        for shape in ranks:
+            micro_batch = build_micro_batch(rows, indexes, shape, CPU)
+            assert (micro_batch.rows, micro_batch.width) == (4, width)
+            assert micro_batch.num_tokens == sum(rows.lengths[index] for index in indexes)
+            found += predictions(micro_batch)
+            for row, index in enumerate(indexes):
+                length = rows.response_lengths[index]
+                assert micro_batch.columns["weights"][row, :length].tolist() == rows.columns["weights"][index].tolist()
+        assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_all_sequences_of_a_row_are_in_one_micro_batch(packed: bool) -> None:
+    rows = rows_of_sequences(3)
+    shape = BatchShape(packed)
+    for limits in ({"micro_batch_size": 2, "token_budget": None}, {"micro_batch_size": 1, "token_budget": 60}):
+        parts = split_rows(rows, shape, **limits)
+        assert sorted(row for part in parts for row in part) == list(range(6))
+        for part in parts:
+            tokens = [length for row in part for length in rows.sequence_lengths[row]]
+            used = sum(tokens) if packed else len(tokens) * max(tokens)
+            assert len(part) <= 2 if limits["token_budget"] is None else used <= 60
 
 
 def test_every_size_is_the_multiple_that_the_layout_needs() -> None:

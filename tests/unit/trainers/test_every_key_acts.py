@@ -89,6 +89,7 @@ ELSEWHERE: dict[str, str] = {
     "vllm_server_port infer_pipeline_parallel_size num_npus "
     "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
     "config/spellings.py": "reward_weights report_to beta max_completion_length async_generate",
+    "config/turns.py": "multi_turn_enable agent_loop environment multi_turn_scheduler max_total_response_length",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage",
@@ -132,6 +133,9 @@ ELSEWHERE: dict[str, str] = {
     "ref_model_mixup_alpha log_probs_diff_limit critic_warmup shuffle_mini_batch",
     "trainers/supervised.py": "skip_train",
     "trainers/supervised_parts.py": "log_interval",
+    "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
+    "max_tool_response_length tool_response_truncate_side",
+    "workers/reward.py": "trajectory_reward trajectory_reward_weight",
     "workers/cluster.py": "runtime_env_path",
     "workers/groups.py": "num_cpus_for_placement_group",
     "workers/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
@@ -150,7 +154,7 @@ ELSEWHERE: dict[str, str] = {
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
-REFUSED = "ai_framework ckpt_format multi_turn_enable is_multimodal eplb_token_collects"
+REFUSED = "ai_framework ckpt_format is_multimodal eplb_token_collects"
 
 
 @cache

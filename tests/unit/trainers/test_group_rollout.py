@@ -15,6 +15,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.trainers.admission import Admission, admission_of
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import NoModelRewards
@@ -69,7 +70,8 @@ class Source:
 
     def _group(self, number: int) -> PromptGroup:
         scores = [1.0, 1.0 if number % 3 == 0 else 0.0]
-        samples: list[Generated | None] = [Generated((5, 6 + place), (-0.5, -1.0), (0, 0), "stop") for place in range(GROUP)]
+        drawn = [Generated((5, 6 + place), (-0.5, -1.0), (0, 0), "stop") for place in range(GROUP)]
+        samples: list[Trajectory | None] = [Trajectory.single(prompt(number)["prompt_ids"], one) for one in drawn]
         results = [RewardResult(score, {"exact_match": score}) for score in scores]
         return PromptGroup(number, prompt(number), self._version, samples, results)
 
@@ -110,7 +112,7 @@ def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
 
 
 def rows(plane: Plane, count: int) -> Mapping[str, Any]:
-    columns = ["prompt_ids", "rewards", "weight_versions", "response_length", "input_ids"]
+    columns = ["prompt_ids", "rewards", "weight_versions", "sequence_lengths", "input_ids"]
     return plane.get("metrics", columns, indexes=range(count), timeout_s=1)[0]
 
 

@@ -13,6 +13,7 @@ from fake_engine import log_prob, token
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.partial import PartialSource
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups
@@ -79,11 +80,11 @@ def test_a_long_response_goes_on_in_later_rollouts_while_others_train() -> None:
     taken = [number for batch in numbers for number in batch]
     assert len(set(taken)) == len(taken) == 12 * BATCH
     first = next(group for batch in batches for group in batch if group.number == 0)
-    assert first.responses[0].versions == (0,) * 4 + (1,) * 4 + (2,) * 4
-    assert first.responses[0].finish == "length"
+    assert first.trajectories[0].versions == [0] * 4 + [1] * 4 + [2] * 4
+    assert first.trajectories[0].finish == "length"
     for batch in batches:
         for group in batch:
-            for sample, response in enumerate(group.responses):
+            for sample, response in enumerate(group.trajectories):
                 seed = group.number * 100 + sample
                 expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
                 assert list(response.token_ids) == expected
@@ -94,7 +95,7 @@ def test_a_long_response_goes_on_in_later_rollouts_while_others_train() -> None:
 def test_no_token_is_older_than_the_rollouts_that_a_response_may_take() -> None:
     engines = Engines()
     for iteration, batch in enumerate(train(source(engines), engines, range(40))):
-        oldest = min(min(response.versions) for group in batch for response in group.responses)
+        oldest = min(min(response.versions) for group in batch for response in group.trajectories)
         assert iteration - oldest <= SPLIT
 
 
@@ -125,11 +126,14 @@ def test_rejected_prompts_make_room_for_further_ones_in_the_same_iteration() -> 
 
 
 def test_tokens_carry_their_versions_into_the_data_plane() -> None:
-    group = PromptGroup(7, prompt(7), 1, [Generated((5, 6, 9), (-0.5, -1.0, 0.0), (1, 1, 2), "stop")])
+    response = Generated((5, 6, 9), (-0.5, -1.0, 0.0), (1, 1, 2), "stop")
+    group = PromptGroup(7, prompt(7), 1, [Trajectory.single(prompt(7)["prompt_ids"], response)])
     columns = response_rows([group])
     assert columns["weight_versions"][0].tolist() == [1, 1, 2]
     assert columns["input_ids"][0].tolist() == [7, 5, 6, 9]
-    assert (columns["response_length"], columns["prompt_length"], columns["truncated"]) == ([3], [1], [False])
+    assert columns["sequence_lengths"][0].tolist() == [1, 3]
+    assert columns["response_mask"][0].tolist() == [True] * 3
+    assert columns["truncated"] == [False]
     assert "rewards" not in columns
 
 
@@ -153,6 +157,13 @@ def test_staleness_is_measured_token_by_token() -> None:
     assert results["rollout/staleness_mean"] == pytest.approx(6 / 10)
     assert results["rollout/mixed_fraction"] == 0.5
     assert staleness_metrics([torch.tensor([], dtype=torch.int64)], 5).results() == {}
+
+
+def test_what_nobody_drew_has_no_age() -> None:
+    rows = [torch.tensor([5, -1, -1, 4]), torch.tensor([-1, 5])]
+    check_versions(rows, 5, 1, iteration=5)
+    drawn = [torch.tensor([5, 4]), torch.tensor([5])]
+    assert staleness_metrics(rows, 5).results() == staleness_metrics(drawn, 5).results()
 
 
 @pytest.mark.parametrize(("limit", "young"), [(None, [1, 1, 1]), (2, [1, 1, 1]), (1.5, [0, 1, 1]), (0, [0, 0, 1])])

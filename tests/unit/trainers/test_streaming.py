@@ -15,6 +15,8 @@ from fake_engine import FakeEngine, JumpingClock, log_prob, token
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.agents.single_turn import SingleTurn
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups, write_record
@@ -28,7 +30,7 @@ def prompt(number: int) -> PromptItem:
 
 
 async def score(group: PromptGroup) -> list[RewardResult]:
-    return [RewardResult(float(sum(response.token_ids)), {"sum": 1.0}) for response in group.responses]
+    return [RewardResult(float(sum(response.token_ids)), {"sum": 1.0}) for response in group.trajectories]
 
 
 def long_tail(seed: int) -> int:
@@ -71,6 +73,7 @@ class Driver:
         self.engine = FakeEngine(self.length)
         self.source = StreamingSource(
             self.engine,
+            Agents(SingleTurn()),
             self.clock,
             Requests(prompt, lambda number, sample: number * 100 + sample, Sampling(1.0, 64, ()), GROUP),
             self.admission,
@@ -105,7 +108,7 @@ class Driver:
             self.admission.version(iteration) - min(response.versions)
             for iteration, groups in self.batches
             for group in groups
-            for response in group.responses
+            for response in group.trajectories
         ]
 
     def numbers(self) -> list[list[int]]:
@@ -115,7 +118,7 @@ class Driver:
 def drawn(group: PromptGroup, sample: int) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of a sample, computed from its versions."""
     seed = group.number * 100 + sample
-    tokens = [token(seed, place, version) for place, version in enumerate(group.responses[sample].versions)]
+    tokens = [token(seed, place, version) for place, version in enumerate(group.trajectories[sample].versions)]
     return tokens, [log_prob(one) for one in tokens]
 
 
@@ -134,7 +137,7 @@ def test_no_token_trains_that_is_older_than_the_bound(strategy: Any, interrupts:
         assert started - set(taken) == {group.number for group in driver.source.snapshot()[0]}
     for _, groups in driver.batches:
         for group in groups:
-            for sample, response in enumerate(group.responses):
+            for sample, response in enumerate(group.trajectories):
                 assert (list(response.token_ids), list(response.log_probs)) == drawn(group, sample)
                 assert len(response.token_ids) == long_tail(group.number * 100 + sample)
                 assert list(response.versions) == sorted(response.versions)
@@ -144,7 +147,7 @@ def test_no_token_trains_that_is_older_than_the_bound(strategy: Any, interrupts:
 def test_without_a_threshold_every_iteration_trains_on_its_own_rollout(strategy: Any) -> None:
     driver = Driver(Admission(strategy, 0, BATCH)).train(range(6))
     assert driver.numbers() == [list(range(i * BATCH, (i + 1) * BATCH)) for i in range(6)]
-    assert [{v for group in groups for r in group.responses for v in r.versions} for _, groups in driver.batches] == [
+    assert [{v for group in groups for r in group.trajectories for v in r.versions} for _, groups in driver.batches] == [
         {version} for version in range(6)
     ]
 
@@ -152,7 +155,7 @@ def test_without_a_threshold_every_iteration_trains_on_its_own_rollout(strategy:
 def test_one_step_off_trains_on_the_rollout_of_the_weights_before() -> None:
     driver = Driver(Admission("wait", 1, BATCH), interrupts=False).train(range(6))
     assert driver.numbers() == [list(range(i * BATCH, (i + 1) * BATCH)) for i in range(6)]
-    versions = [{v for group in groups for r in group.responses for v in r.versions} for _, groups in driver.batches]
+    versions = [{v for group in groups for r in group.trajectories for v in r.versions} for _, groups in driver.batches]
     assert versions == [{0}, {0}, {1}, {2}, {3}, {4}]
     assert set(driver.engine.calls) == {"wait"}
 
@@ -170,7 +173,7 @@ def test_new_weights_interrupt_a_response_which_goes_on_with_them() -> None:
     driver = Driver(Admission("pace", 3, BATCH), length=lambda seed: 20 if seed < 100 else 5).train(range(5))
     long = next(group for _, groups in driver.batches for group in groups if group.number == 0)
     # three batches are ready after 5 s without prompt 0; an iteration takes 7 s
-    assert long.responses[0].versions == (0,) * 12 + (1,) * 7 + (2,)
+    assert long.trajectories[0].versions == [0] * 12 + [1] * 7 + [2]
     assert driver.numbers()[0] == [1, 2, 3]
 
 
@@ -214,7 +217,7 @@ def test_a_resumed_run_has_all_that_was_in_flight(tmp_path: Path, interrupts: bo
     finished = {group.number: group for group in groups if group.is_complete}
     for _, batch in second.batches:
         for group in batch:
-            assert group.number not in finished or group.responses == finished[group.number].responses
+            assert group.number not in finished or group.trajectories == finished[group.number].trajectories
 
 
 def test_one_step_off_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""vLLM's tool parsers, 0.18 to 0.32, behind one function.
+
+What moved between releases is looked for: the parsers' package, the module of the request, whether a parser takes the tools and
+whether it reads tokens. A parser holds the state of one response, so each turn gets a fresh one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl import registry
+from mindspeed_rl.adaptors.vllm_async import first_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PACKAGES = ("vllm.tool_parsers", "vllm.entrypoints.openai.tool_parsers")
+_REQUESTS = ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.entrypoints.openai.protocol")
+
+Extracted = tuple[str, list[tuple[str, str, str]]]
+"""The text beside the calls, and of each call its name, its arguments as JSON text and its id."""
+
+
+def tool_extractor(
+    name: str, schemas: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> Callable[[str, Sequence[int]], Extracted]:
+    """A function from a turn, as text and as tokens, to its calls; it raises whatever the parser raises.
+
+    Raises:
+        ValueError: vLLM has no parser of that name, or it does not work with the tokenizer.
+    """
+    manager = first_of(_PACKAGES, "ToolParserManager")
+    request_of = first_of(_REQUESTS, "ChatCompletionRequest")
+    known = _names(manager)
+    if name not in known:
+        hint = registry.did_you_mean(name, known)
+        raise ValueError(f"vLLM has no tool parser {name!r}{hint or '.'} It has {', '.join(known)}")
+    # a parser writes a stack trace for every call that it cannot read; the caller tells the model instead
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    kind = manager.get_tool_parser(name)
+    request = request_of(model="", messages=[{"role": "user", "content": ""}], tools=list(schemas) or None)
+    words = {"tools": request.tools} if "tools" in inspect.signature(kind.__init__).parameters else {}
+    takes_tokens = "token_ids" in inspect.signature(kind.extract_tool_calls).parameters
+    try:
+        kind(tokenizer, **words)
+    except Exception as error:  # RuntimeError, ValueError and others, where a mark is not in the vocabulary
+        raise ValueError(f"vLLM's tool parser {name!r} does not work with this tokenizer: {error}") from error
+
+    def extract(text: str, token_ids: Sequence[int]) -> Extracted:
+        more = {"token_ids": list(token_ids)} if takes_tokens else {}
+        found = kind(tokenizer, **words).extract_tool_calls(text, request, **more)
+        calls = [(call.function.name, call.function.arguments, call.id) for call in found.tool_calls]
+        return found.content or "", calls
+
+    return extract
+
+
+def _names(manager: Any) -> list[str]:
+    """The names of its parsers; before lazy registration there was one table."""
+    if hasattr(manager, "list_registered"):
+        return list(manager.list_registered())
+    return sorted(manager.tool_parsers)

@@ -1,0 +1,226 @@
+"""A conversation with the model that is held in tokens: what it drew stays as it drew it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.data.turns import ChatMessage, ChatTurns
+from mindspeed_rl.rollout.engine import Generated, RolloutEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.seeds import turn_seed
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one trajectory.
+
+    Attributes:
+        max_tokens: behind the prompt, over all turns: drawn, told, and what the template writes again.
+        max_prompt_tokens: of the prompt.
+        max_context_tokens: that the engine can read, the answer included.
+        max_turns: of the model; None: as many as fit.
+    """
+
+    max_tokens: int
+    max_prompt_tokens: int
+    max_context_tokens: int
+    max_turns: int | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the model.
+
+    Attributes:
+        text: decoded with special tokens, without the one that ended it.
+        token_ids: with that one.
+        ended: by an end token; otherwise for lack of room, and no other turn follows.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    ended: bool
+
+
+class Dialogue:
+    """One trajectory on its way.
+
+    Attributes:
+        messages: what was said since the prompt, in OpenAI's form.
+        metrics: figures that the trajectory is to have.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        engine: RolloutEngine,
+        turns: ChatTurns,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Limits,
+    ) -> None:
+        self._prompt_ids, self._sampling, self._seed, self._engine = tuple(prompt_ids), sampling, seed, engine
+        self._turns, self._tokenizer, self._limits = turns, tokenizer, limits
+        self._done: list[TokenSequence] = []  # sequences that are over
+        self._begins = self._prompt_ids
+        self._segments: list[Segment] = []  # of the sequence that goes on
+        self._used = 0
+        self._rewards: list[float | None] = []  # of each turn
+        self._has_thought = False
+        self._truncated = False
+        self.messages: list[dict[str, Any]] = []
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the model so far."""
+        return len(self._rewards)
+
+    def may_go_on(self, turn: Turn) -> bool:
+        """Another turn of the model may follow this one."""
+        most = self._limits.max_turns
+        return turn.ended and (most is None or self.num_turns < most)
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """The conversation begins with another prompt than the task's; before the first turn.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        assert not self._rewards
+        most = self._limits.max_prompt_tokens
+        if len(prompt_ids) > most:
+            raise ValueError(f"the first messages are {len(prompt_ids)} tokens, and rl_config.max_prompt_length is {most}")
+        self._prompt_ids = self._begins = tuple(prompt_ids)
+
+    async def reply(self) -> Turn:
+        """The model's next turn.
+
+        Raises:
+            ValueError: the engine cannot answer: the prompt is too long.
+        """
+        context = self._context(self._segments)
+        limits = self._limits
+        room = min(self._sampling.max_tokens, limits.max_tokens - self._used, limits.max_context_tokens - len(context))
+        sampling = replace(self._sampling, max_tokens=max(1, room))
+        found = await _whole(self._engine, context, sampling, turn_seed(self._seed, self.num_turns))
+        self._segments.append(Segment.drawn(found))
+        self._used += len(found.token_ids)
+        self._rewards.append(None)
+        ended = found.finish == "stop"
+        self._truncated = not ended
+        spoken = found.token_ids[:-1] if ended else found.token_ids
+        text = self._tokenizer.decode(list(spoken), clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        self._has_thought |= "</think>" in text
+        if self.messages and self.messages[-1]["role"] == "assistant":  # it was reopened
+            text = self.messages.pop()["content"] + text
+        self.messages.append({"role": "assistant", "content": text})
+        return Turn(text, found.token_ids, ended)
+
+    def tell(self, messages: Sequence[ChatMessage]) -> bool:
+        """The model has been told these messages, and is to answer; False where there is no room for an answer.
+
+        Where the chat template writes earlier turns otherwise now, a new sequence begins with what it writes.
+
+        Raises:
+            BadRow: the template cannot write them.
+        """
+        last = self._segments[-1].token_ids[-1]
+        num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
+        between = self._turns.between(messages, last, num_before=num_before, has_thought=self._has_thought)
+        told = [dict(message) for message in messages]
+        if between is None:
+            return self._write_anew([*self.messages, *told])
+        if not self._has_room(len(between), len(self._context(self._segments)) + len(between)):
+            return False
+        self.messages += told
+        self._used += len(between)
+        self._segments.append(Segment.told(between))
+        return True
+
+    def replace(self, messages: Sequence[ChatMessage]) -> bool:
+        """The conversation since the prompt has become this one, and the model is to answer; False where it has no room.
+
+        What only adds to what was said is told; anything else begins a new sequence.
+        """
+        said = len(self.messages)
+        if [dict(message) for message in messages[:said]] == self.messages and len(messages) > said:
+            return self.tell(messages[said:])
+        return self._write_anew([dict(message) for message in messages])
+
+    def reopen(self, content: str) -> bool:
+        """The model's last turn is this text, and goes on behind it; False where there is no room.
+
+        It was drawn otherwise, or at least not without its end token: a new sequence begins.
+        """
+        begins = (*self._context(self._segments[:-1]), *self._tokenizer.encode(content, add_special_tokens=False))
+        said = [*self.messages[:-1], {"role": "assistant", "content": content}]
+        return self._begin_sequence(begins, said, has_thought=self._has_thought)
+
+    def _write_anew(self, messages: list[dict[str, Any]]) -> bool:
+        # what the template dropped is gone, and what it kept it keeps
+        return self._begin_sequence(self._turns.rewritten(self._prompt_ids, messages), messages, has_thought=False)
+
+    def _begin_sequence(self, begins: tuple[int, ...], messages: list[dict[str, Any]], *, has_thought: bool) -> bool:
+        if not self._has_room(len(begins), len(begins)):
+            return False
+        self._done.append(TokenSequence(self._begins, tuple(self._segments)))
+        self._begins, self._segments, self.messages = begins, [], messages
+        self._used += len(begins)
+        self._has_thought = has_thought
+        return True
+
+    def _context(self, segments: Sequence[Segment]) -> tuple[int, ...]:
+        """What the model reads up to the end of these segments of the sequence that goes on."""
+        return (*self._begins, *(token for segment in segments for token in segment.token_ids))
+
+    def _has_room(self, num_tokens: int, context: int) -> bool:
+        """At least one token may be drawn behind so many new ones, which make the context so long."""
+        fits = self._used + num_tokens < self._limits.max_tokens and context < self._limits.max_context_tokens
+        self._truncated |= not fits
+        return fits
+
+    def reward(self, value: float | None) -> None:
+        """The model's last turn got this, besides what it has got."""
+        if value is not None:
+            self._rewards[-1] = (self._rewards[-1] or 0.0) + float(value)
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Adds to a figure of the trajectory."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def end(self, *, final_reward: float | None = None, failure: str = "") -> Trajectory:
+        """The trajectory."""
+        segments = list(self._segments)
+        if segments and not segments[-1].sampled:
+            segments.pop()  # what nobody answered
+        last = [TokenSequence(self._begins, tuple(segments))] if segments or not self._done else []
+        return Trajectory(
+            sequences=(*self._done, *last),
+            finish="length" if self._truncated else "stop",
+            turn_rewards=tuple(self._rewards),
+            final_reward=final_reward,
+            metrics={"turns": float(self.num_turns), **self.metrics},
+            failure=failure,
+        )
+
+
+async def _whole(engine: RolloutEngine, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:
+    """A response that has ended: new weights may interrupt it, and it goes on with them."""
+    found: Generated | None = None
+    while found is None or found.finish == "aborted":
+        found = await engine.generate(prompt_ids, sampling, seed, found)
+    return found
+
+
+def row_of(columns: Mapping[str, Any], label: str | None) -> dict[str, Any]:
+    """The data set's row as plug-ins see it; its answer is both `label` and, where there is no such column, `solution`."""
+    return {"label": label, "solution": label, **columns}

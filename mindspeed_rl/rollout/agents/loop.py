@@ -1,0 +1,82 @@
+"""What an agent loop is, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.rollout.agents.dialogue import Dialogue, Limits
+from mindspeed_rl.rollout.engine import Generated, RolloutEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.tools.interface import ToolBox, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Task:
+    """A sample that is wanted.
+
+    Attributes:
+        prompt_ids: of the data set's row, as the chat template wrote them.
+        sampling: of each turn; max_tokens counts the tokens of one turn.
+        seed: of the sample; each turn has its own, made of it.
+        label, columns: the reference answer and the other columns of the row.
+        begun: what there is of a response that was interrupted. Only a loop of one turn takes it up: tools and environments
+            cannot be put back to where they were, so that a longer trajectory begins anew, with the same seeds.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    label: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    begun: Generated | None = None
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What all trajectories of a run have in common.
+
+    Attributes:
+        turns: the chat template's part.
+        limits: of a trajectory.
+        tool_box: None without tools; its parser is there once it was started.
+        multi_turn_scheduler, environment: "module:Class", of the loops of these names.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    turns: ChatTurns
+    limits: Limits
+    tool_box: ToolBox | None = None
+    multi_turn_scheduler: str | None = None
+    environment: str | None = None
+
+
+class AgentLoop(ABC):
+    """Makes trajectories; one object a run and process, `run` once a trajectory, many at a time in one event loop."""
+
+    def __init__(self, settings: LoopSettings) -> None:
+        """
+        Raises:
+            ValueError: a setting that this loop needs is missing or wrong.
+        """
+        self.settings = settings
+
+    @abstractmethod
+    async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
+        """One trajectory.
+
+        Args:
+            tools: those of this trajectory, which the caller closes in any case; None in a run without.
+        """
+
+    def dialogue(self, task: Task, engine: RolloutEngine) -> Dialogue:
+        """A conversation in tokens that begins with the task's prompt."""
+        settings = self.settings
+        return Dialogue(task.prompt_ids, task.sampling, task.seed, engine, settings.turns, settings.tokenizer, settings.limits)

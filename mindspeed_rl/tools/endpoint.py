@@ -1,0 +1,267 @@
+"""An OpenAI-compatible endpoint of a rollout: whoever talks to it draws from the engine, and what is drawn is recorded.
+
+A program that runs its own loop (an environment of another library, an agent with its own harness) is given an address that
+belongs to one trajectory. Every chat completion it asks for becomes a turn of that trajectory: the session behind the address
+holds the conversation in tokens, tells the model the new messages only, and keeps what it drew with log-probs and weight
+versions. Sampling is the run's, whatever the client asks for: what trains must come from the distribution that is trained.
+
+The server listens on loopback. An address holds a secret of its trajectory and is gone with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn
+
+_LOG = logging.getLogger(__name__)
+_MOST_BYTES = 64 << 20
+_START_LIMIT_S, _STOP_LIMIT_S = 30.0, 10.0
+_COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/models"
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class NoRoom(Exception):
+    """The trajectory cannot have another turn: tokens, context or turns are used up."""
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """A turn that was drawn.
+
+    Attributes:
+        turn: as the parser took it apart.
+        ended: by its end token; otherwise for lack of room.
+        prompt_ids, token_ids, log_probs: what the model read and drew, for clients that record too.
+    """
+
+    turn: ParsedTurn
+    ended: bool
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+
+
+class ChatSession(Protocol):
+    """A trajectory that is talked to."""
+
+    async def answer(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], max_tokens: int | None
+    ) -> ChatReply:
+        """The model's next turn.
+
+        Args:
+            messages: the whole conversation as the client has it, in OpenAI's form. What goes beyond the turns recorded so far
+                is new; a client that has changed earlier ones begins another sequence.
+            tools: that the client offers; they are part of the prompt.
+            max_tokens: of this turn at most; None for the run's limit.
+
+        Raises:
+            NoRoom: there can be no further turn.
+            ValueError: the messages cannot be written by the chat template.
+        """
+        ...
+
+
+class RecordingEndpoint:
+    """The server and its sessions; one event loop, that of the engine's clients.
+
+    Args:
+        model: under which name clients ask.
+    """
+
+    def __init__(self, model: str = "policy") -> None:
+        self.model = model
+        self._sessions: dict[str, tuple[ChatSession, asyncio.Lock]] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._address = ""
+
+    async def start(self) -> None:
+        """Listens on a free port of loopback.
+
+        Raises:
+            RuntimeError: the server does not start.
+        """
+        import uvicorn  # comes with vLLM; only runs with such programs need it
+
+        class Server(uvicorn.Server):
+            """Leaves signals to the run."""
+
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = uvicorn.Config(self, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+        self._server = Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        deadline = time.monotonic() + _START_LIMIT_S
+        while not self._server.started:
+            if self._serving.done() or time.monotonic() > deadline:
+                await self.close()
+                raise RuntimeError(f"the endpoint of agents at {self._address} does not start")
+            await asyncio.sleep(0.01)
+
+    def open(self, session: ChatSession) -> str:
+        """The base address of a trajectory, as OpenAI's clients want it; valid until `forget`."""
+        key = secrets.token_urlsafe(24)
+        self._sessions[key] = (session, asyncio.Lock())
+        return f"{self._address}/{key}/v1"
+
+    def forget(self, base_url: str) -> None:
+        """Nobody draws from the trajectory any more."""
+        self._sessions.pop(base_url.removesuffix("/v1").rpartition("/")[2], None)
+
+    async def close(self) -> None:
+        """Listens no more; may be called twice."""
+        self._sessions.clear()
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait([serving], timeout=_STOP_LIMIT_S)
+        if not done:
+            serving.cancel()
+            await asyncio.wait([serving], timeout=_STOP_LIMIT_S)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, as ASGI has it."""
+        if scope["type"] != "http":
+            return
+        _, key, path = (scope["path"].split("/", 2) + ["", ""])[:3]
+        if key not in self._sessions:
+            await _refuse(send, 404, "this trajectory has ended, or never was")
+        elif f"/{path}" == _MODELS:
+            await _send(send, 200, {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "run"}]})
+        elif f"/{path}" != _COMPLETIONS or scope["method"] != "POST":
+            await _refuse(send, 404, f"there are {_COMPLETIONS} and {_MODELS} here, not {path}")
+        else:
+            await self._complete(self._sessions[key], receive, send)
+
+    async def _complete(self, opened: tuple[ChatSession, asyncio.Lock], receive: Receive, send: Send) -> None:
+        session, turn = opened
+        try:
+            wanted = _read(await _body(receive))
+            async with turn:  # a conversation has one speaker at a time
+                reply = await session.answer(*wanted)
+        except NoRoom as error:
+            await _refuse(send, 400, f"maximum context length reached: {error}", "context_length_exceeded")
+        except ValueError as error:
+            await _refuse(send, 400, str(error))
+        except Exception as error:  # the engine's troubles; the client may give up or try again
+            _LOG.exception("a chat completion failed")
+            await _refuse(send, 500, f"{type(error).__name__}: {error}")
+        else:
+            await _send(send, 200, self._completion(reply))
+
+    def _completion(self, reply: ChatReply) -> dict[str, Any]:
+        turn = reply.turn
+        message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+        if turn.reasoning is not None:
+            message["reasoning_content"] = turn.reasoning
+        calls = [call for call in turn.calls if not isinstance(call, BrokenCall)]
+        broken = "".join(call.text for call in turn.calls if isinstance(call, BrokenCall))
+        message["content"] += broken  # the client sees what the model wrote, and says what is wrong with it
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call in calls
+            ]
+        finish = "length" if not reply.ended else "tool_calls" if calls else "stop"
+        logprobs = [
+            {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+            for token, value in zip(reply.token_ids, reply.log_probs)
+        ]
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": {"content": logprobs}}
+        counts = {"prompt_tokens": len(reply.prompt_ids), "completion_tokens": len(reply.token_ids)}
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [choice | {"token_ids": list(reply.token_ids)}],  # as vLLM has them with return_token_ids
+            "prompt_token_ids": list(reply.prompt_ids),
+            "usage": counts | {"total_tokens": sum(counts.values())},
+        }
+
+
+def _read(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int | None]:
+    """(messages, tools, max_tokens) of a request.
+
+    Raises:
+        ValueError: it is none, or asks for what is not given here.
+    """
+    try:
+        request = json.loads(body)
+    except RecursionError:
+        raise ValueError("the request is nested too deeply") from None
+    messages = request.get("messages") if isinstance(request, dict) else None
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("a request has messages, a list of objects")
+    if request.get("stream"):
+        raise ValueError("streaming is not available: a turn is recorded as a whole")
+    if request.get("n") not in (None, 1):
+        raise ValueError(f"n is {request['n']}, but a trajectory has one answer a turn")
+    tools = request.get("tools") or []
+    limit = request.get("max_completion_tokens", request.get("max_tokens"))
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"max_tokens is {limit!r}, but must be a whole number from 1")
+    return [_plain(message) for message in messages], list(tools), limit
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with text as content: parts of text are joined.
+
+    Raises:
+        ValueError: it holds pictures or sounds.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise ValueError("messages of text alone can be answered")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise ValueError("the content of a message is a text or parts of text")
+    return message | {"content": content or ""}
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise ValueError("the client has gone")
+        body += event.get("body", b"")
+        more = event.get("more_body", False)
+        if len(body) > _MOST_BYTES:
+            raise ValueError(f"a request has at most {_MOST_BYTES} bytes")
+    return body
+
+
+async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+    await _send(send, status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}})
+
+
+async def _send(send: Send, status: int, value: Any) -> None:
+    body = json.dumps(value).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,166 @@
+"""From rows of the data plane to the tasks of agent loops, and the loop that a run file asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.config import RLConfig, Run, agent_loop_of, response_limit
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
+from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.dataplane.columns import Batch, objects
+from mindspeed_rl.rollout.agents import agent_loop_class
+from mindspeed_rl.rollout.agents.dialogue import Limits
+from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
+from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.agents.single_turn import SingleTurn
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.tools.interface import ToolBox
+from mindspeed_rl.tools.parsers import check_parser_name, make_parser
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
+from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
+from mindspeed_rl.workers.responses import sampling_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: columns of the data plane that a task is made of; a loop of one turn needs the first alone
+TASK_COLUMNS = ("prompt_ids", "labels", "extra")
+
+#: how calls are written where the run file does not say: MindSpeed-RL's own format
+DEFAULT_PARSER = "hermes"
+
+
+def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
+    """Who makes the samples of this run, in this process. Nothing is started yet.
+
+    Raises:
+        ValueError: a key of the loop, of its tools or of its plug-in is wrong.
+    """
+    rl = run.rl
+    name = agent_loop_of(rl)
+    if name == "single_turn":
+        return Agents(SingleTurn())
+    turns = chat_turns(run, tokenizer)
+    tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer, thinks=turns.opens_thought)
+    settings = LoopSettings(
+        tokenizer=tokenizer,
+        turns=turns,
+        limits=Limits(response_limit(run.config), rl.max_prompt_length, run.generate.max_model_len, rl.max_turns),
+        tool_box=tool_box,
+        multi_turn_scheduler=rl.multi_turn_scheduler,
+        environment=rl.environment,
+    )
+    return Agents(agent_loop_class(name)(settings), tool_box)
+
+
+def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, *, thinks: bool = False) -> ToolBox:
+    """The tools of `tool_config_path`. Nothing is started yet.
+
+    Args:
+        thinks: answers begin inside a thought.
+
+    Raises:
+        ValueError: the file, or the name of the parser, is wrong.
+    """
+    assert rl.tool_config_path is not None
+    name = rl.tool_parser_format or DEFAULT_PARSER
+    check_parser_name(name)
+    limits = CallLimits(
+        rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
+    )
+    return LoadedToolBox(
+        build_tools(read_tools(rl.tool_config_path)),
+        lambda schemas: make_parser(name, schemas, tokenizer, thinks=thinks),
+        limits,
+        lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+    )
+
+
+def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
+    """Looks for whatever would only be found out in the first rollout: loop, plug-ins, chat template, how prompts end.
+
+    Args:
+        prompt_ids: of a prompt of the data set.
+
+    Raises:
+        ValueError: names what is wrong.
+    """
+    make_agents(run, tokenizer)
+    loop = agent_loop_of(run.rl)
+    if loop == "single_turn":
+        return
+    turns = chat_turns(run, tokenizer)
+    if loop != "environment":  # which may begin with messages of its own
+        turns.check_prompt(prompt_ids)
+    role = "tool" if run.rl.tool_config_path is not None else "user"
+    turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
+
+
+def tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """What prompts tell the model of the tools. Starts them, which servers tell their schemas for, and ends them again.
+
+    Raises:
+        ValueError: a tool is wrong or cannot be started.
+    """
+    if rl.tool_config_path is None or not rl.multi_turn_enable:
+        return []
+
+    async def asked() -> list[dict[str, Any]]:
+        box = make_tool_box(rl, tokenizer)
+        await box.start()
+        try:
+            tools = box.open({})
+            schemas = tools.schemas
+            await tools.close()
+            return schemas
+        finally:
+            await box.close()
+
+    return asyncio.run(asked())
+
+
+def chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase) -> ChatTurns:
+    """What the run's chat template writes between turns.
+
+    It is the one of `prompt_type`, else the tokenizer's own, else what raw prompts without a template have.
+
+    Raises:
+        ValueError: there is no such template.
+    """
+    actor = run.config.actor_config
+    path = actor.prompt_type_path if actor.prompt_type_path and Path(actor.prompt_type_path).is_file() else None
+    name = actor.prompt_type or (HF_TEMPLATE if tokenizer.chat_template else PLAIN_TEMPLATE)
+    template = load_template(name, tokenizer, path=path)
+    thinking = "none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false"
+    return ChatTurns(template, tokenizer, thinking=thinking, has_tools=run.rl.tool_config_path is not None)
+
+
+def row_tasks(run: Run, batch: Batch, rows: Sequence[int], draw: int, sampling: Sampling) -> list[Task]:
+    """The tasks of rows of the data plane.
+
+    Args:
+        batch: has TASK_COLUMNS, or the first of them.
+        draw: number of the draw of prompts, a part of the seeds.
+    """
+    group, seed = run.plan.n_samples_per_prompt, sampling_seed(run)
+    labels = objects(batch["labels"]) if "labels" in batch else [None] * len(rows)
+    extra = objects(batch["extra"]) if "extra" in batch else [{}] * len(rows)
+    return [
+        Task(tuple(ids.tolist()), sampling, sample_seed(seed, draw, row // group, row % group), label, columns)
+        for row, ids, label, columns in zip(rows, batch["prompt_ids"], labels, extra, strict=True)
+    ]
+
+
+def item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:
+    """One task a prompt, for evaluations; a prompt's seed is that of its number."""
+    if greedy:
+        sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
+    return [
+        Task(tuple(item["prompt_ids"]), sampling, sample_seed(seed, number, 0, 0), item["label"], item["columns"])
+        for number, item in enumerate(items)
+    ]

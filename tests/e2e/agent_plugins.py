@@ -1,0 +1,55 @@
+"""Plug-ins of the agent tests, which worker processes import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
+
+
+class TwoQuestions:
+    """Asks for two more digits once the first answer is there, and gives a point for each copy of what was asked."""
+
+    def __init__(self) -> None:
+        self._wanted = ""
+
+    async def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._wanted = str(task["label"])
+        return []
+
+    async def step(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float | None, bool]:
+        point = float(messages[-1]["content"] == self._wanted)
+        if len(messages) > 1:
+            return [], point, True
+        self._wanted = self._wanted[::-1]
+        return [{"role": "user", "content": f"{self._wanted}="}], point, False
+
+    async def close(self) -> None:
+        pass
+
+
+class EveryTurn:
+    """A parser for which whatever the model says is a call of `flipped` with it."""
+
+    def __init__(self, schemas: Sequence[dict[str, Any]], tokenizer: Any) -> None:
+        self._name = schemas[0]["function"]["name"]
+
+    def parse(self, text: str, token_ids: Sequence[int]) -> ParsedTurn:
+        return ParsedTurn("", None, (ToolCall(self._name, {"digits": text}, "1"),))
+
+
+def flipped(digits: str) -> str:
+    """The digits in the other order.
+
+    Args:
+        digits: two of them.
+    """
+    if not digits.isdigit():
+        raise ValueError("these are no digits")
+    return digits[::-1]
+
+
+def called(response: str, label: str, tool_call_num: float) -> float:
+    """A point for each call, and one for the right digits in front."""
+    return tool_call_num + float(response.startswith(label))

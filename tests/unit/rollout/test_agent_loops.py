@@ -1,0 +1,358 @@
+"""Agent loops on a scripted engine: what ends a trajectory, what it earns, who waits for whom, what faults become of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from test_in_process import Stepped
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rl.config.rl import ToolKeys
+from mindspeed_rl.data.templates import load_template
+from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.rollout.agents import AGENT_LOOPS, agent_loop_class
+from mindspeed_rl.rollout.agents.dialogue import Limits
+from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
+from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.agents.scheduler import MultiTurnScheduler
+from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.seeds import turn_seed
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.tools.parsers import make_parser
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
+from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
+
+END = 1
+SAMPLING = Sampling(1.0, 400, (END,))
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A character a token, with the marks of a chat."""
+    vocabulary = {"<pad>": 0, "<|im_end|>": END, "<|im_start|>": 2, "\n": 3} | {chr(code): code for code in range(32, 127)}
+    built = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    built.decoder = decoders.Fuse()
+    built.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
+    return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<|im_end|>", pad_token="<pad>")
+
+
+TOKENIZER = make_tokenizer()
+TURNS = ChatTurns(load_template("qwen"), TOKENIZER, has_tools=True)
+PROMPT = TURNS.opening([{"role": "user", "content": "6 times 7?"}])
+
+
+@dataclass
+class Speaker:
+    """An engine that says these texts in turn, and ends each."""
+
+    texts: Sequence[str]
+    asked: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+    ) -> Generated:
+        text = self.texts[min(len(self.seeds), len(self.texts) - 1)]
+        self.asked.append(TOKENIZER.decode(list(prompt_ids)))
+        self.seeds.append(seed)
+        whole = (*TOKENIZER.encode(text, add_special_tokens=False), END)
+        tokens = whole[: sampling.max_tokens]
+        return Generated(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop" if tokens == whole else "length")
+
+
+def settings(**changes: Any) -> LoopSettings:
+    return LoopSettings(TOKENIZER, TURNS, **{"limits": Limits(2000, 1000, 4000), **changes})
+
+
+def task(**columns: Any) -> Task:
+    return Task(PROMPT, SAMPLING, 5, "42", columns)
+
+
+def calculator(limits: CallLimits | None = None) -> LoadedToolBox:
+    tools = build_tools(read_tools("calculator"))
+    return LoadedToolBox(tools, lambda schemas: make_parser("hermes", schemas, TOKENIZER), limits or CallLimits(), len)
+
+
+def with_tools(engine: Speaker, calls: CallLimits | None = None, **changes: Any) -> Trajectory:
+    async def run() -> Trajectory:
+        box = calculator(calls)
+        await box.start()
+        try:
+            loop = agent_loop_class("tool_agent")(settings(tool_box=box, **changes))
+            return await Agents(loop, box).sample(engine, task())
+        finally:
+            await box.close()
+
+    return asyncio.run(run())
+
+
+def sampled(loop: str, engine: Speaker, **changes: Any) -> Trajectory:
+    return asyncio.run(Agents(agent_loop_class(loop)(settings(**changes))).sample(engine, task(tip="again")))
+
+
+def told(trajectory: Trajectory) -> str:
+    pairs = zip(trajectory.token_ids, trajectory.sampled)
+    return TOKENIZER.decode([token for token, is_sampled in pairs if not is_sampled])
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_answered_and_the_model_goes_on() -> None:
+    engine = Speaker([f"Let me see. {CALL}", "It is 42."])
+    found = with_tools(engine)
+    assert "42" in told(found) and "6 times 7" not in told(found)
+    assert engine.asked[1].startswith(engine.asked[0] + f"Let me see. {CALL}<|im_end|>")
+    assert found.finish == "stop" and found.metrics["turns"] == 2 and found.metrics["tool_call_num"] == 1
+    assert found.metrics["tool_calls_failed"] == 0
+    assert engine.seeds == [5, turn_seed(5, 1)]
+    assert found.facts()["tool_call_num"] == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ('<tool_call>\n{"name": "calculator", "arguments": \n</tool_call>', "broken_call"),
+        (CALL.replace("calculator", "oracle"), "unknown_tool"),
+        (CALL.replace("expression", "words"), "bad_arguments"),
+        (CALL.replace("6*7", "1/0"), "bad_arguments"),
+    ],
+)
+def test_a_failed_call_is_a_message_to_the_model_and_a_figure(said: str, problem: str) -> None:
+    found = with_tools(Speaker([said, "Well."]))
+    assert "Error" in told(found) and found.finish == "stop" and not found.failure
+    assert found.metrics["tool_calls_failed"] == 1 and found.metrics[f"tool_calls_failed/{problem}"] == 1
+
+
+def test_a_model_that_never_stops_calling_is_ended_by_the_budget() -> None:
+    limit = 600
+    found = with_tools(Speaker([CALL]), CallLimits(max_calls=2), limits=Limits(limit, 1000, 4000))
+    assert found.finish == "length" and len(found.token_ids) <= limit
+    assert found.metrics["tool_call_num"] == 2 and found.metrics["tool_calls_failed/too_many_calls"] >= 1
+    assert found.sampled[-1]  # what nobody answers is left out
+
+
+def test_turns_can_be_counted_out() -> None:
+    found = sampled_turns(3)
+    assert found.metrics["turns"] == 3 and found.finish == "stop"
+
+
+def sampled_turns(most: int) -> Trajectory:
+    return sampled(
+        "scheduler", Speaker(["so"]), multi_turn_scheduler=f"{__name__}:Endless", limits=Limits(2000, 1000, 4000, most)
+    )
+
+
+# --- schedulers -----------------------------------------------------------------------------------------------------------
+
+
+class Endless(MultiTurnScheduler):
+    """Asks for more and more."""
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
+        infer_request.messages.append({"role": "user", "content": f"more {current_turn}"})
+        return {"infer_request": infer_request, "rollout_infos": {"asked": current_turn}}
+
+
+class Tips(MultiTurnScheduler):
+    """Gives the row's tip until the answer is right."""
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return response_choice.message.content == infer_request.data_dict["solution"]
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
+        infer_request.messages.append({"role": "user", "content": infer_request.data_dict["tip"]})
+        return {"infer_request": infer_request}
+
+
+class Crashing(Tips):
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
+        raise KeyError("nothing here")
+
+
+def but_wait(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As ms-swift's example: a wrong answer is to be gone on with."""
+    for row in inputs:
+        content = row["messages"][-1]["content"]
+        if content == row["solution"] or "But wait" in content:
+            row["finished"] = True
+        else:
+            row["messages"][-1]["content"] = content + " But wait,"
+            row["finished"] = False
+    return inputs
+
+
+def test_a_scheduler_leads_the_conversation() -> None:
+    engine = Speaker(["41", "42"])
+    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:Tips")
+    assert "again" in told(found) and len(found.sequences) == 1 and found.metrics["turns"] == 2
+    assert sampled_turns(2).metrics["scheduler_asked"] == 1
+
+
+def test_a_function_may_let_the_model_go_on_in_its_own_answer() -> None:
+    engine = Speaker(["41", " it is 42"])
+    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:but_wait")
+    first, second = found.sequences
+    # what was drawn stays as it was drawn, with its end; where it goes on without that, a new sequence begins
+    assert first.segments[0].token_ids == (*TOKENIZER.encode("41"), END)
+    assert TOKENIZER.decode(list(second.prompt_ids)) == TOKENIZER.decode(list(PROMPT)) + "41 But wait,"
+    assert engine.asked[1].endswith("41 But wait,")
+    assert all(found.sampled)
+
+
+def test_a_plug_in_that_raises_is_a_failed_trajectory() -> None:
+    found = sampled("scheduler", Speaker(["41"]), multi_turn_scheduler=f"{__name__}:Crashing")
+    assert found.failure == "multi_turn_scheduler: KeyError: 'nothing here'"
+    assert found.facts()["trajectory_failure"] == found.failure
+
+
+# --- environments ---------------------------------------------------------------------------------------------------------
+
+
+class Guess:
+    """Says higher or lower."""
+
+    async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self.wanted = int(row["label"])
+        return [{"role": "system", "content": "Guess."}, {"role": "user", "content": "A number?"}]
+
+    async def step(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float | None, bool]:
+        said = int(messages[-1]["content"])
+        if said == self.wanted:
+            return [], 1.0, True
+        return [{"role": "user", "content": "higher" if said < self.wanted else "lower"}], -0.25, False
+
+
+class Broken(Guess):
+    def step(self, messages: Sequence[dict[str, Any]]) -> Any:
+        return "nonsense"
+
+
+def test_an_environment_begins_answers_and_rewards() -> None:
+    engine = Speaker(["50", "30", "42"])
+    found = sampled("environment", engine, environment=f"{__name__}:Guess")
+    assert "Guess." in engine.asked[0] and "6 times 7" not in engine.asked[0]
+    assert "lower" in told(found) and "higher" in told(found)
+    assert found.turn_rewards == (-0.25, -0.25, 1.0) and found.finish == "stop"
+    assert "step must return" in sampled("environment", engine, environment=f"{__name__}:Broken").failure
+
+
+# --- names ----------------------------------------------------------------------------------------------------------------
+
+
+def test_loops_have_names_or_are_the_users_own() -> None:
+    (key,) = (one for one in ToolKeys.__dataclass_fields__.values() if one.name == "agent_loop")
+    assert set(key.metadata["names"]) == set(AGENT_LOOPS)
+    assert agent_loop_class(f"{__name__}:Echo") is Echo
+    with pytest.raises(ValueError, match="did you mean tool_agent"):
+        agent_loop_class("tool_agents")
+    with pytest.raises(ValueError, match="needs tools"):
+        agent_loop_class("tool_agent")(settings())
+    with pytest.raises(ValueError, match="no method step"):
+        agent_loop_class("scheduler")(settings(multi_turn_scheduler="pathlib:Path"))
+
+
+class Echo(AgentLoop):
+    """A loop of the user's own: two turns, whatever comes."""
+
+    async def run(self, task: Task, engine: Any, tools: Any) -> Trajectory:
+        dialogue = self.dialogue(task, engine)
+        turn = await dialogue.reply()
+        if dialogue.tell([{"role": "user", "content": turn.text}]):
+            await dialogue.reply()
+        return dialogue.end(final_reward=0.5)
+
+
+def test_a_loop_of_the_users_own_needs_few_lines() -> None:
+    found = sampled(f"{__name__}:Echo", Speaker(["hm", "mh"]))
+    assert "hm" in told(found) and found.final_reward == 0.5
+
+
+# --- who waits for whom ---------------------------------------------------------------------------------------------------
+
+
+class Waiting(AgentLoop):
+    """Two turns, with a wait between them as long as the row says."""
+
+    async def run(self, task: Task, engine: Any, tools: Any) -> Trajectory:
+        dialogue = self.dialogue(replace(task, sampling=Sampling(1.0, 4, ())), engine)
+        await dialogue.reply()
+        await task.columns["wait"]()
+        dialogue.tell([{"role": "user", "content": "go"}])
+        await dialogue.reply()
+        task.columns["ended"].append(task.seed)
+        return dialogue.end()
+
+
+def samples_of(waits: Sequence[Callable[[], Any]], ended: list[int]) -> tuple[list[Trajectory], Stepped]:
+    """The trajectories of one rollout in process, each with its wait."""
+    stepped: Any = Stepped()
+    host = InProcessEngine(stepped)
+    agents = Agents(Waiting(settings()))
+
+    async def all_of() -> list[Trajectory]:
+        tasks = [Task(PROMPT, SAMPLING, seed, None, {"wait": wait, "ended": ended}) for seed, wait in enumerate(waits)]
+        return list(await asyncio.gather(*(agents.sample(host, one) for one in tasks)))
+
+    found = host.run(all_of)
+    host.close()
+    assert found is not None
+    return found, stepped
+
+
+async def nothing() -> None:
+    return None
+
+
+def test_a_slow_tool_holds_up_its_own_trajectory_only() -> None:
+    ended: list[int] = []
+
+    async def until_the_others_ended() -> None:
+        while len(ended) < 2:
+            await asyncio.sleep(0)
+
+    samples_of([until_the_others_ended, nothing, nothing], ended)
+    assert ended[-1] == 0 and sorted(ended) == [0, 1, 2]
+
+
+def test_the_engine_waits_while_nobody_but_tools_works() -> None:
+    async def moment() -> None:
+        await asyncio.sleep(0.02)
+
+    found, stepped = samples_of([moment], [])
+    assert len(stepped.steps) == 8 and all(stepped.steps)  # four tokens a turn, and no idle step
+    assert found[0].metrics["turns"] == 2
+
+
+def test_a_trajectory_is_the_same_whatever_else_runs() -> None:
+    alone, _ = samples_of([nothing], [])
+    together, _ = samples_of([nothing, nothing, nothing], [])
+    assert together[0] == alone[0] and together[1] != alone[0]
+
+
+# --- interruptions --------------------------------------------------------------------------------------------------------
+
+
+def test_single_turn_hands_out_what_was_interrupted() -> None:
+    class Interrupted(Speaker):
+        async def generate(self, prompt_ids: Any, sampling: Any, seed: int, begun: Generated | None = None) -> Generated:
+            if begun is None:
+                return Generated((7,), (-1.0,), (0,), "aborted")
+            return begun.followed_by(Generated((8, END), (-1.0, -1.0), (1, 1), "stop"))
+
+    engine = Interrupted(["x"])
+    agents = Agents(agent_loop_class("single_turn")(settings()))
+    first = asyncio.run(agents.sample(engine, task()))
+    assert first.finish == "aborted"
+    whole = asyncio.run(agents.sample(engine, replace(task(), begun=first.response)))
+    assert whole.token_ids == [7, 8, END] and whole.versions == [0, 1, 1] and not whole.metrics
+    # a loop of several turns asks until the turn has ended, and hands nothing out before
+    several = asyncio.run(Agents(Echo(settings())).sample(engine, task()))
+    assert several.finish == "stop" and several.versions[:3] == [0, 1, 1]
