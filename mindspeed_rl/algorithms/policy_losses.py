@@ -88,26 +88,11 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
         ValueError: a term that the objective switches on lacks its tensor.
     """
     mask, response_mask = batch.mask, batch.response_mask
-    # masked before any exponential: infinity times a mask of 0 is NaN, in backward too
-    log_probs = torch.where(mask, batch.log_probs, 0)
-    advantages = torch.where(mask, batch.advantages, 0)
-    # exactly on-policy the ratio is 1, and carries the gradient of log pi
-    old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
+    inputs = _policy_inputs(batch, objective)
+    log_probs, old_log_probs, advantages = inputs.log_probs, inputs.old_log_probs, inputs.advantages
     rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
     drift = log_probs - old_log_probs
-    # e^99 is infinite in float32, and infinity times 0 is no gradient
-    log_ratio = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-    inputs = PolicyInputs(
-        ratio=importance_ratio(log_ratio, mask, objective.level),
-        log_probs=log_probs,
-        advantages=advantages,
-        mask=mask,
-        old_log_probs=old_log_probs,
-        ref_log_probs=None if batch.ref_log_probs is None else torch.where(mask, batch.ref_log_probs, 0),
-        entropy=batch.entropy,
-        old_entropy=batch.old_entropy,
-    )
+    log_ratio = _bounded(drift)
     policy, clipped = objective.loss.load()(inputs, objective)
     metrics: dict[str, Terms] = {
         "actor/pg_clipfrac": masked_mean(clipped, mask),
@@ -155,6 +140,37 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     if batch.entropy is not None:
         metrics["actor/entropy"] = masked_mean(batch.entropy, mask)
     return LossOutput(loss_sum, count, read_metrics(metrics))
+
+
+@torch.no_grad()
+def update_ratios(batch: PolicyBatch, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Returns the importance ratio of every token as the loss takes it, and which tokens it clips: [B, R] each."""
+    inputs = _policy_inputs(batch, objective)
+    _, clipped = objective.loss.load()(inputs, objective)
+    return inputs.ratio, clipped & inputs.mask
+
+
+def _policy_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
+    mask = batch.mask
+    # masked before any exponential: infinity times a mask of 0 is NaN, in backward too
+    log_probs = torch.where(mask, batch.log_probs, 0)
+    # exactly on-policy the ratio is 1, and carries the gradient of log pi
+    old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
+    return PolicyInputs(
+        ratio=importance_ratio(_bounded(log_probs - old_log_probs), mask, objective.level),
+        log_probs=log_probs,
+        advantages=torch.where(mask, batch.advantages, 0),
+        mask=mask,
+        old_log_probs=old_log_probs,
+        ref_log_probs=None if batch.ref_log_probs is None else torch.where(mask, batch.ref_log_probs, 0),
+        entropy=batch.entropy,
+        old_entropy=batch.old_entropy,
+    )
+
+
+def _bounded(drift: Tensor) -> Tensor:
+    # e^99 is infinite in float32, and infinity times 0 is no gradient
+    return drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:

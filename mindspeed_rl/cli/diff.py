@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from mindspeed_rl import registry
 from mindspeed_rl.checkpoint.newest import newest_checkpoint
 from mindspeed_rl.cli.train import prepare_environment
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
@@ -81,12 +82,10 @@ def _tree(written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    # this imports torch, Ray and transformers, which read the environment
-    from mindspeed_rl.trainers.comparison import compare_run, explained
-
+    # by name: it brings torch, Ray and transformers, which read the environment
+    compare_run = registry.load("mindspeed_rl.trainers.comparison:compare_run", "diff")
     with TemporaryDirectory(prefix="mindspeed-rl-diff-") as folder:
-        found = compare_run(cfg, arguments.nodes, Path(folder), arguments.prompts, arguments.tokens)
-    cause, lines = explained(found)
+        found, cause, lines = compare_run(cfg, arguments.nodes, Path(folder), arguments.prompts, arguments.tokens)
     for line in lines:
         print(line)
     if arguments.json is not None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mindspeed_rl.dumps.comparison import compare, open_dump, report
+from mindspeed_rl import registry
 
 
 def main(argv: list[str]) -> int:
@@ -28,12 +28,15 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.tolerance is not None and not arguments.tolerance >= 0:
         parser.error(f"--tolerance {arguments.tolerance:g} must be at least 0")
+    # by name: it brings torch, which --help does without
+    compare = registry.load("mindspeed_rl.dumps.comparison:compare_folders", "diff-dump")
     try:
-        first, second = (open_dump(folder.expanduser()) for folder in (arguments.first, arguments.second))
+        findings, lines = compare(
+            arguments.first.expanduser(), arguments.second.expanduser(), arguments.tolerance, arguments.most
+        )
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    findings = compare(first, second, arguments.tolerance)
-    for line in report(findings, arguments.most):
+    for line in lines:
         print(line)
     return 0 if findings.compared and not findings.differences else 1

@@ -19,6 +19,8 @@ COLOURS: dict[str, tuple[str, float | None, float | None]] = {
     "log-prob": ("log_probs", -4.0, 0.0),
     "advantage": ("advantages", None, None),
     "weight": ("weights", 0.5, 1.5),
+    "ratio": ("ratios", 0.5, 1.5),
+    "clipped": ("clipped", 0.0, 1.0),
     "version": ("versions", None, None),
 }
 _SCALE = ("red", "yellow", "green")
@@ -128,9 +130,8 @@ def _legend() -> Text:
 
 def _token_table(tokens: Mapping[str, Any]) -> Table:
     table = Table()
-    columns = [
-        key for key in ("log_probs", "trainer_log_probs", "weights", "advantages", "versions", "loss_mask") if key in tokens
-    ]
+    known = ("log_probs", "trainer_log_probs", "weights", "ratios", "clipped", "advantages", "versions", "loss_mask")
+    columns = [key for key in known if key in tokens]
     for name in ("", "id", "token", *columns):
         table.add_column(name.replace("_", " "))
     for index, piece in enumerate(tokens["texts"]):

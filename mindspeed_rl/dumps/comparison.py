@@ -189,6 +189,12 @@ def compare(first: Dump, second: Dump, tolerance: float | None = None) -> Findin
     return findings
 
 
+def compare_folders(first: Path, second: Path, tolerance: float | None, most: int) -> tuple[Findings, list[str]]:
+    """What `compare` finds in two folders, and the lines that say it; raises ValueError where one holds no dump."""
+    findings = compare(open_dump(first), open_dump(second), tolerance)
+    return findings, list(report(findings, most))
+
+
 def _other_rows(first: Dump, second: Dump, findings: Findings) -> set[tuple[int, str, str]]:
     """The phases in which ranks of the two had other rows; says so once for each pair of layouts."""
     skipped: set[tuple[int, str, str]] = set()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed_rl import adaptors, platform
+from mindspeed_rl import adaptors, platform, registry
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.engine_limits import EngineRequest, engine_obstacles
 from mindspeed_rl.config.model_facts import EngineShape
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: what each needs adapted, and its class
+_ENGINES: dict[str, tuple[adaptors.Scope, str]] = {
+    "vllm": ("rollout", "mindspeed_rl.inference.engine:InferenceEngine"),
+    "megatron": ("train", "mindspeed_rl.inference.megatron_engine:MegatronEngine"),
+}
 #: a world of one process; it meets nobody, so that any free port does
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -141,24 +146,18 @@ class Session:
 
             with engine_group(settings, self.platform_name) as engine:
                 yield engine
-        elif settings.kind == "megatron":
-            adaptors.apply("train")
-            adaptors.configure(MegatronConfig())
-            os.environ.update(_ALONE)
-            # imports Megatron, which wants its adaptors first
-            from mindspeed_rl.inference.megatron_engine import MegatronEngine
-
-            engine = MegatronEngine(settings, self.model, self.tokenizer)
+        else:
+            scope, target = _ENGINES[settings.kind]
+            adaptors.apply(scope)
+            if scope == "train":
+                adaptors.configure(MegatronConfig())
+                os.environ.update(_ALONE)
+            # by name: it imports vLLM or Megatron, which want their adaptors and the platform's environment first
+            engine: Engine = registry.load(target, f"--engine {settings.kind}")(settings, self.model, self.tokenizer)
             try:
                 yield engine
             finally:
                 engine.close()
-        else:
-            adaptors.apply("rollout")
-            # imports vLLM, which wants its adaptors and the platform's environment first
-            from mindspeed_rl.inference.engine import InferenceEngine
-
-            yield InferenceEngine(settings, self.model, self.tokenizer)
 
 
 def _shape(model: ModelFiles) -> EngineShape:

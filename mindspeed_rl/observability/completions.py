@@ -21,6 +21,9 @@ class Tokens:
         trainer_log_probs: of the trainer before the update, where it computed them.
         weights: importance weight, exp(trainer - rollout).
         versions: weight version that each token was drawn from.
+        ratios: of the policy that the last step of the update began with to that before the update, as the loss takes them (of
+            the whole response where it counts sequences).
+        clipped: True where the loss cut the token's policy gradient in that step.
         sampled: False where a tool or the environment wrote the token.
     """
 
@@ -32,6 +35,8 @@ class Tokens:
     trainer_log_probs: Sequence[float] | None = None
     weights: Sequence[float] | None = None
     versions: Sequence[int] | None = None
+    ratios: Sequence[float] | None = None
+    clipped: Sequence[bool] | None = None
     sampled: Sequence[bool] | None = None
 
 
@@ -104,6 +109,11 @@ def _behind(decode: Callable[[list[int]], str], before: list[int], ids: list[int
 _LONGEST_CHARACTER = 4
 
 
+def is_due(iteration: int, interval: int) -> bool:
+    """True in the first iteration, which is 1, and every `interval`-th; never where that is 0."""
+    return interval > 0 and (iteration == 1 or iteration % interval == 0)
+
+
 class CompletionWriter:
     """Appends completions of every `interval`-th iteration to a JSONL file.
 
@@ -120,7 +130,7 @@ class CompletionWriter:
 
     def wants(self, iteration: int) -> bool:
         """True when `write` would write: decode texts only then. The first iteration is 1."""
-        return self.interval > 0 and (iteration == 1 or iteration % self.interval == 0)
+        return is_due(iteration, self.interval)
 
     def write(self, iteration: int, completions: Sequence[Completion]) -> None:
         """Appends the iteration's completions if it is one to be written."""

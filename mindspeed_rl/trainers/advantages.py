@@ -110,7 +110,11 @@ class Advantages:
             rows,
         )
         with_trainer = self._schedule.computes_old_log_probs(iteration)
-        self._logger.completions(iteration + 1, self._plane, advantages, response_mask, loss_mask, with_trainer=with_trainer)
+        with_ratios = self._schedule.writes_ratios(iteration)
+        masks = response_mask, loss_mask
+        self._logger.completions(
+            iteration + 1, self._plane, advantages, *masks, with_trainer=with_trainer, with_ratios=with_ratios
+        )
         with_reference = self._schedule.needs_reference
         self._key_data.save(iteration, advantages, loss_mask, with_trainer=with_trainer, with_reference=with_reference)
         if self._schedule.saves_rollout(iteration):

@@ -80,8 +80,10 @@ class ComparisonGroup(RunGroup):
         return self.wait("temperatures", [process.call.remote("temperatures") for process in self.processes])
 
 
-def compare_run(cfg: RunConfig, num_nodes: int, folder: Path, num_prompts: int, num_tokens: int) -> Evidence:
-    """The evidence on the first prompts of a run's data, by workers that are laid out as the run's.
+def compare_run(
+    cfg: RunConfig, num_nodes: int, folder: Path, num_prompts: int, num_tokens: int
+) -> tuple[Evidence, Cause | None, list[str]]:
+    """The evidence on the first prompts of a run's data, by workers that are laid out as the run's; the cause, and what to say.
 
     Args:
         folder: takes the logs.
@@ -109,15 +111,11 @@ def compare_run(cfg: RunConfig, num_nodes: int, folder: Path, num_prompts: int, 
         group = ComparisonGroup(run)
         try:
             group.set_up()
-            return gather_evidence(run, group, chosen, num_tokens, network.moe_layers)
+            found = gather_evidence(run, group, chosen, num_tokens, network.moe_layers)
         finally:
             group.close()
-
-
-def explained(found: Evidence) -> tuple[Cause | None, list[str]]:
-    """The cause, and the lines that say it."""
     cause = name_cause(found)
-    return cause, list(report(found, cause))
+    return found, cause, list(report(found, cause))
 
 
 def gather_evidence(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_rl.algorithms.interfaces import PolicyBatch
+from mindspeed_rl.algorithms.policy_losses import update_ratios
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.dataplane.columns import Batch, objects
+from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, token_texts
 from mindspeed_rl.observability.curves import five_digits
+from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.progress import IterationProgress
-from mindspeed_rl.observability.timers import throughput_metrics
+from mindspeed_rl.observability.timers import Interval, throughput_metrics
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.trainers.run_logger import RunLogger
 
@@ -28,6 +32,8 @@ class RolloutLogger(RunLogger):
         rl = run.rl
         self._run, self._plan, self._tokenizer = run, run.plan, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
+        self._pending: tuple[int, list[Completion]] | None = None
+        self._update: tuple[DataPlane, Tensor, Tensor, Tensor] | None = None
         self._completions = CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
 
     def derived(self, results: Mapping[str, float]) -> dict[str, float]:
@@ -52,14 +58,16 @@ class RolloutLogger(RunLogger):
         loss_mask: Tensor,
         *,
         with_trainer: bool,
+        with_ratios: bool,
     ) -> None:
-        """Writes the first rows of the batch to completions.jsonl, in the iterations that are due.
+        """The first rows of the batch will stand in completions.jsonl once they are trained on, in iterations that are due.
 
         Args:
             iteration: the first is 1.
             plane: has the rows.
             advantages, response_mask, loss_mask: [B, R].
             with_trainer: rows have the trainer's log-probs from before the update.
+            with_ratios: the update will leave those of its last step.
         """
         if not self._completions.wants(iteration):
             return
@@ -88,8 +96,40 @@ class RolloutLogger(RunLogger):
                     tokens=tokens,
                 )
             )
-        self._completions.write(iteration, written)
-        self._trackers.completions(iteration, written)
+        self._pending = iteration, written
+        self._update = None
+        if with_ratios:
+            self._update = plane, advantages[:count], response_mask[:count], loss_mask[:count]
+
+    def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
+        """Records the iteration, and its completions with what the update made of them."""
+        if self._pending is not None:
+            number, written = self._pending
+            if self._update is not None:
+                written = self._with_ratios(written, *self._update)
+            self._completions.write(number, written)
+            self._trackers.completions(number, written)
+            self._pending = self._update = None
+        super().write(iteration, metrics, intervals)
+
+    def _with_ratios(
+        self, written: list[Completion], plane: DataPlane, advantages: Tensor, response_mask: Tensor, loss_mask: Tensor
+    ) -> list[Completion]:
+        """The completions with the ratios of the update's last step, and with what it clipped."""
+        assert self._run.objective is not None  # there is a rollout
+        columns = ["update_log_probs", "old_log_probs"]
+        batch, _ = plane.get("metrics", columns, indexes=range(len(written)), timeout_s=60.0)
+        width = advantages.size(1)
+        new, old = (ragged(batch[name]).padded(0.0, width) for name in columns)
+        rows = PolicyBatch(new, advantages, response_mask, loss_mask, old_log_probs=old)
+        ratios, clipped = update_ratios(rows, self._run.objective)
+        found = []
+        for row, completion in enumerate(written):
+            assert completion.tokens is not None
+            length = len(completion.tokens.ids)
+            tokens = replace(completion.tokens, ratios=_short(ratios[row, :length]), clipped=clipped[row, :length].tolist())
+            found.append(replace(completion, tokens=tokens))
+        return found
 
     def _tokens(self, batch: Batch, row: int, advantages: Tensor, loss_mask: Tensor) -> Tokens:
         ids = batch["responses"][row].tolist()

@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed_rl.algorithms.kl import kl_controller
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.megatron import split_shares
+from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.workers.order import UpdateOrder, mini_batches
@@ -58,6 +59,7 @@ class Schedule:
             entropy_threshold=entropy_threshold,
             columns=("advantages", "rollout_log_probs", "scored_mask", "loss_mask", *self._optional_columns()),
             iteration=iteration,
+            keeps_log_probs=self.writes_ratios(iteration),
         )
 
     def _optional_columns(self) -> list[str]:
@@ -72,6 +74,12 @@ class Schedule:
     def computes_old_log_probs(self, iteration: int) -> bool:
         """True when the update needs them, or the rollout is saved with them."""
         return self.needs_old_log_probs or self.saves_rollout(iteration)
+
+    def writes_ratios(self, iteration: int) -> bool:
+        """True where completions are written of an update whose ratios are not all 1."""
+        rl = self._rl
+        due = rl.log_completions and is_due(iteration + 1, rl.log_completions_interval)
+        return due and self.needs_old_log_probs and self.trains_actor(iteration)
 
     def saves_rollout(self, iteration: int) -> bool:
         """True in the first and every `save_rollouts_interval`-th iteration after it."""

@@ -5,7 +5,7 @@ The methods are the phases of an iteration; `groups.ActorGroup` calls them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.interfaces import PolicyBatch
+from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
@@ -28,6 +28,7 @@ from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.dumping import PhaseDumps
+from mindspeed_rl.workers.kept_log_probs import KeptLogProbs
 from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
@@ -239,7 +240,10 @@ class ActorWorker(ModelWorker):
         actor, objective, metrics = self.roles.actor, self.run.objective, Metrics()
         assert objective is not None
         loss = partial(policy_loss, objective=replace(objective, kl_coef=order.kl_coef))
-        batch = partial(PolicyBatch.from_inputs, entropy_threshold=order.entropy_threshold)
+        batch: Callable[[LossInputs], PolicyBatch] = partial(PolicyBatch.from_inputs, entropy_threshold=order.entropy_threshold)
+        kept = KeptLogProbs()
+        if order.keeps_log_probs:
+            batch = kept.inputs(batch)
         batching = self._batching("update", actor.config.micro_batch_size)
         dump, measured = self.dumps.update("actor", actor, order.iteration), self.memory("update", "activations", metrics)
         with self.profiler("actor_update"), self.timers("update"), measured, dump as probe:
@@ -249,6 +253,8 @@ class ActorWorker(ModelWorker):
             actor.poll_save()
             # weights are pushed next, which needs none of it
             actor.offloader.begin_offload(optimizer=self.run.generate.offload_train_optimizer)
+        if order.keeps_log_probs:
+            self.replica.put({"update_log_probs": list(kept.rows.values())}, list(kept.rows))
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         memory = platform.current().memory_stats()

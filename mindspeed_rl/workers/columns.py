@@ -20,6 +20,6 @@ WORKER_COLUMNS: dict[str, tuple[str, ...]] = {
     "actor_log_prob": ("old_log_probs", "entropies"),
     "ref_log_prob": ("ref_log_probs",),
     "critic_compute_values": ("values",),
-    "actor_train": (),
+    "actor_train": ("update_log_probs",),  # in iterations whose completions are written
     "critic_train": (),
 }

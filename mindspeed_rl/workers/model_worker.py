@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
@@ -61,10 +63,11 @@ class ModelWorker(DeviceWorker):
         role.offloader.offload(params=self.run.generate.offload_train_param)
 
     def _mini_batches(self, consumer: str, steps: list[list[int]], columns: Sequence[str]) -> Iterator[Rows]:
-        """This replica's rows of each step, with the columns that the loss reads."""
+        """This replica's rows of each step, with the columns that the loss reads, and each row's number as column `row`."""
         for step in steps:
-            batch = self.replica.fetch(consumer, [*ROW_COLUMNS, *columns], self._share_of_step(step))
-            yield to_rows(batch, columns)
+            share = self._share_of_step(step)
+            rows = to_rows(self.replica.fetch(consumer, [*ROW_COLUMNS, *columns], share), columns)
+            yield replace(rows, columns={**rows.columns, "row": [torch.tensor(number) for number in share]})
 
     def _share_of_step(self, rows: Sequence[int]) -> list[int]:
         """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""

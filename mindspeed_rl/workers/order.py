@@ -20,6 +20,7 @@ class UpdateOrder:
         entropy_threshold: of top-entropy masking, None without.
         columns: of the data plane, that the policy loss reads.
         iteration: number of the iteration, from 0.
+        keeps_log_probs: the rows get those of the last step as the column update_log_probs.
     """
 
     steps: list[list[int]]
@@ -27,6 +28,7 @@ class UpdateOrder:
     entropy_threshold: float | None
     columns: tuple[str, ...]
     iteration: int = 0
+    keeps_log_probs: bool = False
 
 
 def mini_batches(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from mindspeed_rl.cli import diff_dump
@@ -52,3 +54,18 @@ def test_two_runs_that_part_are_told_apart_where_they_part(
     assert diff_dump.main([str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "1e-6"]) == 1
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("first difference: step 1, actor rollout")
+
+
+def test_samples_tell_the_ratios_of_the_update_and_what_it_clipped(world: World) -> None:
+    """The share of clipped tokens in the samples of a run of several steps is the metric's, and a run of one step has none."""
+    keys = ["rl_config.log_completions=true", "rl_config.log_completions_interval=1", "rl_config.log_completions_keep=128"]
+    run = world.run("grpo_tiny_cpu", *keys, "rl_config.epochs=3", "rl_config.clip_ratio=0.01")
+    tokens = [json.loads(line)["tokens"] for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    assert len(tokens) == 128 and all(len(each["ratios"]) == len(each["ids"]) for each in tokens)
+    ratios = np.concatenate([each["ratios"] for each in tokens])
+    clipped = np.concatenate([each["clipped"] for each in tokens])
+    advantages = np.concatenate([each["advantages"] for each in tokens])
+    beyond = ((ratios > 1.01) & (advantages > 0)) | ((ratios < 0.99) & (advantages < 0))
+    assert clipped.any() and (clipped == beyond).mean() > 0.999  # five digits are written
+    single = world.run("grpo_tiny_cpu", *keys)
+    assert "ratios" not in json.loads((single.folder / "completions.jsonl").read_text().splitlines()[0])["tokens"]

@@ -126,6 +126,8 @@ const MODES = {
   "log-prob": { key: "log_probs", low: -4, high: 0, colors: ["#d1242f", "#eac54f", "#2da44e"], text: "chosen against the odds (-4 and less) to certain (0)" },
   "advantage": { key: "advantages", around: true, colors: ["#d1242f", "#888888", "#2da44e"], text: "pushed down to pushed up" },
   "importance weight": { key: "weights", low: 0.5, high: 1.5, colors: ["#1f6feb", "#888888", "#d1242f"], text: "trainer against rollout: half as likely to half as likely again" },
+  "update ratio": { key: "ratios", low: 0.5, high: 1.5, colors: ["#1f6feb", "#888888", "#d1242f"], text: "the last step of the update against before: half as likely to half as likely again" },
+  "clipped": { key: "clipped", low: 0, high: 1, colors: ["#888888", "#eac54f", "#d1242f"], text: "red: the loss cut the token's gradient in the last step of the update" },
   "weight version": { key: "versions", spread: true, colors: ["#d1242f", "#eac54f", "#1f6feb"], text: "older to newer weights" },
 };
 
@@ -159,7 +161,7 @@ function tokenText(sample, mode) {
     if (tokens.loss_mask && sampled && !tokens.loss_mask[index]) span.className = "masked";
     if (values && values[index] !== null && values[index] !== undefined) span.style.background = mix(mode.colors, where(values[index]));
     const facts = [`token ${index}, id ${tokens.ids[index]}`];
-    for (const [key, name] of [["log_probs", "rollout log-prob"], ["trainer_log_probs", "trainer log-prob"], ["weights", "importance weight"], ["advantages", "advantage"], ["versions", "weights of version"]]) {
+    for (const [key, name] of [["log_probs", "rollout log-prob"], ["trainer_log_probs", "trainer log-prob"], ["weights", "importance weight"], ["ratios", "update ratio"], ["clipped", "clipped"], ["advantages", "advantage"], ["versions", "weights of version"]]) {
       if (tokens[key]) facts.push(`${name} ${Number(tokens[key][index]).toPrecision(4).replace(/\.?0+$/, "")}`);
     }
     span.title = facts.join("\n");
