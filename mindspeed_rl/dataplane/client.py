@@ -9,7 +9,7 @@ import numpy as np
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mindspeed_rl import registry
 from mindspeed_rl.dataplane import ALIASES, DATA_STRATEGIES
@@ -27,6 +27,10 @@ ANSWER_TIMEOUT_S = 120.0
 _ABORT_TIMEOUT_S = 10.0
 
 Answer = TypeVar("Answer")
+
+
+class DataPlaneLost(ConnectionError):
+    """The data plane's process died, or does not answer."""
 
 
 class DataPlane(Protocol):
@@ -159,16 +163,18 @@ class TransferDockClient:
             rows_s: what it may take until the rows asked for are there.
 
         Raises:
-            TimeoutError: it does not answer.
+            DataPlaneLost: it does not answer any more.
         """
         limit_s = self._answer_timeout_s + rows_s
         try:
             return ray.get(reference, timeout=limit_s)
         except GetTimeoutError:
-            raise TimeoutError(
+            raise DataPlaneLost(
                 f"the data plane has not answered a {call} for {limit_s:.0f} s (rl_config.deadlines.data_plane): its process "
                 "is stopped, or its machine is out of reach."
             ) from None
+        except RayActorError:
+            raise DataPlaneLost("the data plane's process died (the kernel may have killed it for memory).") from None
         except RayTaskError as error:
             # The dock's own sentence, without the actor's stack around it.
             raise error.cause from None

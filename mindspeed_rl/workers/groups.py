@@ -26,7 +26,7 @@ from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.cluster import head_is_gone, worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.model_source import reward_model_config
 from mindspeed_rl.workers.order import UpdateOrder
@@ -116,8 +116,9 @@ class WorkerGroup:
         for process in self.processes:
             ray.kill(process)
         end_processes(self._folder, self._names)
-        with contextlib.suppress(Exception):
-            remove_placement_group(self._placement)
+        if not head_is_gone():  # it would be waited for
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._placement)
 
 
 def _show(steps: StartSteps | None, what: str) -> None:

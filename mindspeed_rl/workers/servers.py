@@ -16,7 +16,7 @@ from mindspeed_rl.config import Run, own_rollout_devices, rollout_servers
 from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.pool import ServerLost, ServerPool
-from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.cluster import head_is_gone, worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.server_links import HttpServer, RayServer, server_token
 from mindspeed_rl.workers.server_process import ServerProcess, ServerSettings
@@ -171,7 +171,7 @@ class RolloutServers:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         end_processes(self._run.folder, list(self._actors))
-        if self._placement is not None:
+        if self._placement is not None and not head_is_gone():
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)
 

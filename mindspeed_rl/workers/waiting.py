@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from mindspeed_rl.config import Deadlines, FaultTolerance, Run
-from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.dataplane.client import DataPlane, DataPlaneLost
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.progress import clock
 from mindspeed_rl.observability.standing import MISSED_BEATS, Standing, ask_standings, culprit, read_standings, stalled
@@ -279,6 +279,8 @@ def wait_all(
                     name, error = min(failed, key=lambda item: _distance_from_cause(item[1]))
                     if pending and _distance_from_cause(error) > 1:  # it waited in vain for one that has not failed
                         raise WorkerFailed(wait.describe(f"ended: {name} says {_reason(error)}")) from error
+                    if isinstance(error, RayTaskError) and isinstance(error.cause, DataPlaneLost):
+                        name = "data plane"  # whoever asked it is innocent
                     raise WorkerFailed(f"{name} failed in {what}: {_reason(error)}") from error
         except WorkerFailed as error:
             if plane is not None:

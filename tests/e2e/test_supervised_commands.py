@@ -224,7 +224,7 @@ def test_a_run_that_tolerates_faults_goes_on_by_itself(work: Path, uninterrupted
     finally:
         process.kill()
     said = seen.read_text()
-    assert "worker 1 failed in train: its process died" in said and "is stopped (SIGSTOP, or a debugger)" in said
+    assert "failed in train: its process died" in said and "is stopped (SIGSTOP, or a debugger)" in said
     assert [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()] == list(range(1, 41))
     folder, expected = uninterrupted
     assert figures(tmp_path) == expected

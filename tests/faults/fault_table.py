@@ -45,9 +45,20 @@ _RAISED = r"worker 1 failed in {phase}: ValueError: a fault on demand"
 
 #: in one run of two workers that tolerates faults; its figures are those of an undisturbed run
 RECOVERED = [
+    _worker("generate", "kill", _DIED.format(rank=1, phase="generate")),
+    Fault(
+        "data-plane-kill",
+        "data plane",
+        "generate",
+        "SIGKILL",
+        "recovers",
+        240.0,
+        r"^error: .*data plane's process died",
+        {"place": "data_plane.put", "how": "kill"},
+    ),
     *(
         _worker(phase, "kill", _DIED.format(rank=1, phase=phase))
-        for phase in ("generate", "compute_log_probs", "update_actor", "push_weights", "save", "finish_rollout")
+        for phase in ("update_actor", "push_weights", "save", "finish_rollout")
     ),
     *(_worker(phase, "stop", _STOPPED.format(phase=phase)) for phase in ("generate", "update_actor", "push_weights", "save")),
     *(
@@ -85,16 +96,7 @@ RECOVERED = [
         r"worker \d failed in update_actor: NonFiniteError",
         {"place": "engine.gradient", "how": "nan"},
     ),
-    Fault(
-        "data-plane-kill",
-        "data plane",
-        "generate",
-        "SIGKILL",
-        "recovers",
-        240.0,
-        r"^error: .*(data plane|ActorDied|died)",
-        {"place": "data_plane.put", "how": "kill"},
-    ),
+    _worker("compute_log_probs", "kill", _DIED.format(rank=1, phase="compute_log_probs")),
     Fault(
         "data-plane-stop",
         "data plane",
@@ -102,7 +104,7 @@ RECOVERED = [
         "SIGSTOP",
         "recovers",
         200.0,
-        r"the data plane has not answered",
+        r"^error: .*the data plane has not answered",
         {"place": "data_plane.put", "how": "stop"},
     ),
     Fault(

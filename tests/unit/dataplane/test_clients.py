@@ -1,13 +1,15 @@
 """Both data planes behind the one client, on a real Ray cluster: the same calls, the same answers."""
 
 import os
+import signal
 import threading
 
+import psutil
 import pytest
 import ray
 import torch
 
-from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
+from mindspeed_rl.dataplane.client import DataPlane, DataPlaneLost, make_data_plane
 from mindspeed_rl.dataplane.rows import DataPlaneAborted, Request
 
 USERS = {"trainer": ("prompts",), "rollout": ("responses", "texts", "halves"), "scorer": ("rewards",), "train": (), "score": ()}
@@ -208,3 +210,24 @@ def test_abort_ends_a_wait(plane):
     assert [str(error) for error in outcome] == ["worker 1 died"]
     with pytest.raises(DataPlaneAborted, match="worker 1 died"):
         plane.get("train", ["responses"], 2)
+
+
+def test_a_dock_that_is_stopped_and_one_that_is_dead_are_lost_and_nobody_waits_for_them(cluster):
+    plane = make_data_plane("td", 4, N, USERS, answer_timeout_s=1.0)
+    plane.clear(4)
+
+    mine = psutil.Process().children(recursive=True)
+    pid = max(child.pid for child in mine if "TransferDock" in " ".join(child.cmdline()))  # other tests have docks too
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(
+        DataPlaneLost, match=r"the data plane has not answered a clear for 1 s \(rl_config.deadlines.data_plane\)"
+    ):
+        plane.clear(4)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(DataPlaneLost, match="the data plane's process died"):
+        for _ in range(30):  # Ray takes seconds to notice
+            try:
+                plane.clear(4)
+            except DataPlaneLost as error:
+                if "died" in str(error):
+                    raise
