@@ -160,7 +160,7 @@ def comparison(cfg: RunConfig, chip: Chip, num_nodes: int, medians: Mapping[str,
 
 def _word(name: str) -> str:
     """As names of metrics have it; see `workers/memory.py`."""
-    return name.replace(" ", "_")
+    return name.replace(" ", "_").lower()
 
 
 def _row(unit: str, name: str, predicted: float, bounds: tuple[float, float], measured: float | None) -> dict[str, Any]:

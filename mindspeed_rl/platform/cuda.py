@@ -58,7 +58,7 @@ class CudaPlatform(Platform):
         )
 
     def side_stream(self) -> SideStream:
-        return DeviceSideStream(torch.cuda)
+        return DeviceSideStream(self.name)
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()

@@ -73,7 +73,7 @@ class NpuPlatform(Platform):
         )
 
     def side_stream(self) -> SideStream:
-        return DeviceSideStream(torch.npu)
+        return DeviceSideStream(self.name)
 
     def reset_peak_memory(self) -> None:
         torch.npu.reset_peak_memory_stats()

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 
 class SideStream:
     """Work beside the current stream. Without streams, as on the CPU, what is issued is done."""
@@ -23,14 +25,15 @@ class SideStream:
 
 
 class DeviceSideStream(SideStream):
-    """A stream of a device whose torch module has CUDA's interface."""
+    """A stream of a device kind whose module in torch has CUDA's interface."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, kind: str) -> None:
         """
         Args:
-            module: torch.cuda, torch.npu.
+            kind: of the device, in torch's words.
         """
-        self._module, self._stream = module, module.Stream()
+        self._module: Any = torch.get_device_module(kind)
+        self._stream = self._module.Stream()
 
     @contextlib.contextmanager
     def issue(self) -> Iterator[None]:

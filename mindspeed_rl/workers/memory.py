@@ -85,4 +85,4 @@ class PhaseMemory:
 
 
 def _word(name: str) -> str:
-    return name.replace(" ", "_")
+    return name.replace(" ", "_").lower()

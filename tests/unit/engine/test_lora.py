@@ -26,9 +26,10 @@ from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights, local_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource, TensorSource
+from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.resharding.bit_sums import bit_sum
 from mindspeed_rl.resharding.exchange import world_exchange
-from mindspeed_rl.resharding.proof import piece_sums
+from mindspeed_rl.resharding.proof import WeightDeliveryError, piece_sums
 from mindspeed_rl.resharding.transfer import WeightStream
 
 pytestmark = pytest.mark.usefixtures("training_world")
@@ -369,6 +370,27 @@ def test_peft_loads_the_exported_adapters(kind: str, grouped: bool, tmp_path: Pa
         engine = make_engine(folder, weights=merged, lora_target_modules=None)
     torch.testing.assert_close(log_probs(engine), expected, atol=1e-5, rtol=0)
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_a_folder_for_the_rollout_engine_is_proven_against_the_adapters_that_train(dense: Path) -> None:
+    engine = make_engine(dense, started=False)
+    fill_adapters(engine)
+    folder = AdapterFolder(engine.model, LoraSettings.from_config(engine.config), str(dense))
+    folder.write()
+    first, tensors = folder.path, dict(folder.tensors)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(hf, first)
+    torch.testing.assert_close(log_probs(engine), hf_log_probs(model).detach(), atol=1e-5, rtol=0)
+    assert folder.num_bytes == sum(path.stat().st_size for path in first.iterdir())
+    # what lies in the folder is not what is trained any more
+    next(p for name, p in engine.model.models[0].named_parameters() if "lora_B" in name).data[0, 0] += 1e-3
+    with pytest.raises(WeightDeliveryError, match="differ from those trained in 1 layers, for example model.layers.0"):
+        folder._check(world_exchange(), torch.device("cpu"))
+    folder.write()
+    assert not first.exists() and set(folder.tensors) == set(tensors)
+    folder.tensors.popitem()
+    with pytest.raises(WeightDeliveryError, match="differ from those trained"):
+        folder._check(world_exchange(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- mistakes

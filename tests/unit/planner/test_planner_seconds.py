@@ -131,7 +131,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
             "response_length/mean": 4.0,
             "prompt_length/mean": 6.0,
             "memory/weights_gib": 0.001,
-            "memory/generate/KV_cache_gib": 0.002,
+            "memory/generate/kv_cache_gib": 0.002,
         }
         for number, seconds in ((1, 90.0), (2, 90.0), (3, 3.0), (4, 3.0))
     ]

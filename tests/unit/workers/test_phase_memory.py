@@ -36,7 +36,7 @@ def test_what_an_owner_holds_and_what_only_passes_are_told_apart() -> None:
         passing = torch.ones(32 * MIB)  # 128 MiB that do not
         del passing
     found = {name: value * 1024 for name, value in metrics.results().items()}
-    assert found["memory/log-probs/weights_gib"] == 3 and found["memory/log-probs/KV_cache_gib"] == 32
+    assert found["memory/log-probs/weights_gib"] == 3 and found["memory/log-probs/kv_cache_gib"] == 32
     assert found["memory/log-probs/activations_gib"] == pytest.approx(128, abs=16)
     assert memory.peak_gib * 1024 > 160
 
