@@ -213,14 +213,14 @@ def test_abort_ends_a_wait(plane):
 
 
 def test_a_dock_that_is_stopped_and_one_that_is_dead_are_lost_and_nobody_waits_for_them(cluster):
-    plane = make_data_plane("td", 4, N, USERS, answer_timeout_s=1.0)
+    plane = make_data_plane("td", 4, N, USERS, answer_timeout_s=5.0)
     plane.clear(4)
 
     mine = psutil.Process().children(recursive=True)
     pid = max(child.pid for child in mine if "TransferDock" in " ".join(child.cmdline()))  # other tests have docks too
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(
-        DataPlaneLost, match=r"the data plane has not answered a clear for 1 s \(rl_config.deadlines.data_plane\)"
+        DataPlaneLost, match=r"the data plane has not answered a clear for 5 s \(rl_config.deadlines.data_plane\)"
     ):
         plane.clear(4)
     os.kill(pid, signal.SIGKILL)

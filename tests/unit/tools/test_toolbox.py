@@ -262,6 +262,7 @@ def test_a_cancelled_call_ends_its_process_and_the_box_goes_on(tmp_path):
         async with opened(tmp_path, {**BAD, "limits": {"timeout_s": 60}}) as box:
             me = psutil.Process()
             tools = box.open({})
+            await tools.call([call("misbehave", how="")])  # its process is there
             asked = asyncio.create_task(tools.call([call("misbehave", how="hang")]))
             await asyncio.sleep(0.2)
             before = {process.pid for process in me.children(recursive=True)}
