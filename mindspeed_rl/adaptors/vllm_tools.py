@@ -45,9 +45,11 @@ def tool_extractor(
     words = {"tools": request.tools} if "tools" in inspect.signature(kind.__init__).parameters else {}
     takes_tokens = "token_ids" in inspect.signature(kind.extract_tool_calls).parameters
     try:
-        kind(tokenizer, **words)
-    except Exception as error:  # RuntimeError, ValueError and others, where a mark is not in the vocabulary
-        raise ValueError(f"vLLM's tool parser {name!r} does not work with this tokenizer: {error}") from error
+        kind(tokenizer, **words).extract_tool_calls("", request, **({"token_ids": []} if takes_tokens else {}))
+    except Exception as error:  # of any kind where a mark is not in the vocabulary; NotImplementedError where it is a stub
+        raise ValueError(
+            f"vLLM's tool parser {name!r} does not work with this tokenizer: {type(error).__name__}: {error}"
+        ) from error
 
     def extract(text: str, token_ids: Sequence[int]) -> Extracted:
         more = {"token_ids": list(token_ids)} if takes_tokens else {}

@@ -2,7 +2,8 @@
 
 Four formats are read here: those of `data/tools.py` in which a call holds a JSON object. They need no vLLM, which takes
 seconds to load in a process that has no engine, and they tell what is wrong with a call, which its parsers cannot: of a turn
-with one broken call among three they make plain text. All other formats are read by the parsers of vLLM.
+with one broken call among three they make plain text. A fifth, gpt-oss's, has no tool parser in vLLM 0.32. All other formats
+are read by the parsers of vLLM.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PARSERS: dict[str, str] = {
     "llama3_json": "mindspeed_rl.tools.parsers.json_calls:Llama3Parser",
     "glm4": "mindspeed_rl.tools.parsers.json_calls:Glm4Parser",
     "action": "mindspeed_rl.tools.parsers.json_calls:ActionParser",
+    "harmony": "mindspeed_rl.tools.parsers.harmony:HarmonyParser",
 }
 """Name -> class that is made of (schemas, thinks)."""
 
@@ -37,7 +39,9 @@ SYNONYMS: dict[str, str] = {
     "deepseek": "deepseek_v3",
     "deepseek3": "deepseek_v3",
     "deepseek4": "deepseek_v4",
-    "gpt-oss": "openai",
+    "gpt-oss": "harmony",
+    "gpt_oss": "harmony",
+    "openai": "harmony",
 }
 """Further names: of templates' tool formats, and of other projects."""
 
@@ -46,7 +50,7 @@ _VLLM = "mindspeed_rl.tools.parsers.of_vllm:VllmParser"  # loads vLLM, which onl
 OF_VLLM: tuple[str, ...] = (
     *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45", "gemma4", "gigachat3", "glm45", "glm47"),
     *("granite", "granite4", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "longcat", "minimax_m2", "mistral", "olmo3"),
-    *("openai", "phi4_mini_json", "pythonic", "llama4_pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5"),
+    *("phi4_mini_json", "pythonic", "llama4_pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5"),
     *("xlam",),
 )
 """Names that vLLM 0.32 has; the installed one may have others, which are as good."""

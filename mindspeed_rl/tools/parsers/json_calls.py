@@ -17,7 +17,7 @@ from mindspeed_rl.tools.parsers.reasoning import split_thought
 
 _MOST_OF_A_BROKEN_CALL = 2000
 #: of a turn; a model that repeats itself writes a mark thousands of times
-_MOST_CALLS = 128
+MOST_CALLS = 128
 _BLANKS = re.compile(r"\s*")
 
 
@@ -48,8 +48,8 @@ class _JsonParser:
         calls: list[ToolCall | BrokenCall] = []
         place, decoder = 0, StrictDecoder()
         while (match := self.begins.search(rest, place)) is not None:
-            if len(calls) == _MOST_CALLS:
-                calls.append(BrokenCall("", f"a turn has more than {_MOST_CALLS} calls; the rest was not read"))
+            if len(calls) == MOST_CALLS:
+                calls.append(BrokenCall("", f"a turn has more than {MOST_CALLS} calls; the rest was not read"))
                 break
             call, end = self._read(rest, match, decoder, len(calls))
             if call is None:

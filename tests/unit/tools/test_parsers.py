@@ -15,46 +15,10 @@ from mindspeed_rl.tools.parsers import PARSERS, SYNONYMS, check_parser_name, mak
 OWN = {"qwen": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "glm4": "glm4", "default": "action"}
 ONE_A_TURN = {"llama3", "glm4"}
 MARKS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        "[THINK]",
-        "[/THINK]",
-        "Action:",
-        "Action Input:",
-        "<|python_tag|>",
-    ),
-    *(
-        '{"name":',
-        '"arguments":',
-        '"parameters":',
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        ":",
-        ",",
-        ";",
-        "\n",
-        "f",
-        "1e999",
-        "NaN",
-        "\\ud800",
-        "\\",
-    ),
-    *(
-        "<function=f>",
-        "<parameter=a>",
-        "</function>",
-        "[TOOL_CALLS]",
-        "<｜DSML｜tool_calls>",
-        '<｜DSML｜invoke name="f">',
-        "é",
-        "\ud800",
-    ),
+    *"<tool_call> </tool_call> <think> </think> [THINK] [/THINK] <|python_tag|> [TOOL_CALLS] <|channel|> <|message|>".split(),
+    *"<|call|> <|start|> analysis commentary <function=f> <parameter=a> </function> <｜DSML｜tool_calls>".split(),
+    *("Action:", "Action Input:", " to=functions.f", '<｜DSML｜invoke name="f">'),
+    *('{"name":', '"arguments":', '"parameters":', "1e999", "NaN", "\\ud800", "é", "\ud800", *'{}[]":,;f\\\n'),
 ]
 SCHEMA = {
     "type": "function",
@@ -148,6 +112,14 @@ def test_no_text_raises_and_none_takes_long(name):
         ("glm4", 'The answer is\n{"a": 1}', []),
         ("action", 'I look.\nAction: f\nAction Input: {"a": 1}\nObservation: made up', ["f"]),
         ("action", "Action: none needed", []),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+            '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+            ["f"],
+        ),
+        ("openai", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', ["f"]),
+        ("harmony", "<|channel|>final<|message|>to=functions.f", []),
         ("hermes", "plain text", []),
         ("hermes", "", []),
     ],
@@ -176,6 +148,8 @@ def test_calls_are_read_as_models_write_them(name, text, names):
         ("llama3_json", '{"name": "f", "parameters": 3}', None, "must be a JSON object"),
         ("glm4", 'f\n{"a": }', '{"a": }', "no JSON object"),
         ("action", "Action: f\nAction Input: a=1", "a=1", "no JSON object"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{", "{", "no JSON object"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>[1]<|call|>", "[1]", "must be a JSON object"),
     ],
 )
 def test_what_was_meant_as_a_call_is_a_broken_one_with_its_reason(name, text, broken, said):
@@ -200,6 +174,8 @@ def test_calls_inside_a_thought_are_not_made():
     assert [call.name for call in parse("hermes", f"hm</think>{inner}").calls] == ["f"]
     turn = parse("hermes", '<tool_call>{"name": "f", "arguments": {"s": "</think>"}}</tool_call>')
     assert turn.reasoning is None and turn.calls[0].arguments == {"s": "</think>"}
+    turns = "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>done<|return|>"
+    assert parse("harmony", turns) == ParsedTurn("done", "so")
     assert parse("hermes", "[THINK]so[/THINK]done") == ParsedTurn("done", "so")
 
 
