@@ -38,7 +38,7 @@ THINKING: tuple[Thinking, ...] = get_args(Thinking)
 
 
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
-_NOT_SAID = ("tokenizer", "template", "system_prompt")
+_NOT_SAID = ("tokenizer", "template", "system_prompt", "tools")
 
 
 @dataclass(frozen=True)
