@@ -123,8 +123,12 @@ class ChatTurns:
         return self._encode(self._writer.pieces(messages, parse_tools(list(tools))))
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Raises ValueError unless the prompt ends as the template asks for an answer."""
-        asking = self._asking
+        """Raises ValueError unless the prompt ends as the template asks for an answer, from its last mark on.
+
+        What stands before that may differ: prompts of one template go on with the tool replies of another of the same marks.
+        """
+        marks = [place for place, token in enumerate(self._asking) if token in self._special]
+        asking = self._asking[marks[-1] :] if marks else self._asking
         if tuple(prompt_ids[len(prompt_ids) - len(asking) :]) != asking:
             wanted = self._encoder.tokenizer.decode(list(asking))
             raise ValueError(

@@ -212,6 +212,16 @@ def test_dropped_thoughts_begin_a_new_sequence(kind: str, name: str) -> None:
     assert "hm" not in again and "first" in again and "more" in again
 
 
+def test_prompts_of_a_template_with_the_same_marks_go_on_in_the_tokenizers_own() -> None:
+    _, tokenizer = template_and_tokenizer("hf", "qwen25")
+    asked = ChatTurns(load_template("qwen_retool"), tokenizer).opening([{"role": "user", "content": "q"}])
+    own = ChatTurns(load_template("hf", tokenizer), tokenizer)
+    own.check_prompt(asked)
+    assert "answer format" in tokenizer.decode(list(asked))
+    told = own.between([{"role": "tool", "content": "42"}], tokenizer.eos_token_id)
+    assert told is not None and "<tool_response>\n42\n</tool_response>" in tokenizer.decode(list(told))
+
+
 def test_prompts_of_another_template_are_told_apart() -> None:
     template, tokenizer = template_and_tokenizer("file", "qwen")
     turns = ChatTurns(template, tokenizer)
