@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     print(
-        f"task: {len(rows)} solved products for SFT, {NUM_SFT} of them with a call; {len(train)} for GRPO, {NUM_HELD_OUT} held out"
+        f"task: {len(rows)} solved products for SFT, half of them with a call; {len(train)} for GRPO, {NUM_HELD_OUT} held out"
     )
     print(f"model: {model.num_parameters():,} parameters")
 

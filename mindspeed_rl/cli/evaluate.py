@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.cli.inference_options import (
     MOST_LIKELY,
+    add_agent_options,
     add_model_options,
     add_prompt_options,
     add_sampling_options,
+    agent_length,
+    agents_of,
     check_common,
     open_session,
     run_command,
@@ -37,6 +40,7 @@ from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 
 if TYPE_CHECKING:
+    from mindspeed_rl.inference.agents import AgentEngine
     from mindspeed_rl.inference.session import Session
 
 _DESCRIPTION = "Score a model on benchmarks. Data is read from local paths only; a task that fails makes the exit status 1."
@@ -74,6 +78,7 @@ def make_parser() -> Parser:
         help="needlebench: where the needle lies, in percent; default 0 25 50 75 100",
     )
     add_sampling_options(parser, max_new_tokens=None)
+    add_agent_options(parser)
     add_prompt_options(parser)
     add_model_options(parser)
     return parser
@@ -147,8 +152,23 @@ def _evaluate(argv: list[str]) -> int:
     _check(args)
     tasks = _open_tasks(args)
     session = open_session(args)
-    settings = _settings(args, session)
     failures: dict[str, str] = {}
+    with agents_of(session, args) as agents:
+        scores, answers = _run_tasks(args, session, agents, tasks, failures)
+    print(summary_table(scores, failures), flush=True)
+    if args.output is not None:
+        _write_json(args, session, scores, failures)
+    if args.answers is not None:
+        write_jsonl(args.answers, answers)
+        say(f"wrote {len(answers)} answers to {args.answers}")
+    return 1 if failures else 0
+
+
+def _run_tasks(
+    args: argparse.Namespace, session: Session, agents: AgentEngine | None, tasks: list[Task], failures: dict[str, str]
+) -> tuple[list[TaskScore], list[dict[str, Any]]]:
+    """Scores and answers; what failed is noted."""
+    settings = _settings(args, session)
     prepared: list[PreparedTask] = []
     for task in tasks:
         try:
@@ -157,25 +177,22 @@ def _evaluate(argv: list[str]) -> int:
             _note_failure(failures, task.name, error)
     scores: list[TaskScore] = []
     answers: list[dict[str, Any]] = []
-    if prepared:
-        length = max(session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared)
-        with running_engine(session, max_model_len=length) as engine:
-            for each in prepared:
-                try:
-                    score, records = run_task(engine, each, session.prompt_format, replace(settings, max_model_len=length))
-                except (ValueError, RuntimeError, OSError) as error:
-                    _note_failure(failures, each.task.name, error)
-                    continue
-                scores.append(score)
-                answers += records
-                _show_details(score)
-    print(summary_table(scores, failures), flush=True)
-    if args.output is not None:
-        _write_json(args, session, scores, failures)
-    if args.answers is not None:
-        write_jsonl(args.answers, answers)
-        say(f"wrote {len(answers)} answers to {args.answers}")
-    return 1 if failures else 0
+    if not prepared:
+        return scores, answers
+    length = max(session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared)
+    if agents is not None:  # --max-new-tokens is of one turn
+        length = max(length, agent_length(session, args))
+    with running_engine(session, max_model_len=length, agents=agents) as engine:
+        for each in prepared:
+            try:
+                score, records = run_task(engine, each, session.prompt_format, replace(settings, max_model_len=length))
+            except (ValueError, RuntimeError, OSError) as error:
+                _note_failure(failures, each.task.name, error)
+                continue
+            scores.append(score)
+            answers += records
+            _show_details(score)
+    return scores, answers
 
 
 def _note_failure(failures: dict[str, str], name: str, error: Exception) -> None:

@@ -94,6 +94,7 @@ class ChatTurns:
             has_tools: prompts have the schemas of tools: some templates then keep thoughts.
         """
         self.name = template.name
+        self.tool_format = template.tool_format
         self._writer: _Writer = (
             _HfWriter(template, thinking) if isinstance(template, HfTemplate) else _FileWriter(template, thinking)
         )

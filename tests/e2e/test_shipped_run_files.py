@@ -46,7 +46,7 @@ def command(words: str, folder: Path, timeout: int) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what quickstart and agent example leave behind before their reinforcement learning, and all stages' data."""
+    """A folder with what quickstart and agent example leave behind before they reinforce, and the data of all stages."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "bin").mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
