@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 
 from mindspeed_rl.cli.inference_options import (
+    DEFAULT_LENGTH,
     MOST_LIKELY,
     SAMPLED,
+    add_agent_options,
     add_model_options,
     add_prompt_options,
     add_sampling_options,
+    agents_of,
     check_common,
     open_session,
     run_command,
@@ -23,8 +26,6 @@ _DESCRIPTION = (
     "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets what was said; /history shows it; "
     "Ctrl-C ends an answer."
 )
-#: prompt + answer unless --max-length says another number
-_DEFAULT_LENGTH = 4096
 
 
 def make_parser() -> Parser:
@@ -40,6 +41,7 @@ def make_parser() -> Parser:
     thinking.add_argument("--hide-thinking", action="store_true", help="show answers alone (the default)")
     add("--greedy", action="store_true", help="the most likely answer instead of a sampled one")
     add_sampling_options(parser, max_new_tokens=512)
+    add_agent_options(parser)
     add_prompt_options(parser)
     add_model_options(parser)
     return parser
@@ -56,12 +58,12 @@ def _chat(argv: list[str]) -> int:
     if not session.prompt_format.is_chat:
         own = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
         raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){own}")
-    length = args.max_length or min(session.max_position, _DEFAULT_LENGTH)
+    length = args.max_length or min(session.max_position, DEFAULT_LENGTH)
     if args.max_new_tokens >= length:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")
     sampling = sampling_of(args, MOST_LIKELY if args.greedy else SAMPLED, session.prompt_format.stop_token_ids)
     history = History(session.prompt_format, args.system_prompt, args.history_turns, length - args.max_new_tokens)
-    with running_engine(session, max_model_len=length) as engine:
+    with agents_of(session, args) as agents, running_engine(session, max_model_len=length, agents=agents) as engine:
         say(_DESCRIPTION)
         run_chat(
             engine,

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl import registry
 from mindspeed_rl.cli.inference_options import (
     MOST_LIKELY,
+    add_agent_options,
     add_model_options,
     add_prompt_options,
     add_sampling_options,
+    agent_length,
+    agents_of,
     check_common,
     open_session,
     run_command,
@@ -39,6 +42,7 @@ from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 
 if TYPE_CHECKING:
+    from mindspeed_rl.inference.agents import AgentEngine
     from mindspeed_rl.inference.requests import Engine
     from mindspeed_rl.inference.session import Session
 
@@ -47,6 +51,8 @@ _DESCRIPTION = (
     "that fails makes the exit status 1."
 )
 _HARNESS = "lm-eval:"
+#: name as it was asked for -> task of lm-eval -> metric -> value
+Harness = dict[str, dict[str, dict[str, float]]]
 
 
 def make_parser() -> Parser:
@@ -87,6 +93,7 @@ def make_parser() -> Parser:
         help="needlebench: where the needle lies, in percent; default 0 25 50 75 100",
     )
     add_sampling_options(parser, max_new_tokens=None)
+    add_agent_options(parser)
     add_prompt_options(parser)
     add_model_options(parser)
     return parser
@@ -176,8 +183,25 @@ def _evaluate(argv: list[str]) -> int:
     _check(args)
     tasks = _open_tasks(args)
     session = open_session(args)
-    settings = _settings(args, session)
     failures: dict[str, str] = {}
+    with agents_of(session, args) as agents:
+        scores, answers, harness = _run_tasks(args, session, agents, tasks, failures)
+    if scores or failures:
+        print(summary_table(scores, failures), flush=True)
+    _show_harness(harness)
+    if args.output is not None:
+        _write_json(args, session, scores, failures, harness)
+    if args.answers is not None:
+        write_jsonl(args.answers, answers)
+        say(f"wrote {len(answers)} answers to {args.answers}")
+    return 1 if failures else 0
+
+
+def _run_tasks(
+    args: argparse.Namespace, session: Session, agents: AgentEngine | None, tasks: list[Task], failures: dict[str, str]
+) -> tuple[list[TaskScore], list[dict[str, Any]], Harness]:
+    """Scores, answers, and what lm-eval found; what failed is noted."""
+    settings = _settings(args, session)
     prepared: list[PreparedTask] = []
     for task in tasks:
         try:
@@ -186,39 +210,43 @@ def _evaluate(argv: list[str]) -> int:
             _note_failure(failures, task.name, error)
     scores: list[TaskScore] = []
     answers: list[dict[str, Any]] = []
-    harness: dict[str, dict[str, dict[str, float]]] = {}
-    asked = [(name, path) for name, path in zip(args.task, args.task_data_path) if name.startswith(_HARNESS)]
-    if prepared or asked:
-        lengths = [session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared]
-        # how long lm-eval's prompts are shows when they are made
-        length = session.settings.max_model_len if asked else max(lengths)
-        with running_engine(session, max_model_len=length) as engine:
-            for each in prepared:
-                try:
-                    score, records = run_task(engine, each, session.prompt_format, replace(settings, max_model_len=length))
-                except (ValueError, RuntimeError, OSError) as error:
-                    _note_failure(failures, each.task.name, error)
-                    continue
-                scores.append(score)
-                answers += records
-                _show_details(score)
-            for name, path in asked:
-                try:
-                    harness[name] = _run_harness(args, session, engine, name, path)
-                except (ValueError, RuntimeError, OSError) as error:
-                    _note_failure(failures, name, error)
-    if scores or failures:
-        print(summary_table(scores, failures), flush=True)
+    harness: Harness = {}
+    asked = _asked_of_harness(args)
+    if not prepared and not asked:
+        return scores, answers, harness
+    lengths = [session.needed_length(each.longest_prompt, each.max_new_tokens) for each in prepared]
+    # how long lm-eval's prompts are shows when they are made
+    length = session.settings.max_model_len if asked else max(lengths)
+    if agents is not None:  # --max-new-tokens is of one turn
+        length = max(length, agent_length(session, args))
+    with running_engine(session, max_model_len=length, agents=agents) as engine:
+        for each in prepared:
+            try:
+                score, records = run_task(engine, each, session.prompt_format, replace(settings, max_model_len=length))
+            except (ValueError, RuntimeError, OSError) as error:
+                _note_failure(failures, each.task.name, error)
+                continue
+            scores.append(score)
+            answers += records
+            _show_details(score)
+        for name, path in asked:
+            try:
+                harness[name] = _run_harness(args, session, engine, name, path)
+            except (ValueError, RuntimeError, OSError) as error:
+                _note_failure(failures, name, error)
+    return scores, answers, harness
+
+
+def _asked_of_harness(args: argparse.Namespace) -> list[tuple[str, Path]]:
+    """The tasks of lm-eval, each with its path."""
+    return [(name, path) for name, path in zip(args.task, args.task_data_path) if name.startswith(_HARNESS)]
+
+
+def _show_harness(harness: Harness) -> None:
     for name, results in harness.items():
         for task, metrics in results.items():
             values = ", ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
             print(f"{name}{'' if task == name.removeprefix(_HARNESS) else f' / {task}'}: {values}", flush=True)
-    if args.output is not None:
-        _write_json(args, session, scores, failures, harness)
-    if args.answers is not None:
-        write_jsonl(args.answers, answers)
-        say(f"wrote {len(answers)} answers to {args.answers}")
-    return 1 if failures else 0
 
 
 def _run_harness(

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl.cli.inference_options import (
     MOST_LIKELY,
     SAMPLED,
+    add_agent_options,
     add_model_options,
     add_prompt_options,
     add_sampling_options,
+    agent_length,
+    agents_of,
     check_common,
     open_session,
     run_command,
@@ -38,6 +41,7 @@ from mindspeed_rl.inference.text_stream import IncrementalText
 from mindspeed_rl.rollout.seeds import sample_seed
 
 if TYPE_CHECKING:
+    from mindspeed_rl.inference.agents import AgentEngine
     from mindspeed_rl.inference.session import Session
 
 PromptRow = tuple[Conversation, dict[str, Any]]
@@ -68,6 +72,7 @@ def make_parser() -> Parser:
     add("--stop", nargs="+", default=[], help="texts that end an answer")
     add("--stream", action="store_true", help="show the answer to the one prompt as it is made")
     add_sampling_options(parser)
+    add_agent_options(parser)
     add_prompt_options(parser)
     add_model_options(parser)
     return parser
@@ -163,16 +168,28 @@ def _generate(argv: list[str]) -> int:
     for method in methods:  # mistakes in options show before the model is opened
         make_settings(method, args, (), 1)
     session = open_session(args)
+    with agents_of(session, args) as agents:
+        if agents is not None and any(method.startswith("beam") for method in methods):
+            raise ValueError("--tools and --agent-loop do not go with beam search")
+        _answer_prompts(args, session, agents, prompts, methods)
+    return 0
+
+
+def _answer_prompts(
+    args: argparse.Namespace, session: Session, agents: AgentEngine | None, prompts: list[PromptRow], methods: list[Method]
+) -> None:
     ids = session.prompt_format.encode([conversation for conversation, _ in prompts])
     max_model_len = session.needed_length(max(map(len, ids)), args.max_new_tokens)
+    if agents is not None:  # --max-new-tokens is of one turn
+        max_model_len = max(max_model_len, agent_length(session, args))
     settings = [make_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods]
     most_log_probs = max(setting.most_log_probs for setting in settings)
-    with running_engine(session, max_model_len=max_model_len, most_log_probs=most_log_probs) as engine:
+    opened = running_engine(session, max_model_len=max_model_len, most_log_probs=most_log_probs, agents=agents)
+    with opened as engine:
         if args.stream:
             _stream(session.prompt_format, engine, ids[0], settings[0])
         else:
             _answer_all(session, engine, prompts, ids, settings, args.output)
-    return 0
 
 
 def _stream(prompt_format: PromptFormat, engine: Engine, ids: list[int], settings: GenerationSettings) -> None:

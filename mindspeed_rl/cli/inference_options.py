@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,16 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.workers.local_ray import local_ray_environment
 
 if TYPE_CHECKING:
+    from mindspeed_rl.inference.agents import AgentEngine
     from mindspeed_rl.inference.requests import Engine
     from mindspeed_rl.inference.session import Session
 
 #: how answers are drawn unless the user says otherwise: upstream's defaults, and the most likely answer
 SAMPLED = Sampling(temperature=0.7, max_tokens=128, stop_token_ids=(), top_p=0.95, top_k=50)
 MOST_LIKELY = Sampling(temperature=0.0, max_tokens=1, stop_token_ids=())
+
+#: most tokens of a conversation unless --max-length says another number
+DEFAULT_LENGTH = 4096
 
 #: Upstream's flags that change nothing here, and why.
 WITHOUT_EFFECT = {
@@ -89,6 +94,42 @@ def add_prompt_options(parser: Parser) -> None:
     add("--hf-chat-template", action="store_true", help="the tokenizer's own chat template")
     add("--enable-thinking", choices=get_args(Thinking), default="none", help="none: the template's default")
     add("--add-eos-token", nargs="+", default=[], help="more tokens that end an answer")
+
+
+def add_agent_options(parser: Parser) -> None:
+    """Answers of several turns, by the agent loops of reinforcement learning."""
+    group = parser.add_argument_group("tools")
+    add = group.add_argument
+    add("--tools", help="tool file, or the name of a built-in tool: the model may call them while it answers")
+    add("--tool-parser", help="how the model writes calls; default hermes")
+    add("--agent-loop", help="tool_agent (the default with --tools), scheduler, environment, or module:Class")
+    add("--multi-turn-scheduler", help="module:Class or module:function that goes on with the conversation")
+    add("--environment", help="module:Class that answers the model")
+    add("--max-turns", type=int, help="turns of the model in an answer; default: as many as fit")
+
+
+def agents_of(session: Session, args: argparse.Namespace) -> AbstractContextManager[AgentEngine | None]:
+    """The agents that the options ask for, their tools started; None without any. Their end is that of the block.
+
+    Raises:
+        ValueError: an option, a tool or a plug-in is wrong.
+    """
+    # loads vLLM's parsers' base and the tools, which answers of one turn do without
+    from mindspeed_rl.inference.agents import AgentEngine, AgentSettings
+
+    settings = as_options(AgentSettings, args)
+    if not (settings.tools or settings.agent_loop or settings.multi_turn_scheduler or settings.environment):
+        if settings.tool_parser or settings.max_turns:
+            raise ValueError("--tool-parser and --max-turns need --tools or --agent-loop")
+        return contextlib.nullcontext()
+    if settings.max_turns is not None and settings.max_turns < 1:
+        raise ValueError(f"--max-turns is {settings.max_turns}; it must be positive")
+    return contextlib.closing(AgentEngine(settings, session.prompt_format, agent_length(session, args)))
+
+
+def agent_length(session: Session, args: argparse.Namespace) -> int:
+    """Most tokens of a prompt and all turns behind it."""
+    return args.max_length or min(session.max_position, DEFAULT_LENGTH)
 
 
 def add_sampling_options(parser: Parser, *, max_new_tokens: int | None = 128) -> None:
@@ -174,10 +215,14 @@ def open_session(args: argparse.Namespace) -> Session:
     return opened
 
 
-def running_engine(session: Session, *, max_model_len: int, most_log_probs: int = 20) -> AbstractContextManager[Engine]:
-    """The engine, built and loaded; it ends with the block. See `Session.running_engine`."""
+@contextlib.contextmanager
+def running_engine(
+    session: Session, *, max_model_len: int, most_log_probs: int = 20, agents: AgentEngine | None = None
+) -> Iterator[Engine]:
+    """The engine, built and loaded, and the agents around it; it ends with the block. See `Session.running_engine`."""
     say(f"loading {session.model.describe()} ...")
-    return session.running_engine(max_model_len=max_model_len, most_log_probs=most_log_probs)
+    with session.running_engine(max_model_len=max_model_len, most_log_probs=most_log_probs) as engine:
+        yield engine if agents is None else agents.around(engine)
 
 
 def run_command(run: Callable[[list[str]], int], argv: list[str]) -> int:

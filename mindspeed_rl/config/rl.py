@@ -337,8 +337,15 @@ class ToolKeys:
         "both", "what tools and environments give that is added to the reward: for turns, for the final state", needs=_TOOLS
     )
     trajectory_reward_weight: float = key(1.0, "its weight", needs=_TOOLS)
+    verifier_reads: Literal["response", "last_turn"] = key(
+        "response",
+        "what reward functions read of a sample of several turns: all of it, replies of tools too, or the model's last turn",
+        needs=_TOOLS,
+    )
     tool_config_path: str | None = key(None, "YAML list of tools", needs=_TOOLS)
-    tool_parser_format: str | None = key(None, "how calls are written, for example hermes", needs=_TOOLS)
+    tool_parser_format: str | None = key(
+        None, "how calls are written; by default as the template of prompt_type says, else hermes", needs=_TOOLS
+    )
     max_tool_calls: int = key(0, "calls of one sample; 0: no limit", needs=_TOOLS)
     max_parallel_calls: int = key(0, "calls of one turn; 0: no limit", needs=_TOOLS)
     max_total_response_length: int = key(0, "tokens behind the prompt, of all turns together", needs=_TOOLS)

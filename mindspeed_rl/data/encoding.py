@@ -53,6 +53,16 @@ class TextEncoder:
             ids.extend(encoding.ids for encoding in encodings)
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text whose special tokens are read as any other characters."""
+        if self._backend is None:
+            return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        self._backend.encode_special_tokens = True
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        finally:
+            self._backend.encode_special_tokens = False
+
     def special_id(self, token: Token) -> int:
         """Id of a special token.
 

@@ -191,8 +191,9 @@ class Template:
         self.observation = slots("format_observation", entry.get("format_user", {}).get("slots", ["{{content}}"]))
         self.separator = slots("format_separator", [])
         self.prefix = slots("format_prefix", [])
-        tools = entry.get("format_tools", {}).get("tool_format")
-        self.tools = tool_style(tools) if tools else None
+        #: how it has the model write calls, a name of `data/tools.py`
+        self.tool_format: str | None = entry.get("format_tools", {}).get("tool_format")
+        self.tools = tool_style(self.tool_format) if self.tool_format else None
 
     def render(self, conversation: Conversation, thinking: Thinking = "none", *, effort: str | None = None) -> Rendering:
         """Write the conversation out; a conversation that ends with a source gives a last turn with an empty target.
@@ -324,6 +325,7 @@ class HfTemplate:
     keeps_fitting_half = True
     can_think = True
     writes_tools = True
+    tool_format: str | None = None  # the tokenizer's template does not say
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:

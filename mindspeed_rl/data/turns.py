@@ -9,6 +9,7 @@ conversation has to be written anew.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 #: a message in OpenAI's form: {"role": "system" | "user" | "assistant" | "tool", "content": text, ...}
 ChatMessage = Mapping[str, Any]
+
+#: marks a special token in a text that others wrote, by its number; no such character is in use
+_MARK = re.compile("\ue000(\\d+)\ue001")
 
 #: made-up contents, equally long; two of a kind begin and end with other characters, so that they share no token
 _QUESTIONS = ("question5041", "inquiring730")
@@ -94,12 +98,15 @@ class ChatTurns:
             has_tools: prompts have the schemas of tools: some templates then keep thoughts.
         """
         self.name = template.name
+        self.tool_format = template.tool_format
         self._writer: _Writer = (
             _HfWriter(template, thinking) if isinstance(template, HfTemplate) else _FileWriter(template, thinking)
         )
         self._encoder = TextEncoder(tokenizer)
         added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
+        names = [str(name) for name in tokenizer.convert_ids_to_tokens(sorted(self._special))]
+        self._special_names = sorted(names, key=len, reverse=True)
         self._tools = [probe_tool("probe")] if has_tools else []
         self._numbers_turns = isinstance(template, Template) and "idx" in template.user.fields
         self._gaps: dict[tuple[tuple[str, ...], int, bool], _Gap | None] = {}
@@ -147,7 +154,7 @@ class ChatTurns:
             BadRow: the template cannot write them.
         """
         question = _message("user", _QUESTIONS[0])
-        asked, whole = self._ids([question]), self._ids([question, *messages])
+        asked, whole = self._ids([question]), self._ids([question, *map(self._in_plain_text, messages)])
         same = len(os.path.commonprefix([asked, whole]))
         kept = len(prompt_ids) - (len(asked) - same)
         if tuple(prompt_ids[kept:]) != asked[same:]:
@@ -178,7 +185,8 @@ class ChatTurns:
         gap = self._gaps[key]
         if gap is None:
             return None
-        made_up = _made_up(_ANSWERS[0], messages, num_before, has_thought=has_thought, with_calls=gap.with_calls)
+        told = [self._in_plain_text(message) for message in messages]
+        made_up = _made_up(_ANSWERS[0], told, num_before, has_thought=has_thought, with_calls=gap.with_calls)
         whole = self._ids(made_up)
         if whole[: len(gap.begins)] != gap.begins:
             raise BadRow(f"the chat template {self.name!r} lets an answer's text depend on the message that follows")
@@ -224,11 +232,27 @@ class ChatTurns:
     def _ids(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         return self._encode(self._writer.pieces(messages, self._tools))
 
+    def _in_plain_text(self, message: ChatMessage) -> ChatMessage:
+        """The message of somebody else than the model, with its special tokens marked: nobody may end a turn from within."""
+        content = message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str):
+            return message
+        if not any(name in content for name in self._special_names):
+            return message
+        # one pass, so that no mark is looked through again
+        found = re.compile("|".join(map(re.escape, self._special_names)))
+        return {**message, "content": found.sub(lambda match: f"\ue000{self._special_names.index(match[0])}\ue001", content)}
+
     def _encode(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         found: list[int] = []
-        texts = iter(self._encoder.encode([piece for piece in pieces if isinstance(piece, str)]))
         for piece in pieces:
-            found += next(texts) if isinstance(piece, str) else [self._encoder.special_id(piece)]
+            if not isinstance(piece, str):
+                found.append(self._encoder.special_id(piece))
+                continue
+            for place, text in enumerate(_MARK.split(piece)):
+                found += (
+                    self._encoder.encode_plain(self._special_names[int(text)]) if place % 2 else self._encoder.encode([text])[0]
+                )
         return tuple(found)
 
 

@@ -82,6 +82,9 @@ def stream_answer(
         token_ids = piece.token_ids
         if piece.finish == "stop" and token_ids and token_ids[-1] in sampling.stop_token_ids:
             token_ids = token_ids[:-1]
+        if piece.aside:
+            yield "aside", prompt_format.decode(token_ids)
+            continue
         yield from splitter.feed(text.feed(token_ids))
     yield from splitter.feed(text.finish())
     yield from splitter.finish()
@@ -151,9 +154,9 @@ def _show_answer(parts: Generator[tuple[Kind, str], None, None], write: Callable
         for kind, text in parts:
             if kind == "answer":
                 answer += text
-            if kind == "answer" or show_thinking:
+            if kind != "thought" or show_thinking:
                 if kind != last:
-                    write("[thinking] " if kind == "thought" else "\n[answer] ")
+                    write({"thought": "[thinking] ", "aside": "[tools] "}.get(kind, "\n[answer] "))
                     last = kind
                 write(text)
             if interrupts:

@@ -114,7 +114,7 @@ def generate(
         for number, ids in enumerate(prompts)
         for sample in range(settings.num_return)
     ]
-    answers = collect(engine.stream(requests, settings.sampling, settings.stop_strings), len(requests))
+    answers = collect(engine.stream(requests, settings.sampling, settings.stop_strings), len(requests), asides=True)
     return [
         Generated(
             *divmod(row, settings.num_return),

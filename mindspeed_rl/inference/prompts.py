@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.conversation import Conversation
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.handlers.base import sound
 from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
+from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.inference.text_stream import TextDecoder
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class PromptFormat:
         stop_token_ids: the tokenizer's and the template's end tokens, those that generation_config.json names, and the user's.
         thought_marks: what opens and closes a thought.
         decoder: for answers; thought marks stay in the text.
+        tools: function schemas that every conversation tells of which brings none.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class PromptFormat:
         """
         self.name = name
         self.tokenizer = tokenizer
+        self.tools: Sequence[dict[str, Any]] = ()
         self._thinking: Thinking = thinking
         self._template: Template | HfTemplate | None = None
         stops = {tokenizer.eos_token_id, *_generation_stops(hf_folder)}
@@ -85,9 +89,20 @@ class PromptFormat:
         """
         if self._template is None:
             return [self._plain(conversation) for conversation in conversations]
-        renderings = [self._template.render(conversation, self._thinking) for conversation in conversations]
+        told = [replace(each, tools=each.tools or tuple(self.tools)) for each in conversations]
+        renderings = [self._template.render(conversation, self._thinking) for conversation in told]
         encoded = sound(self._encoder.encode_renderings(renderings))
         return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
+
+    def turns(self, *, has_tools: bool) -> ChatTurns:
+        """What the template writes between turns.
+
+        Raises:
+            ValueError: there is no template.
+        """
+        if self._template is None:
+            raise ValueError("--tools and --agent-loop need a chat template: --prompt-type NAME or --hf-chat-template")
+        return ChatTurns(self._template, self.tokenizer, thinking=self._thinking, has_tools=has_tools)
 
     def _plain(self, conversation: Conversation) -> list[int]:
         if conversation.system or len(conversation.messages) != 1 or conversation.tools:

@@ -37,12 +37,14 @@ class Piece:
         token_ids: new tokens; the stop token is among them.
         log_probs: of these tokens under the untempered model.
         finish: why the answer ends here, None while it goes on.
+        aside: it came before the answer: earlier turns, and what tools replied.
     """
 
     index: int
     token_ids: list[int]
     log_probs: list[float]
     finish: Finish | None
+    aside: bool = False
 
 
 @dataclass
@@ -82,10 +84,12 @@ class Engine(Protocol):
         ...
 
 
-def collect(pieces: Iterator[Piece], count: int) -> list[Answer]:
-    """The whole answers of `count` requests, in order."""
+def collect(pieces: Iterator[Piece], count: int, *, asides: bool = False) -> list[Answer]:
+    """The whole answers of `count` requests, in order; with what came before them if asked for."""
     answers = [Answer([], 0.0, "stop") for _ in range(count)]
     for piece in pieces:
+        if piece.aside and not asides:
+            continue
         answer = answers[piece.index]
         answer.token_ids += piece.token_ids
         answer.log_prob += sum(piece.log_probs)

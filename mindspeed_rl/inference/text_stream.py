@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-Kind = Literal["thought", "answer"]
+Kind = Literal["thought", "answer", "aside"]
 
 
 class TextDecoder:

@@ -158,6 +158,7 @@ class Trajectory:
             return {}
         return {
             **self.metrics,
+            "last_turn_start": sum(len(segment.token_ids) for segment in self.segments[:-1]),
             "turn_rewards": list(self.turn_rewards),
             "final_reward": self.final_reward,
             "trajectory_failure": self.failure,

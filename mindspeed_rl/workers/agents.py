@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: columns of the data plane that a task is made of; a loop of one turn needs the first alone
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
 
-#: how calls are written where the run file does not say: MindSpeed-RL's own format
+#: how calls are written where neither run file nor template says: MindSpeed-RL's own format
 DEFAULT_PARSER = "hermes"
 
 
@@ -46,7 +46,7 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
     if name == "single_turn":
         return Agents(SingleTurn())
     turns = chat_turns(run, tokenizer)
-    tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer, thinks=turns.opens_thought)
+    tool_box = None if rl.tool_config_path is None else make_tool_box(rl, tokenizer, turns)
     settings = LoopSettings(
         tokenizer=tokenizer,
         turns=turns,
@@ -58,17 +58,18 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
     return Agents(agent_loop_class(name)(settings), tool_box)
 
 
-def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, *, thinks: bool = False) -> ToolBox:
+def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatTurns | None = None) -> ToolBox:
     """The tools of `tool_config_path`. Nothing is started yet.
 
     Args:
-        thinks: answers begin inside a thought.
+        turns: of the chat template, by which calls are read where no parser is named; None where nothing is to be read.
 
     Raises:
         ValueError: the file, or the name of the parser, is wrong.
     """
     assert rl.tool_config_path is not None
-    name = rl.tool_parser_format or DEFAULT_PARSER
+    name = rl.tool_parser_format or (None if turns is None else turns.tool_format) or DEFAULT_PARSER
+    thinks = turns is not None and turns.opens_thought
     check_parser_name(name)
     limits = CallLimits(
         rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"

@@ -97,7 +97,10 @@ class RewardWorker:
         self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict[str, Any], truncated: bool
     ) -> RewardSample:
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        response = self.tokenizer.decode(response_ids, skip_special_tokens=True)
+        read = response_ids
+        if self.run.rl.verifier_reads == "last_turn":  # the row of a single response has no such fact
+            read = response_ids[columns.get("last_turn_start", 0) :]
+        response = self.tokenizer.decode(read, skip_special_tokens=True)
         assert isinstance(prompt, str) and isinstance(response, str)  # lists for batches
         return RewardSample(
             prompt=prompt,

@@ -19,7 +19,7 @@ from mindspeed_rl.config.run_files import project_configs
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 2
 #: the quickstart and the guide of the supervised stages, up to where a run file of this list would begin
-QUICKSTART_ENDS, STAGES_END = 'echo "== 4/5', "for stage in"
+QUICKSTART_ENDS, STAGES_END, AGENT_ENDS = 'echo "== 4/5', "for stage in", 'echo "== 3/4'
 
 
 def run_files() -> list[str]:
@@ -46,7 +46,7 @@ def command(words: str, folder: Path, timeout: int) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the quickstart leaves behind before its reinforcement learning, and the data of all stages."""
+    """A folder with what quickstart and agent example leave behind before they reinforce, and the data of all stages."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "bin").mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -56,11 +56,13 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program.chmod(0o755)
     command(steps("quickstart.sh", QUICKSTART_ENDS), folder, 900)
     command(steps("supervised_stages.sh", STAGES_END), folder, 300)
+    (folder / "configs").symlink_to(ROOT / "configs")  # run files name the tool files of the clone
+    command(steps("agent.sh", AGENT_ENDS), folder, 900)
     return folder
 
 
 def test_every_tiny_run_file_is_for_the_cpu() -> None:
-    assert run_files() == sorted(path.stem for path in project_configs().glob("*_tiny_cpu.yaml"))
+    assert run_files() == sorted(path.stem for path in project_configs().glob("*_tiny*_cpu.yaml"))
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_rl.rollout.agents.loop import AgentLoop, Task
 from mindspeed_rl.rollout.agents.single_turn import SingleTurn
 from mindspeed_rl.rollout.engine import RolloutEngine
-from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
 from mindspeed_rl.tools.interface import ToolBox
 
 
@@ -30,8 +30,11 @@ class Agents:
             await self._tool_box.start()
 
     async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
-        """One trajectory; its tools hold nothing afterwards."""
-        tools = None if self._tool_box is None else self._tool_box.open(task.columns)
+        """One trajectory; its tools hold nothing afterwards. Where the row's columns are no options of the tools, it has failed."""
+        try:
+            tools = None if self._tool_box is None else self._tool_box.open(task.columns)
+        except ValueError as error:
+            return Trajectory((TokenSequence(task.prompt_ids, ()),), "stop", failure=f"tools: {error}")
         try:
             return await self._loop.run(task, engine, tools)
         finally:

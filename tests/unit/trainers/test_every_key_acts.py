@@ -135,7 +135,7 @@ ELSEWHERE: dict[str, str] = {
     "trainers/supervised_parts.py": "log_interval",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
     "max_tool_response_length tool_response_truncate_side",
-    "workers/reward.py": "trajectory_reward trajectory_reward_weight",
+    "workers/reward.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "workers/cluster.py": "runtime_env_path",
     "workers/groups.py": "num_cpus_for_placement_group",
     "workers/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",

@@ -66,6 +66,14 @@ def test_figures_count_trajectories_and_drawn_tokens_once() -> None:
     assert results["rollout/sequences_mean"] == 2 and results["rollout/failed_trajectories"] == 0
 
 
+def test_the_last_turn_begins_behind_what_was_told_last() -> None:
+    assert SPLIT.facts()["last_turn_start"] == 4
+    told_last = Trajectory(
+        (TokenSequence((7,), (drawn(11), Segment.told((21, 22)), drawn(13))),), "stop", metrics={"turns": 2.0}
+    )
+    assert told_last.token_ids[told_last.facts()["last_turn_start"] :] == [13]
+
+
 def test_trajectories_of_a_checkpoint_are_those_that_were_written(tmp_path: Path) -> None:
     groups = [
         PromptGroup(4, prompt(4), 3, [SPLIT, None], None),

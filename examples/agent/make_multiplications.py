@@ -1,0 +1,97 @@
+"""Makes the agent example's task: products that the model cannot compute, but can ask the calculator for.
+
+Everything is made here, nothing is downloaded. Writes below the given folder:
+  model/                  the quickstart's network with random weights, and a tokenizer whose chat template writes tools
+  raw/sft.jsonl           messages, tools: solved conversations with a call, and as many answers without one
+  raw/train.jsonl, raw/heldout.jsonl   prompt, labels: for reinforcement learning and for evaluation
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
+
+from make_task import make_model, make_tokenizer
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
+
+SEED = 7
+NUM_HELD_OUT, NUM_SFT, NUM_TRAIN = 200, 600, 4000
+TOOL_FILE = "configs/tools/calculator.yaml"
+#: what a call is made of, as one token each: a tokenizer that was learned from calls would have them too
+WORDS = [
+    *("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *('{"name": "', "calculator", '", "arguments": {"', "expression", '": "', '"}}'),
+]
+#: calls as Hermes and Qwen write them, but for the line breaks; of the tools their names alone are told
+CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}</tools>{% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>"
+    "{% else %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def make_agent_tokenizer() -> PreTrainedTokenizerFast:
+    """The quickstart's characters, and the words of a call."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def solved(a: int, b: int, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """A conversation that ends with the product; it is asked for where there are tools."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"{a}*{b}="}]
+    if schemas:
+        call = {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+        messages.append({"role": "tool", "content": str(a * b)})
+    messages.append({"role": "assistant", "content": str(a * b)})
+    return {"messages": messages, "tools": schemas}
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main(folder: Path) -> None:
+    """Writes the task; the same bytes every time."""
+    draw = random.Random(SEED)
+    pairs = [(a, b) for a in range(100, 1000) for b in range(100, 1000)]
+    chosen = iter(draw.sample(pairs, NUM_HELD_OUT + 2 * NUM_SFT + NUM_TRAIN))
+    held_out, taught, untaught, train = (list(islice(chosen, count)) for count in (NUM_HELD_OUT, NUM_SFT, NUM_SFT, NUM_TRAIN))
+    (calculator,) = build_tools(read_tools(TOOL_FILE))
+    rows = [solved(*pair, calculator.schemas) for pair in taught] + [solved(*pair, []) for pair in untaught]
+    draw.shuffle(rows)
+    write(folder / "raw" / "sft.jsonl", rows)
+    for name, part in (("train", train), ("heldout", held_out)):
+        write(folder / "raw" / f"{name}.jsonl", ({"prompt": f"{a}*{b}=", "labels": str(a * b)} for a, b in part))
+    tokenizer = make_agent_tokenizer()
+    model = make_model(tokenizer)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    print(
+        f"task: {len(rows)} solved products for SFT, half of them with a call; {len(train)} for GRPO, {NUM_HELD_OUT} held out"
+    )
+    print(f"model: {model.num_parameters():,} parameters")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

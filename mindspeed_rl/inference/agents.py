@@ -1,0 +1,214 @@
+"""Answers made by an agent loop: an engine around an engine, for generate, chat and evaluate alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mindspeed_rl.config import RLConfig, agent_loop_of
+from mindspeed_rl.inference.prompts import PromptFormat
+from mindspeed_rl.inference.requests import Engine, Piece, Request
+from mindspeed_rl.rollout.agents import agent_loop_class
+from mindspeed_rl.rollout.agents.dialogue import Limits
+from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
+from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.workers.agents import make_tool_box
+
+if TYPE_CHECKING:
+    from mindspeed_rl.tools.interface import ToolBox
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What the user says about loops and tools: the flags, under their names.
+
+    Attributes:
+        tools: a tool file, or the name of a built-in tool.
+        agent_loop: a name or module:Class; None: that of the other flags.
+        tool_parser: see `tools.parsers`.
+        multi_turn_scheduler, environment: module:Class, of the loops of these names.
+        max_turns: of the model; None: as many as fit.
+    """
+
+    tools: str | None
+    agent_loop: str | None
+    tool_parser: str | None
+    multi_turn_scheduler: str | None
+    environment: str | None
+    max_turns: int | None
+
+    def rl(self) -> RLConfig:
+        """The same as keys of a run file."""
+        return RLConfig(
+            multi_turn_enable=True,
+            agent_loop=self.agent_loop,
+            tool_config_path=self.tools,
+            tool_parser_format=self.tool_parser,
+            multi_turn_scheduler=self.multi_turn_scheduler,
+            environment=self.environment,
+            max_turns=self.max_turns,
+        )
+
+
+class AgentEngine:
+    """An `Engine` whose answers are the trajectories of an agent loop. Tools live as long as it does.
+
+    The turns that wait at the same time are one batch of the inner engine; a trajectory whose tool is slow joins a later one.
+    """
+
+    def __init__(self, settings: AgentSettings, prompt_format: PromptFormat, max_model_len: int) -> None:
+        """Starts the tools, and lets prompts tell of them.
+
+        Args:
+            max_model_len: of prompt and all turns.
+
+        Raises:
+            ValueError: the loop, a tool or the parser is wrong, or there is no chat template.
+        """
+        rl = settings.rl()
+        turns = prompt_format.turns(has_tools=settings.tools is not None)
+        box = None if settings.tools is None else make_tool_box(rl, prompt_format.tokenizer, turns)
+        limits = Limits(max_model_len, max_model_len, max_model_len, settings.max_turns)
+        loop_settings = LoopSettings(
+            prompt_format.tokenizer, turns, limits, box, settings.multi_turn_scheduler, settings.environment
+        )
+        self._agents = Agents(agent_loop_class(agent_loop_of(rl))(loop_settings), box)
+        self._inner: Engine | None = None
+        self._events = asyncio.new_event_loop()
+        try:
+            self._run(self._agents.start())
+            if box is not None:
+                prompt_format.tools = self._run(_schemas(box))
+        except BaseException:
+            self.close()
+            raise
+
+    def around(self, engine: Engine) -> AgentEngine:
+        """Itself, which asks this engine from now on."""
+        self._inner = engine
+        return self
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
+        """See `Engine.stream`. An answer comes once it is whole: what led to it as an aside, then its last turn.
+
+        Raises:
+            ValueError: stop strings or a choice of tokens are asked for, which turns with calls do not go with.
+            RuntimeError: a plug-in broke off a trajectory.
+        """
+        if stop_strings or any(request.allowed_ids for request in requests):
+            raise ValueError("--tools and --agent-loop do not go with --stop, nor with answers of one token")
+        batches = _Batches(self._engine, sampling)
+        yield from self._pieces(batches, requests, sampling)
+
+    def _pieces(self, batches: _Batches, requests: Sequence[Request], sampling: Sampling) -> Generator[Piece, None, None]:
+        async def begun() -> list[asyncio.Task[tuple[int, Trajectory]]]:
+            return [asyncio.ensure_future(self._one(batches, *numbered, sampling)) for numbered in enumerate(requests)]
+
+        tasks = self._run(begun())
+        serving = self._events.create_task(batches.serve())
+        waiting: set[asyncio.Future[Any]] = {*tasks}
+        try:
+            while waiting:
+                done, _ = self._run(asyncio.wait({*waiting, serving}, return_when=asyncio.FIRST_COMPLETED))
+                if serving in done:
+                    serving.result()  # the engine failed
+                waiting -= done
+                for task in done:
+                    yield from _pieces_of(*task.result())
+        finally:
+            left = [task for task in (*tasks, serving) if not task.done()]
+            for task in left:
+                task.cancel()
+            self._run(_ended(left))
+
+    async def _one(self, batches: _Batches, index: int, request: Request, sampling: Sampling) -> tuple[int, Trajectory]:
+        most = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+        turn = Sampling(**{**vars(sampling), "max_tokens": most})
+        return index, await self._agents.sample(batches, Task(tuple(request.prompt_ids), turn, request.seed))
+
+    def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
+        """See `Engine.next_tokens`."""
+        return self._engine.next_tokens(prompts, count)
+
+    def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
+        """See `Engine.score`."""
+        return self._engine.score(sequences, starts)
+
+    def close(self) -> None:
+        """Ends the tools; the inner engine is its maker's to end."""
+        if not self._events.is_closed():
+            try:
+                self._run(self._agents.close())
+            finally:
+                self._run(self._events.shutdown_asyncgens())
+                self._events.close()
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._inner is not None
+        return self._inner
+
+    def _run(self, coroutine: Coroutine[Any, Any, _Found]) -> _Found:
+        return self._events.run_until_complete(coroutine)
+
+
+class _Batches:
+    """What agent loops see of the inner engine: a request at a time."""
+
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._waiting: list[tuple[Request, asyncio.Future[Generated]]] = []
+        self._asked = asyncio.Event()
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+    ) -> Generated:
+        """See `rollout.engine.RolloutEngine`."""
+        assert begun is None  # nothing is interrupted here
+        answered: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        self._waiting.append((Request(list(prompt_ids), seed, max_tokens=sampling.max_tokens), answered))
+        self._asked.set()
+        return await answered
+
+    async def serve(self) -> None:
+        """Asks the engine until it is cancelled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            batch, self._waiting = self._waiting, []
+            drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
+            for piece in self._engine.stream([request for request, _ in batch], self._sampling):
+                tokens, log_probs = drawn[piece.index]
+                tokens += piece.token_ids
+                log_probs += piece.log_probs
+                if piece.finish is not None and not (answered := batch[piece.index][1]).done():
+                    answered.set_result(Generated(tuple(tokens), tuple(log_probs), (0,) * len(tokens), piece.finish))
+                await asyncio.sleep(0)  # tools go on while the engine works
+
+
+def _pieces_of(index: int, found: Trajectory) -> Iterator[Piece]:
+    if found.failure:
+        raise RuntimeError(found.failure)
+    last = found.facts().get("last_turn_start", 0)
+    tokens, log_probs = found.token_ids, found.log_probs
+    if last:
+        yield Piece(index, tokens[:last], log_probs[:last], None, aside=True)
+    yield Piece(index, tokens[last:], log_probs[last:], "length" if found.finish == "length" else "stop")
+
+
+async def _schemas(box: ToolBox) -> list[dict[str, Any]]:
+    tools = box.open({})
+    schemas = tools.schemas
+    await tools.close()
+    return schemas
+
+
+async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

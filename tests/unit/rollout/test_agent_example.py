@@ -1,0 +1,103 @@
+"""The agent example: what its supervised conversations teach is, token by token, what its agent loop makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.data.handlers.base import HandlerSettings
+from mindspeed_rl.data.handlers.instruction import OpenAIInstructionHandler
+from mindspeed_rl.data.handlers.prompt import R1AlpacaStyleInstructionHandler
+from mindspeed_rl.data.prompts import PLAIN_COLUMNS
+from mindspeed_rl.data.templates import load_template
+from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.rollout.agents.dialogue import Limits
+from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
+from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.agents.tool_agent import ToolAgent
+from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.tools.parsers import make_parser
+from mindspeed_rl.tools.tool_file import build_tools, read_tools
+from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    """The names of the script that makes the example's task."""
+    path = list(sys.path)
+    try:
+        return runpy.run_path(str(ROOT / "examples" / "agent" / "make_multiplications.py"))
+    finally:
+        sys.path[:] = path
+
+
+class Taught:
+    """An engine that says what the supervised rows have their model say."""
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self._turns = iter(turns)
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling, seed: int, begun: Any = None) -> Generated:
+        tokens = tuple(next(self._turns))
+        return Generated(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
+
+
+def answers(ids: list[int], labels: list[int]) -> list[list[int]]:
+    """The runs of tokens with a label."""
+    found: list[list[int]] = []
+    for place, label in enumerate(labels):
+        if label >= 0:
+            if place == 0 or labels[place - 1] < 0:
+                found.append([])
+            found[-1].append(ids[place])
+    return found
+
+
+def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict[str, Any]) -> None:
+    tokenizer = example["make_agent_tokenizer"]()
+    template = load_template("hf", tokenizer)
+    tools = build_tools(read_tools(str(ROOT / "configs" / "tools" / "calculator.yaml")))
+    (calculator,) = tools
+    row = example["solved"](347, 862, calculator.schemas)
+    supervised = OpenAIInstructionHandler(HandlerSettings(tokenizer, template)).encode([(0, json.loads(json.dumps(row)))])
+    ids, labels = (list(map(int, supervised.rows[0].columns[name])) for name in ("input_ids", "labels"))
+    reader = R1AlpacaStyleInstructionHandler(
+        HandlerSettings(tokenizer, template, map_keys=PLAIN_COLUMNS, tools=calculator.schemas)
+    )
+    asked = reader.encode([(0, {"prompt": "347*862=", "labels": "299114"})])
+    prompt = list(map(int, asked.rows[0].columns["input_ids"]))
+
+    box = LoadedToolBox(tools, lambda schemas: make_parser("hermes", schemas, tokenizer), CallLimits(2, 1, 16), len)
+    turns = ChatTurns(template, tokenizer, has_tools=True)
+    settings = LoopSettings(tokenizer, turns, Limits(64, 32, 96, 3), box)
+    engine: Any = Taught(answers(ids, labels))
+
+    async def play() -> Any:
+        agents = Agents(ToolAgent(settings), box)
+        await agents.start()
+        try:
+            return await agents.sample(engine, Task(tuple(prompt), Sampling(1.0, 24, (tokenizer.eos_token_id,)), 1, "299114"))
+        finally:
+            await agents.close()
+
+    found = asyncio.run(play())
+    assert prompt + found.token_ids == ids
+    assert [False] * len(prompt) + found.sampled == [label >= 0 for label in labels]
+    assert found.metrics["tool_call_num"] == 1 and found.finish == "stop"
+    assert tokenizer.decode(found.token_ids[found.facts()["last_turn_start"] :], skip_special_tokens=True) == "299114"
+
+
+def test_without_tools_the_example_asks_and_answers_in_plain_text(example: dict[str, Any]) -> None:
+    tokenizer = example["make_agent_tokenizer"]()
+    handler = OpenAIInstructionHandler(HandlerSettings(tokenizer, load_template("hf", tokenizer)))
+    batch = handler.encode([(0, example["solved"](12, 34, []))])
+    assert tokenizer.decode(batch.rows[0].columns["input_ids"]) == "12*34=408<eos>"
