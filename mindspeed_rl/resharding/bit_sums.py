@@ -6,6 +6,7 @@ A module of its own, because vLLM's workers need it and have no use for Megatron
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
+_IN_NUMPY = {torch.int16: np.int16, torch.int32: np.int32}
 #: sums are modulo 2^64
 MASK = (1 << 64) - 1
 # odd, with well mixed bits; as a signed number, because sums are made in int64, which wraps modulo 2^64
@@ -90,8 +92,17 @@ def _rows(patterns: Tensor) -> tuple[Any, int, int, int]:
     size = patterns.numel()
     if patterns.dim() == 2 and size and patterns.stride(1) == 1 and patterns.stride(0) >= patterns.size(1):
         (rows, columns), step = patterns.shape, patterns.stride(0)
-        return patterns.as_strided(((rows - 1) * step + columns,), (1,)).numpy(), rows, step, columns
-    return patterns.contiguous().view(-1).numpy(), 1, size, size
+        return _seen_by_numpy(patterns.as_strided(((rows - 1) * step + columns,), (1,))), rows, step, columns
+    return _seen_by_numpy(patterns.contiguous().view(-1)), 1, size, size
+
+
+def _seen_by_numpy(flat: Tensor) -> Any:
+    """The same memory. Not by `Tensor.numpy`: torch then refuses to resize the storage, as offloading does."""
+    if not flat.numel():
+        return np.empty(0, _IN_NUMPY[flat.dtype])
+    memory = (ctypes.c_byte * flat.nbytes).from_address(flat.data_ptr())
+    memory.owner = flat  # the array keeps the memory, which keeps the tensor
+    return np.frombuffer(memory, _IN_NUMPY[flat.dtype])
 
 
 @numba.njit(cache=True, nogil=True)
