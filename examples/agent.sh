@@ -20,7 +20,7 @@ mindspeed-rl preprocess --tokenizer-type PretrainedFromHF --tokenizer-name-or-pa
     --input "$WORK/raw/sft.jsonl" --output-prefix "$WORK/data/sft" --handler-name OpenAIInstructionHandler >"$WORK/preprocess.log"
 mindspeed-rl train --config-name sft_tiny_cpu run_dir="$WORK/sft_run" megatron_training.data_path="$WORK/data/sft" \
     megatron_training.tokenizer_name_or_path="$WORK/model" megatron_training.load="$WORK/model" megatron_training.save="$WORK/sft" \
-    megatron_training.train_iters=140 megatron_training.save_interval=10 megatron_training.log_interval=20
+    megatron_training.train_iters=160 megatron_training.save_interval=10 megatron_training.log_interval=20
 python examples/agent/play.py choose "$WORK/sft" "$WORK/raw/heldout.jsonl"
 
 echo "== 3/4 GRPO: the model calls, the calculator answers, what the model wrote trains"

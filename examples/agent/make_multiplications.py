@@ -26,6 +26,7 @@ from mindspeed_rl.tools.tool_file import build_tools, read_tools
 
 SEED = 7
 NUM_HELD_OUT, NUM_SFT, NUM_TRAIN = 200, 600, 4000
+FACTORS = range(400, 1000)  # so that all products have six digits
 TOOL_FILE = "configs/tools/calculator.yaml"
 #: what a call is made of, as one token each: a tokenizer that was learned from calls would have them too
 WORDS = [
@@ -74,7 +75,7 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def main(folder: Path) -> None:
     """Writes the task; the same bytes every time."""
     draw = random.Random(SEED)
-    pairs = [(a, b) for a in range(100, 1000) for b in range(100, 1000)]
+    pairs = [(a, b) for a in FACTORS for b in FACTORS]
     chosen = iter(draw.sample(pairs, NUM_HELD_OUT + 2 * NUM_SFT + NUM_TRAIN))
     held_out, taught, untaught, train = (list(islice(chosen, count)) for count in (NUM_HELD_OUT, NUM_SFT, NUM_SFT, NUM_TRAIN))
     (calculator,) = build_tools(read_tools(TOOL_FILE))

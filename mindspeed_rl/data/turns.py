@@ -250,7 +250,9 @@ class ChatTurns:
                 found.append(self._encoder.special_id(piece))
                 continue
             for place, text in enumerate(_MARK.split(piece)):
-                found += self._encoder.encode_plain(self._special_names[int(text)]) if place % 2 else self._encoder.encode([text])[0]
+                found += (
+                    self._encoder.encode_plain(self._special_names[int(text)]) if place % 2 else self._encoder.encode([text])[0]
+                )
         return tuple(found)
 
 

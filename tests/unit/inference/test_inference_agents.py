@@ -84,7 +84,10 @@ def test_a_chat_shows_what_tools_said_and_remembers_the_answer(agents: AgentEngi
     text = "".join(shown)
     assert "[tools] " in text and "42\n" in text and "[answer] It is 42." in text
     assert history.turns == [("6 times 7?", "It is 42."), ("Sure?", "Yes.")]
-    assert "It is 42." in engine.asked[2] and "<tool_response>" not in engine.asked[2].partition("Sure?")[0].partition("6 times")[2]
+    assert (
+        "It is 42." in engine.asked[2]
+        and "<tool_response>" not in engine.asked[2].partition("Sure?")[0].partition("6 times")[2]
+    )
 
 
 def test_a_tool_file_that_is_none_and_answers_of_one_token_are_told(
