@@ -25,7 +25,7 @@ def test_the_three_commands_answer_by_calls(tmp_path: Path) -> None:
     torch.manual_seed(11)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=1,
         num_attention_heads=4,
