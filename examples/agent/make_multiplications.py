@@ -2,7 +2,7 @@
 
 Everything is made here, nothing is downloaded. Writes below the given folder:
   model/                  the quickstart's network with random weights, and a tokenizer whose chat template writes tools
-  raw/sft.jsonl           messages, tools: solved conversations with a call, and as many answers without one
+  raw/sft.jsonl           messages, tools: solved conversations, with a call and without
   raw/train.jsonl, raw/heldout.jsonl   prompt, labels: for reinforcement learning and for evaluation
 """
 
@@ -25,7 +25,10 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 
 SEED = 7
-NUM_HELD_OUT, NUM_SFT, NUM_TRAIN = 200, 600, 4000
+NUM_HELD_OUT, NUM_TRAIN = 200, 4000
+#: solved with a call; guessed although there is the tool, which is what reinforcement has to change; guessed without tools
+NUM_CALLED, NUM_GUESSED, NUM_ALONE = 600, 900, 150
+FACTORS = range(400, 1000)  # so that all products have six digits
 TOOL_FILE = "configs/tools/calculator.yaml"
 #: what a call is made of, as one token each: a tokenizer that was learned from calls would have them too
 WORDS = [
@@ -54,10 +57,10 @@ def make_agent_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def solved(a: int, b: int, schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """A conversation that ends with the product; it is asked for where there are tools."""
+def conversation(a: int, b: int, schemas: list[dict[str, Any]], *, calls: bool) -> dict[str, Any]:
+    """A conversation that ends with the product, which the calculator is asked for or not."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{a}*{b}="}]
-    if schemas:
+    if calls:
         call = {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
         messages.append({"role": "tool", "content": str(a * b)})
@@ -74,11 +77,15 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def main(folder: Path) -> None:
     """Writes the task; the same bytes every time."""
     draw = random.Random(SEED)
-    pairs = [(a, b) for a in range(100, 1000) for b in range(100, 1000)]
-    chosen = iter(draw.sample(pairs, NUM_HELD_OUT + 2 * NUM_SFT + NUM_TRAIN))
-    held_out, taught, untaught, train = (list(islice(chosen, count)) for count in (NUM_HELD_OUT, NUM_SFT, NUM_SFT, NUM_TRAIN))
+    pairs = [(a, b) for a in FACTORS for b in FACTORS]
+    sizes = (NUM_HELD_OUT, NUM_CALLED, NUM_GUESSED, NUM_ALONE, NUM_TRAIN)
+    chosen = iter(draw.sample(pairs, sum(sizes)))
+    held_out, called, guessed, alone, train = (list(islice(chosen, size)) for size in sizes)
     (calculator,) = build_tools(read_tools(TOOL_FILE))
-    rows = [solved(*pair, calculator.schemas) for pair in taught] + [solved(*pair, []) for pair in untaught]
+    schemas = calculator.schemas
+    rows = [conversation(*pair, schemas, calls=True) for pair in called]
+    rows += [conversation(*pair, schemas, calls=False) for pair in guessed]
+    rows += [conversation(*pair, [], calls=False) for pair in alone]
     draw.shuffle(rows)
     write(folder / "raw" / "sft.jsonl", rows)
     for name, part in (("train", train), ("heldout", held_out)):
@@ -88,7 +95,7 @@ def main(folder: Path) -> None:
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     print(
-        f"task: {len(rows)} solved products for SFT, half of them with a call; {len(train)} for GRPO, {NUM_HELD_OUT} held out"
+        f"task: {len(rows)} solved products for SFT, {NUM_CALLED} with a call; {len(train)} for GRPO, {NUM_HELD_OUT} held out"
     )
     print(f"model: {model.num_parameters():,} parameters")
 

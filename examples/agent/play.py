@@ -1,10 +1,9 @@
 """Plays the agent example with plain transformers and a tool loop of its own, to hold the project's loop against it.
 
-    python examples/agent/play.py choose runs/agent/sft runs/agent/raw/heldout.jsonl
-    python examples/agent/play.py compare BEFORE AFTER runs/agent/raw/heldout.jsonl REPORT
+    python examples/agent/play.py BEFORE AFTER runs/agent/raw/heldout.jsonl REPORT
 
-`choose` makes the warm start that solves about half of the held-out products the newest checkpoint. `compare` prints held-out
-accuracy before and after, with and without the tool; it is 1 where vLLM and transformers disagree, or the run ended below 90 %.
+Prints held-out accuracy before and after, with the tool and without; the exit status is 1 where vLLM and transformers disagree,
+or the run ended below 90 %.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 
 import torch
-from choose_start import choose
 from compare import TOLERANCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,8 +61,9 @@ def greedy_accuracy(folder: Path, rows: list[dict[str, str]], *, with_tool: bool
     return sum(tokenizer.decode(turn) == row["labels"] for turn, row in zip(turns, rows, strict=True)) / len(rows)
 
 
-def compare(before: Path, after: Path, rows: list[dict[str, str]], report: Path) -> int:
-    """Prints the table."""
+def main(before: Path, after: Path, held_out: Path, report: Path) -> int:
+    """See the module."""
+    rows = [json.loads(line) for line in held_out.read_text().splitlines()]
     results = json.loads(report.read_text())["results"]
     measured = {"before": results["eval/accuracy/first"], "after": results["eval/accuracy"]}
     folders = {"before": before, "after": after}
@@ -83,17 +82,5 @@ def compare(before: Path, after: Path, rows: list[dict[str, str]], report: Path)
     return 0
 
 
-def main(task: str, *arguments: str) -> int:
-    """See the module."""
-    *folders, held_out = map(Path, arguments[:2] if task == "choose" else arguments[:3])
-    rows = [json.loads(line) for line in held_out.read_text().splitlines()]
-    if task == "choose":
-        choose(
-            folders[0], lambda export: greedy_accuracy(export, rows, with_tool=True), "held-out products right with the tool"
-        )
-        return 0
-    return compare(*folders, rows, Path(arguments[3]))
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*(Path(argument) for argument in sys.argv[1:])))

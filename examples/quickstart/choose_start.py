@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from compare import greedy_accuracy
@@ -18,18 +17,15 @@ from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 GOAL, LOW, HIGH = 0.45, 0.3, 0.6
 
 
-def choose(save: Path, measure: Callable[[Path], float], what: str) -> None:
-    """Points `latest` of a training folder, and of its exports, at the iteration whose export measures nearest to GOAL.
-
-    Args:
-        what: is measured, in words for the line that is printed.
-    """
+def main(save: Path, held_out: Path) -> None:
+    """Points `latest` of a training folder, and of its exports, at the chosen iteration."""
+    rows = [json.loads(line) for line in held_out.read_text().splitlines()]
     exports = sorted(folder for folder in (save / "hf").iterdir() if not folder.is_symlink())
     measured: dict[int, float] = {}
 
     def accuracy(index: int) -> float:
         if index not in measured:
-            measured[index] = measure(exports[index])
+            measured[index] = greedy_accuracy(exports[index], rows)
         return measured[index]
 
     below, above = 0, len(exports) - 1
@@ -41,13 +37,7 @@ def choose(save: Path, measure: Callable[[Path], float], what: str) -> None:
     link.unlink()
     link.symlink_to(best.name)
     (save / LATEST_NAME).write_text(str(int(best.name.removeprefix("iter_"))))
-    print(f"warm start: {best.name}, {measured[exports.index(best)]:.1%} of the {what}")
-
-
-def main(save: Path, held_out: Path) -> None:
-    """Chooses by the accuracy of held-out sums."""
-    rows = [json.loads(line) for line in held_out.read_text().splitlines()]
-    choose(save, lambda export: greedy_accuracy(export, rows), "held-out sums right")
+    print(f"warm start: {best.name}, {measured[exports.index(best)]:.1%} of the held-out sums right")
 
 
 if __name__ == "__main__":

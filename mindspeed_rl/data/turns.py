@@ -127,7 +127,8 @@ class ChatTurns:
         Raises:
             BadRow: the template cannot write it.
         """
-        return self._encode(self._writer.pieces(messages, parse_tools(list(tools))))
+        told = [self._in_plain_text(message) for message in messages]
+        return self._encode(self._writer.pieces(told, parse_tools(list(tools))))
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raises ValueError unless the prompt ends as the template asks for an answer, from its last mark on.

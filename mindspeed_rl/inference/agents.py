@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mindspeed_rl.config import RLConfig, agent_loop_of
 from mindspeed_rl.inference.prompts import PromptFormat
@@ -20,6 +20,7 @@ from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.agents import make_tool_box
 
 if TYPE_CHECKING:
+    from mindspeed_rl.rollout.engine import RolloutEngine
     from mindspeed_rl.tools.interface import ToolBox
 
 _Found = TypeVar("_Found")
@@ -116,7 +117,7 @@ class AgentEngine:
         waiting: set[asyncio.Future[Any]] = {*tasks}
         try:
             while waiting:
-                done, _ = self._run(asyncio.wait({*waiting, serving}, return_when=asyncio.FIRST_COMPLETED))
+                done = self._run(_some_of({*waiting, serving}))
                 if serving in done:
                     serving.result()  # the engine failed
                 waiting -= done
@@ -130,8 +131,9 @@ class AgentEngine:
 
     async def _one(self, batches: _Batches, index: int, request: Request, sampling: Sampling) -> tuple[int, Trajectory]:
         most = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        turn = Sampling(**{**vars(sampling), "max_tokens": most})
-        return index, await self._agents.sample(batches, Task(tuple(request.prompt_ids), turn, request.seed))
+        task = Task(tuple(request.prompt_ids), replace(sampling, max_tokens=most), request.seed)
+        # of an engine, loops use `generate` alone; nothing is pushed here
+        return index, await self._agents.sample(cast("RolloutEngine", batches), task)
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
@@ -208,6 +210,11 @@ async def _schemas(box: ToolBox) -> list[dict[str, Any]]:
     schemas = tools.schemas
     await tools.close()
     return schemas
+
+
+async def _some_of(waiting: set[asyncio.Future[Any]]) -> set[asyncio.Future[Any]]:
+    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    return done
 
 
 async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:

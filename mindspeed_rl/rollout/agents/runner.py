@@ -30,7 +30,7 @@ class Agents:
             await self._tool_box.start()
 
     async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
-        """One trajectory; its tools hold nothing afterwards. Where the row's columns are no options of the tools, it has failed."""
+        """One trajectory; its tools hold nothing afterwards. Where its columns are no options of the tools, it has failed."""
         try:
             tools = None if self._tool_box is None else self._tool_box.open(task.columns)
         except ValueError as error:

@@ -67,7 +67,7 @@ def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict
     template = load_template("hf", tokenizer)
     tools = build_tools(read_tools(str(ROOT / "configs" / "tools" / "calculator.yaml")))
     (calculator,) = tools
-    row = example["solved"](347, 862, calculator.schemas)
+    row = example["conversation"](347, 862, calculator.schemas, calls=True)
     supervised = OpenAIInstructionHandler(HandlerSettings(tokenizer, template)).encode([(0, json.loads(json.dumps(row)))])
     ids, labels = (list(map(int, supervised.rows[0].columns[name])) for name in ("input_ids", "labels"))
     reader = R1AlpacaStyleInstructionHandler(
@@ -99,5 +99,5 @@ def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict
 def test_without_tools_the_example_asks_and_answers_in_plain_text(example: dict[str, Any]) -> None:
     tokenizer = example["make_agent_tokenizer"]()
     handler = OpenAIInstructionHandler(HandlerSettings(tokenizer, load_template("hf", tokenizer)))
-    batch = handler.encode([(0, example["solved"](12, 34, []))])
+    batch = handler.encode([(0, example["conversation"](12, 34, [], calls=False))])
     assert tokenizer.decode(batch.rows[0].columns["input_ids"]) == "12*34=408<eos>"
