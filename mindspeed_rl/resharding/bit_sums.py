@@ -100,7 +100,7 @@ def _seen_by_numpy(flat: Tensor) -> Any:
     """The same memory. Not by `Tensor.numpy`: torch then refuses to resize the storage, as offloading does."""
     if not flat.numel():
         return np.empty(0, _IN_NUMPY[flat.dtype])
-    memory = (ctypes.c_byte * flat.nbytes).from_address(flat.data_ptr())
+    memory: Any = (ctypes.c_byte * flat.nbytes).from_address(flat.data_ptr())
     memory.owner = flat  # the array keeps the memory, which keeps the tensor
     return np.frombuffer(memory, _IN_NUMPY[flat.dtype])
 

@@ -31,7 +31,7 @@ from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Samplin
 
 def _set_place(layout: RolloutLayout) -> None:
     """vLLM reads this rank's place among the replicas that share experts from the environment of the process."""
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and layout.world_size > 1:
         master = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         os.environ.update(layout.engine_environment(torch.distributed.get_rank(), master))
 
