@@ -114,7 +114,7 @@ def test_a_reward_function_without_an_opinion_is_warned_of_and_then_stops_the_ru
     ("changes", "said"),
     [
         (["rl_config.verifier_function=[exact_mach]"], "unknown reward function 'exact_mach'; did you mean 'exact_match'?"),
-        (["rl_config.external_plugins=[broken.py]"], "No module named 'no_such_module_xyz' (broken.py:2)"),
+        (["rl_config.external_plugins=[broken.py]"], "'broken.py', line 2: there is no module 'no_such_module_xyz'"),
     ],
     ids=["name", "import"],
 )
