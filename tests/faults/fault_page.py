@@ -1,6 +1,6 @@
 """Writes docs/faults.md and its Chinese twin from the table of faults and the results of the last runs:
 
-python tests/faults/fault_page.py
+RECORD_FAULTS=1 python -m pytest tests/faults; python tests/faults/fault_page.py
 """
 
 from __future__ import annotations
