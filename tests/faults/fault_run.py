@@ -90,7 +90,7 @@ def culprit_line(output: str, said: str) -> str:
 
 
 def note(fault: Fault, seconds: float, line: str) -> None:
-    """The fault was met as it should be; with RECORD_FAULTS=1 that is recorded, and the docs' table is made of these records."""
+    """The fault was met as it should be. With RECORD_FAULTS=1 it is recorded; the docs' table is made of these records."""
     if not os.environ.get("RECORD_FAULTS"):
         return
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
