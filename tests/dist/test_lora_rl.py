@@ -68,7 +68,7 @@ def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: P
     assert found["rollout_gap_after_update"] < 1e-4
     if lora_push == "adapter":
         # 15 parameters without the tied head; A and B of the seven projections of two layers
-        assert found["proven"] == 15 + 2 * 7 * 2
+        assert found["proven"] == 7 * 2 + 2 + 2 * 7 * 2
         assert (
             "1 adapters of the rollout engine differ from those trained: model.layers.0.self_attn.q_proj" in found["tampered"]
         )
