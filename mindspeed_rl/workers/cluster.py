@@ -119,7 +119,16 @@ def _connected(num_devices: int, platform_name: str, folder: str, cpus: int, dea
             extra["resources"] = {resource: int(os.environ["MINDSPEED_RL_FAKE_DEVICES"])}
         extra["object_store_memory"] = 256 << 20
         extra["_temp_dir"] = folder
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **extra)
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **extra)
+        except Exception as error:  # Ray has no class of its own for it
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            raise TimeoutError(
+                "Ray did not start within the 30 s that it gives itself: the machine is overloaded, or Ray's processes end; "
+                "see Ray's logs."
+            ) from error
     else:
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     try:
