@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +11,9 @@ from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.checkpoint.newest import newest_checkpoint
+from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.train import prepare_environment
-from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
+from mindspeed_rl.config import RunConfig, load_run_config
 
 
 def main(argv: list[str]) -> int:
@@ -43,19 +43,8 @@ def main(argv: list[str]) -> int:
         cfg = _config(arguments)
         prepare_environment()
         return _compare(cfg, arguments)
-    except ConfigError as error:
-        for text in error.errors:
-            print(f"error: {text}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; all workers were ended.", file=sys.stderr)
-        return 130
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (RuntimeError, TimeoutError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
+        return say_failure(error)
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.imported import Import
 from mindspeed_rl.config.imported_swift import from_swift
@@ -40,9 +41,7 @@ def main(argv: list[str]) -> int:
             num_devices=arguments.devices, may_replace=arguments.force,
         )  # fmt: skip
     except ConfigError as error:
-        for text in error.errors:
-            print(f"error: {text}", file=sys.stderr)
-        return 2
+        return say_failure(error)
     print(f"\nwritten: {path}\nlook at its plan: mindspeed-rl explain --config-name {path}")
     return 0
 

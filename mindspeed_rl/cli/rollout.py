@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.options import Parser, say
-from mindspeed_rl.config import ConfigError, GenerateConfig, SamplingConfig, load_run_config
+from mindspeed_rl.config import GenerateConfig, SamplingConfig, load_run_config
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.observability.logging import quiet_environment
 
@@ -58,13 +58,8 @@ def main(argv: list[str]) -> int:
         generate, folder = _engine_keys(args)
         token, is_new = _token(args)
         listening = _listen(args.host, args.port)
-    except ConfigError as error:
-        for text in error.errors:
-            print(f"error: {text}", file=sys.stderr)
-        return 2
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return say_failure(error)
     if is_new:
         say(f"token of this server, for {_TOKEN_VARIABLE} of its clients: {token}")
     names = args.served_model_name or [folder.name]
@@ -74,8 +69,7 @@ def main(argv: list[str]) -> int:
         say("interrupted; the engine was ended.")
         return 0
     except (RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return say_failure(error)
     finally:
         listening.close()
 

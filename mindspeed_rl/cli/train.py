@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.import_run import write_import
-from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
+from mindspeed_rl.config import Run, load_run_config, resolve
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.workers.local_ray import local_ray_environment
 
@@ -55,21 +56,11 @@ def main(argv: list[str]) -> int:
             print(error, file=sys.stderr)
             _say_how_to_go_on(run, begun)
             return EXIT_CODE
-    except ConfigError as error:
-        for text in error.errors:
-            print(f"error: {text}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; all workers were ended.", file=sys.stderr)
-        _say_how_to_go_on(run, begun)
-        return 130
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (RuntimeError, TimeoutError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        _say_how_to_go_on(run, begun)
-        return 1
+    except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
+        code = say_failure(error)
+        if not isinstance(error, ValueError):
+            _say_how_to_go_on(run, begun)
+        return code
     print(f"finished: {run.folder}")
     return 0
 

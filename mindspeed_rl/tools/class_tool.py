@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.tools.function_tool import answer_from, refuse_if_hung
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.processes import ProcessPool, ToolProcess
+from mindspeed_rl.tools.python_tool import PythonTool, answer_from, refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import checked_schema
 from mindspeed_rl.tools.tool import Answer, CallSettings, Session, ToolError, answer_of
@@ -61,7 +61,7 @@ class HeldTool:
         return Answer("", _number(reward))
 
 
-class ClassTool:
+class ClassTool(PythonTool):
     """A class that is named as module.Class or module:Class.
 
     Args:
@@ -87,7 +87,6 @@ class ClassTool:
             raise ValueError(f"{where}: run_in is 'loop', but {target}.execute is no coroutine function")
         if self.run_in == "thread" and is_async:
             raise ValueError(f"{where}: run_in is 'thread', but {target}.execute is a coroutine function")
-        self.settings = settings
         self.modules: tuple[str, ...] = (target.partition(":")[0], __name__) if self.run_in == "process" else ()
         self._target, self._config = target, config
         view = None if schema is None else SchemaView(checked_schema(schema, where))
@@ -99,18 +98,7 @@ class ClassTool:
             except Exception as error:  # the user's own code
                 raise ValueError(f"{where}: {target} cannot be made: {type(error).__name__}: {error}") from error
             view = SchemaView(checked_schema(_plain(given), where))
-        self._schema = view.model_dump()
-        self._processes: ProcessPool | None = None
-        self._threads = HungThreads(settings.max_parallel)
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """See `Tool`."""
-        return [self._schema]
-
-    async def start(self, processes: ProcessPool) -> None:
-        """See `Tool`."""
-        self._processes = processes
+        super().__init__(view.model_dump(), settings)
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`; the options are create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs."""
@@ -119,9 +107,6 @@ class ClassTool:
             assert self._processes is not None  # the tool box starts its tools before it opens any
             return _ProcessSession(self._processes, self._target, self._config, self._schema, own)
         return _SharedSession(self._tool, own, self._threads)
-
-    async def close(self) -> None:
-        """See `Tool`."""
 
 
 class _SharedSession:

@@ -10,12 +10,13 @@ from typing import Any
 from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.python_tool import PythonTool, answer_from, refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import checked_schema, schema_of
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, ToolError, answer_of
+from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, answer_of
 
 
-class FunctionTool:
+class FunctionTool(PythonTool):
     """A function that is named as module:function.
 
     Args:
@@ -37,21 +38,9 @@ class FunctionTool:
         if self.run_in != "process" and is_async != (self.run_in == "loop"):
             kind = "a coroutine function, which runs in the loop or in a process" if is_async else "no coroutine function"
             raise ValueError(f"{where}: run_in is {self.run_in!r}, but {target} is {kind}")
-        self.settings = settings
         self.modules: tuple[str, ...] = (target.partition(":")[0],) if self.run_in == "process" else ()
         self._target, self._function = target, function
-        self._schema = schema_of(function, where) if schema is None else checked_schema(schema, where)
-        self._processes: ProcessPool | None = None
-        self._threads = HungThreads(settings.max_parallel)
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """See `Tool`."""
-        return [self._schema]
-
-    async def start(self, processes: ProcessPool) -> None:
-        """See `Tool`."""
-        self._processes = processes
+        super().__init__(schema_of(function, where) if schema is None else checked_schema(schema, where), settings)
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`; the option execute_kwargs adds arguments that the model does not see."""
@@ -60,9 +49,6 @@ class FunctionTool:
             assert self._processes is not None  # the tool box starts its tools before it opens any
             return _ProcessSession(self._processes, self._target, more)
         return _LocalSession(self._function, more, self._threads if self.run_in == "thread" else None)
-
-    async def close(self) -> None:
-        """See `Tool`."""
 
 
 class _ProcessSession(Stateless):
@@ -86,14 +72,3 @@ class _LocalSession(Stateless):
             return answer_of(await function())
         refuse_if_hung(self._threads)
         return answer_of(await self._threads.run(function))
-
-
-def refuse_if_hung(threads: HungThreads) -> None:
-    """Raises ToolError if as many calls of the tool hang as may run at the same time."""
-    if threads.full:
-        raise ToolError("the tool hangs: as many calls as may run at once have not come back", "crashed")
-
-
-def answer_from(message: Mapping[str, Any]) -> Answer:
-    """The answer that a process has sent."""
-    return Answer(message["text"], message["reward"], message["ends_trajectory"], message["metrics"])

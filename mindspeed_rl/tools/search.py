@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mindspeed_rl.tools.bm25 import Bm25Index
-from mindspeed_rl.tools.function_tool import refuse_if_hung
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.options import Options
 from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.python_tool import refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, in_thread
 from mindspeed_rl.tools.schemas import checked_schema
 from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, ToolError

@@ -15,27 +15,14 @@ from mindspeed_rl.trainers.group_filter import GroupFilter
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.prompt_groups import prompt_rows
 from mindspeed_rl.trainers.services import Services
+from mindspeed_rl.workers.columns import WORKER_COLUMNS
 from mindspeed_rl.workers.reports import WorkerReport
 
 #: what `PromptFeed` puts into the data plane
 PROMPT_COLUMNS = ("prompt_ids", "labels", "extra")
 
 #: what a scored row consists of
-SCORED_COLUMNS = (
-    "prompt_ids",
-    "labels",
-    "extra",
-    "responses",
-    "response_mask",
-    "rollout_log_probs",
-    "weight_versions",
-    "input_ids",
-    "sequence_lengths",
-    "truncated",
-    "trajectories",
-    "rewards",
-    "reward_results",
-)
+SCORED_COLUMNS = (*PROMPT_COLUMNS, *WORKER_COLUMNS["actor_rollout"], *WORKER_COLUMNS["rule_reward"])
 
 
 class Rollout(Protocol):
