@@ -21,7 +21,8 @@ from typing import Any
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from mindspeed_rl.rewards.quantities import LONGEST_LITERAL, read_quantity, same_quantity
+from mindspeed_rl.rewards.quantities import LONGEST_LITERAL, read_quantity, same_based, same_quantity
+from mindspeed_rl.rewards.spelling import cleaned, spelling
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of every switched-off limit and every odd answer
 
@@ -48,10 +49,10 @@ def same_answer(given: str, wanted: str) -> bool:
     3.14159), or a fraction's from six decimals on.
     """
     if max(len(given), len(wanted)) > LONGEST_ANSWER:
-        return _spelling(given) == _spelling(wanted)
+        return spelling(given) == spelling(wanted)
     try:
         with cpu_limit():
-            return _same(_cleaned(given), _cleaned(wanted))
+            return _same(cleaned(given), cleaned(wanted))
     except (TooCostly, RecursionError):
         return False
 
@@ -79,52 +80,6 @@ def cpu_limit(seconds: float = _CPU_LIMIT_S) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-# ---------------------------------------------------------------------------------------------------------- cleaning
-
-_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\\\?\s*\n\s*|\n\s*", " "),
-        (r"^(?:\\\(|\\\[|\$+)|(?:\\\)|\\\]|\$+)$", ""),
-        (r"\\(?:boxed|fbox)\{(.*)\}", r"\1"),
-        (r"(?<=\d)(?:\\[,!:;]|\{,\}|,\\!)(?=\d{3})", ","),
-        (r"\\[!;,:]|~|\\ |\\q?quad(?![a-zA-Z])", " "),
-        (r"\\(?:left|right|displaystyle|mathbf|mathit|bf|limits)(?![a-zA-Z])", ""),
-        (r"[dtc]frac", "frac"),
-        (r"\\\$", "$"),
-        (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z])", ""),
-        (r"\\(?:text|mathrm|textbf|textrm|textit|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\(?:leq?|leqslant)(?![a-zA-Z])|≤|⩽", "≤"),
-        (r"\\(?:geq?|geqslant)(?![a-zA-Z])|≥|⩾", "≥"),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\(?:approx|simeq)(?![a-zA-Z])|≈", "="),
-        (r"\\(?:emptyset|varnothing)(?![a-zA-Z])|∅|\\\{\s*\\\}|\{\s*\}$", "∅"),
-        (r"\\infty|∞", r"\\infty"),
-        (r"，", ","),
-        (r"（", "("),
-        (r"）", ")"),
-        (r"％", "%"),
-        (r"[−–—]", "-"),
-        (r"\s+", " "),
-    )
-)
-_FULL_WIDTH = {ord("０") + digit: str(digit) for digit in range(10)}
-
-
-def _cleaned(answer: str) -> str:
-    """The answer without delimiters, spacing commands, text commands and a closing full stop, in one spelling of symbols."""
-    answer = answer.translate(_FULL_WIDTH).strip().rstrip(".。").strip().lstrip(":：").strip()
-    for pattern, replacement in _REWRITES:
-        answer = pattern.sub(replacement, answer)
-    return answer.strip().rstrip(".。").strip()
-
-
-def _spelling(answer: str) -> str:
-    """What two answers of the same spelling share: lower case, no blanks but those between digits."""
-    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", answer)).casefold()
-
-
 # ---------------------------------------------------------------------------------------------------------- comparing
 
 _EVERYTHING = frozenset(
@@ -138,7 +93,7 @@ _NOTHING = frozenset(
 def _same(given: str, wanted: str, depth: int = 0) -> bool:
     if not given or not wanted or depth > 6:
         return False
-    spelled, target = _spelling(given), _spelling(wanted)
+    spelled, target = spelling(given), spelling(wanted)
     if spelled == target:
         return True
     for names in (_EVERYTHING, _NOTHING):
@@ -147,6 +102,12 @@ def _same(given: str, wanted: str, depth: int = 0) -> bool:
     if re.fullmatch(r"[A-J]", wanted):
         return _chosen_letter(given) == wanted
     verdict = _as_quantities(given, wanted)
+    if verdict is None:
+        verdict = same_based(given, wanted)
+    if verdict is None:
+        verdict = _as_matrices(given, wanted, depth)
+    if verdict is None:
+        verdict = _as_ratios(given, wanted)
     if verdict is None:
         verdict = _as_inequalities(given, wanted, depth)
     if verdict is None:
@@ -173,6 +134,38 @@ def _chosen_letter(given: str) -> str | None:
 def _as_quantities(given: str, wanted: str) -> bool | None:
     a, b = read_quantity(given), read_quantity(wanted)
     return None if a is None or b is None else same_quantity(a, b)
+
+
+def _as_ratios(given: str, wanted: str) -> bool | None:
+    """Compares a : b : c by proportion; None unless both have as many parts, three or more, and all of them are numbers."""
+    sides = [[read_quantity(part) for part in text.split(":")] for text in (given, wanted)]
+    if len(sides[0]) != len(sides[1]) or len(sides[0]) < 3:
+        return None
+    first, second = ([part.value for part in side if part is not None] for side in sides)
+    if max(map(len, sides)) > _MOST_ITEMS or not len(first) == len(second) == len(sides[0]):
+        return None
+    return any(first) == any(second) and all(
+        first[i] * second[j] == first[j] * second[i] for i, j in itertools.combinations(range(len(first)), 2)
+    )
+
+
+# Matrices
+
+_MATRIX = re.compile(r"\\begin\s*\{pmatrix\}(.*)\\end\s*\{pmatrix\}", re.DOTALL)
+
+
+def _as_matrices(given: str, wanted: str, depth: int) -> bool | None:
+    """Compares two matrices entry by entry; None unless both are one."""
+    sides = []
+    for text in (given, wanted):
+        match = _MATRIX.fullmatch(text)
+        if match is None or r"\begin" in match[1]:
+            return None
+        rows = [row.split("&") for row in re.split(r"\\\\|\\cr(?![a-zA-Z])", match[1]) if row.strip()]
+        sides.append([[entry.strip() for entry in row] for row in rows])
+    if [len(row) for row in sides[0]] != [len(row) for row in sides[1]] or sum(map(len, sides[0])) > _MOST_ITEMS:
+        return False
+    return all(_same(x, y, depth + 1) for one, other in zip(*sides) for x, y in zip(one, other))
 
 
 # Intervals
@@ -282,7 +275,7 @@ def _as_collections(given: str, wanted: str, depth: int) -> bool | None:
     a, b = (_collection(_without_membership(text)) for text in (given, wanted))
     if a is None or b is None:
         single, several = (given, b) if a is None else (wanted, a)
-        if several is None:
+        if several is None or "=" in single:
             return None
         kind, items = several
         # {5} is written for 5; a tuple is nothing but itself
@@ -312,10 +305,13 @@ def _same_items(given: Sequence[str], wanted: Sequence[str], depth: int) -> bool
     return not left
 
 
+_MEMBER = re.compile(r"\\in(?![a-zA-Z])|∈")
+
+
 def _without_membership(text: str) -> str:
     r"""`x \in [1, 2]` says [1, 2]."""
-    name, sign, rest = text.partition(r"\in ") if r"\in " in text else text.partition("∈")
-    return rest.strip() if sign and _is_name(name.strip()) else text
+    parts = _MEMBER.split(text, maxsplit=1)
+    return parts[1].strip() if len(parts) == 2 and _is_name(parts[0].strip()) else text
 
 
 # Equations
@@ -330,7 +326,7 @@ def _is_name(text: str) -> bool:
 
 def _as_equations(given: str, wanted: str, depth: int) -> bool | None:
     """Compares values of equations such as x = 5 and 2 + 3 = 5; None where both are equations between formulas."""
-    sides = [[part.strip() for part in re.split(r"(?<![:=])=(?!=)", text)] for text in (given, wanted)]
+    sides = [_split(re.sub(r":=|==", "=", text), ("=",)) for text in (given, wanted)]
     counts = [len(parts) for parts in sides]
     if counts == [1, 1]:
         return None
@@ -350,10 +346,25 @@ def _as_equations(given: str, wanted: str, depth: int) -> bool | None:
                 return False
         return _same(value, single, depth + 1)
     if counts == [2, 2] and _is_name(sides[0][0]) and _is_name(sides[1][0]):
-        if _spelling(sides[0][0]) != _spelling(sides[1][0]) and all(len(side[0]) == 1 for side in sides):
-            return False
-        return _same(sides[0][1], sides[1][1], depth + 1)
-    return None
+        if spelling(sides[0][0]) == spelling(sides[1][0]) or any(len(side[0]) > 1 for side in sides):
+            return _same(sides[0][1], sides[1][1], depth + 1)
+        # x = 2y and y = x/2 are one line; x = 3 and y = 3 are not
+    return _same_solutions(sides[0], sides[1]) if counts == [2, 2] else None
+
+
+def _same_solutions(given: Sequence[str], wanted: Sequence[str]) -> bool | None:
+    """True if two equations are multiples of each other, denominators cleared; None where they cannot be read."""
+    numerators = []
+    for side in (given, wanted):
+        parsed = [parse_formula(formula) for formula in side]
+        if not all(parsed) or not all(isinstance(formula[0], sympy.Expr) for formula in parsed):
+            return None
+        numerators.append(sympy.fraction(sympy.together(_with_imaginary(parsed[0][0] - parsed[1][0])))[0])
+    if numerators[0].free_symbols != numerators[1].free_symbols or len(numerators[0].free_symbols) < 2:
+        return False
+    points = [_sample_values(*numerators, start) for start in (_SAMPLE, 2.2360679775, 0.5772156649)]
+    ratios = [values[0] / values[1] for values in points if values is not None and all(values)]
+    return all(_close(ratio, ratios[0], _EXACT_TOLERANCE) for ratio in ratios) if len(ratios) == len(points) else None
 
 
 # Words
@@ -438,6 +449,7 @@ def _one_formula(given: str, wanted: str) -> bool:
     if not parsed_wanted or not parsed_given:
         return False
     try:
+        parsed_wanted, parsed_given = ([_with_imaginary(side[0]), *side[1:]] for side in (parsed_wanted, parsed_given))
         values = _sample_values(parsed_given[0], parsed_wanted[0])
         if values is not None:
             exact = not re.search(r"\d?\.\d", given + wanted)
@@ -454,11 +466,21 @@ def _one_formula(given: str, wanted: str) -> bool:
         return False
 
 
+def _with_imaginary(formula: Any) -> Any:
+    """The formula with i as the imaginary unit, which the parser takes for a variable."""
+    if not isinstance(formula, sympy.Expr):
+        return formula
+    return formula.subs({symbol: sympy.I for symbol in formula.free_symbols if str(symbol) == "i"})
+
+
 def _close(a: complex, b: complex, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
-def _sample_values(a: Any, b: Any) -> tuple[complex, complex] | None:
+_SAMPLE = 1.6180339887
+
+
+def _sample_values(a: Any, b: Any, start: float = _SAMPLE) -> tuple[complex, complex] | None:
     """The values of two expressions at one point; None where that says nothing.
 
     Expressions that differ there are different, which is found a hundred times faster than by simplifying their difference.
@@ -466,7 +488,7 @@ def _sample_values(a: Any, b: Any) -> tuple[complex, complex] | None:
     if any(not isinstance(side, sympy.Expr) or isinstance(side, sympy.Symbol) for side in (a, b)):
         return None
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    point = {symbol: sympy.Float(1.6180339887 + 0.7320508 * number) for number, symbol in enumerate(symbols)}
+    point = {symbol: sympy.Float(start + 0.7320508 * number) for number, symbol in enumerate(symbols)}
     try:
         values = complex(a.evalf(15, subs=point)), complex(b.evalf(15, subs=point))
     except (TypeError, ValueError, OverflowError, ZeroDivisionError, AttributeError):

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mindspeed_rl.rewards.number_words import SCALES, read_words
+
 #: longer literals are no answer to anything, and CPython refuses to read integers above 4,300 digits
 LONGEST_LITERAL = 400
 #: of two decimals one may be the other, rounded, when it has at least this many significant digits
@@ -19,26 +21,10 @@ _FRACTION_DECIMALS = 6
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _EXPONENT = r"(?:[eE]([+-]?\d{1,3})|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([+-]?\s*\d{1,3})\s*\}|(\d)))"
 _DECIMAL = re.compile(rf"({_DIGITS})?(?:\.(\d*))?{_EXPONENT}?")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?")
 _POWER_OF_TEN = re.compile(r"10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(\d))")
 _PART = r"(?:\{\s*([+-]?\d+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(?:(\d+)\s*)?\\?frac\s*{_PART}\s*{_PART}|(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
-
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen"
-    " nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_CHINESE = {char: number for number, char in enumerate("零一二三四五六七八九十")} | {"两": 2}
-_NUMBER_WORDS = {word: number for number, word in enumerate(_ONES)}
-_NUMBER_WORDS |= {word: 10 * number for number, word in enumerate(_TENS, start=2)}
-_NUMBER_WORDS |= {
-    f"{ten}{joint}{one}": 10 * number + digit
-    for number, ten in enumerate(_TENS, start=2)
-    for digit, one in enumerate(_ONES[1:10], start=1)
-    for joint in ("-", " ")
-}
-_NUMBER_WORDS |= {"one hundred": 100, "a hundred": 100, "hundred": 100, "one thousand": 1000, "a thousand": 1000}
-_NUMBER_WORDS |= _CHINESE
 
 #: dimension and size of the units that answers come in; names that are not here say nothing
 _UNITS: dict[str, tuple[str, Fraction]] = {}
@@ -46,7 +32,7 @@ for _dimension, _sizes in {
     "length": {
         "mm millimeter millimetre 毫米": "1/1000", "cm centimeter centimetre 厘米": "1/100", "m meter metre 米": "1",
         "km kilometer kilometre 千米 公里": "1000", "in inch inches": "0.0254", "ft foot feet": "0.3048", "yd yard": "0.9144",
-        "mile": "1609.344",
+        "mile mi": "1609.344",
     },
     "time": {
         "s sec second 秒": "1", "min minute 分钟": "60", "h hr hour 小时": "3600", "day 天": "86400", "week 周": "604800",
@@ -62,6 +48,8 @@ for _dimension, _sizes in {
             _UNITS[_name] = (_dimension, Fraction(_size))
             if _name.isascii() and len(_name) > 2:
                 _UNITS[f"{_name}s"] = _UNITS[_name]
+
+_SPEEDS = {"mph": "mile/h", "kph": "km/h", "kmh": "km/h"}
 
 _WORD = r"[A-Za-z\u4e00-\u9fff]+\.?"
 _UNIT = re.compile(
@@ -92,7 +80,10 @@ def read_quantity(text: str) -> Quantity | None:
     if not text or len(text) > LONGEST_LITERAL:
         return None
     sign, rest = 1, text
-    if rest[0] in "+-−":
+    minus = _MINUS.match(text)
+    if minus is not None:
+        sign, rest = -1, text[minus.end() :]
+    elif rest[0] in "+-−":
         sign, rest = (-1 if rest[0] != "+" else 1), rest[1:].lstrip()
     money = None
     if rest[:1] in ("$", "¥", "￥", "€", "£"):
@@ -114,8 +105,24 @@ def read_quantity(text: str) -> Quantity | None:
     return Quantity(sign * value, decimals, percent, unit)
 
 
+_MINUS = re.compile(r"(?i)(?:negative|minus)\s+|负")
+_SCALE = re.compile(rf"\s*({'|'.join(SCALES)}|万|亿)(?![A-Za-z])")
+
+
 def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
     """(value, digits behind the point, rest) of the number at the start of the text."""
+    in_words = read_words(text)
+    if in_words is not None:
+        return in_words[0], None, in_words[1]
+    found = _read_digits(text)
+    scale = None if found is None else _SCALE.match(found[2])
+    if found is None or scale is None:
+        return found
+    size = {**SCALES, "万": 10**4, "亿": 10**8}[scale[1]]
+    return found[0] * size, None, found[2][scale.end() :]  # 1.5 million are no decimal
+
+
+def _read_digits(text: str) -> tuple[Fraction, int | None, str] | None:
     match = _FRACTION.match(text)
     if match is not None:
         whole, top, bottom = _fraction_parts(match)
@@ -123,6 +130,11 @@ def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
     match = _POWER_OF_TEN.match(text)
     if match is not None:
         return Fraction(10) ** int(match[1] or match[2]), None, text[match.end() :]
+    match = _REPEATING.match(text)
+    if match is not None:
+        whole, fixed, repeated = match.groups()
+        period = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
+        return Fraction(f"{whole or 0}.{fixed or 0}") + period, None, text[match.end() :]
     match = _DECIMAL.match(text)
     if match is not None and (match[1] or match[2]):
         exponent = int(next((part for part in match.groups()[2:] if part), "0").replace(" ", ""))
@@ -130,11 +142,6 @@ def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
         value = Fraction(f"{digits}.{match[2]}" if match[2] else digits) * Fraction(10) ** exponent
         decimals = max(len(match[2]) - exponent, 0) if match[2] else None
         return value, decimals or None, text[match.end() :]
-    lowered = text.lower()
-    for length in (3, 2, 1):  # "twenty one apples": the longest reading first
-        head = " ".join(lowered.split()[:length])
-        if head in _NUMBER_WORDS:
-            return Fraction(_NUMBER_WORDS[head]), None, text[len(head) :]
     return None
 
 
@@ -148,6 +155,11 @@ def _fraction_parts(match: re.Match[str]) -> tuple[int, int, int]:
 
 
 def _read_unit(name: str, power: str | None) -> tuple[str, Fraction] | None:
+    """(dimension, size) of a unit, or of one per another one; None for a name that says nothing."""
+    above, per, below = re.sub(r"\s+per\s+|\s*/\s*", "/", _SPEEDS.get(name.lower(), name)).partition("/")
+    if per:
+        over, under = _read_unit(above, None), _read_unit(below, power)
+        return None if over is None or under is None else (f"{over[0]}/{under[0]}", over[1] / under[1])
     words = name.lower().replace(".", "").split()
     exponent = int(power or 1)
     if words[0] in ("square", "sq", "cubic", "cu"):
@@ -189,6 +201,24 @@ def _same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
     return len(str(abs(shorter.numerator * 10**decimals // shorter.denominator))) >= _ROUNDED_DIGITS and _rounds_to(
         longer, shorter, decimals
     )
+
+
+_BASED = re.compile(r"(?=[0-9A-F]*\d)([0-9A-F]+)_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
+
+
+def same_based(given: str, wanted: str) -> bool | None:
+    """Compares numbers with their base, as 1010_2; None unless one has it. Where the other has none, the digits decide."""
+    first, second = (_BASED.fullmatch(text.strip()) for text in (given, wanted))
+    if first is None and second is None:
+        return None
+    digits = [match[1] if match else text.strip() for match, text in ((first, given), (second, wanted))]
+    if first is None or second is None:
+        return digits[0].lstrip("0") == digits[1].lstrip("0")
+    try:
+        values = [int(match[1], int(match[2] or match[3])) for match in (first, second)]
+    except ValueError:  # a digit that the base has not: a name with an index
+        return None
+    return values[0] == values[1]
 
 
 def _rounds_to(value: Fraction, rounded: Fraction, decimals: int) -> bool:

@@ -1,0 +1,92 @@
+r"""One spelling for what answers write in several: delimiters, commands of LaTeX, ASCII formulas, Unicode, degrees.
+
+What is rewritten keeps its meaning. `sqrt(2)*pi`, `√2π` and `\sqrt{2}\pi` are one formula, `3½` is `3\frac{1}{2}`, and
+`\sin 30^\circ` is the sine of thirty degrees, while a degree sign behind a number alone goes, as units do.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|gcd|lcm|max|min"
+_GREEK = "pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega"
+_DEGREE = r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z]))"
+
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\\\?\s*\n\s*|\n\s*", " "),
+        (r"^(?:\\\(|\\\[|\$+)|(?:\\\)|\\\]|\$+)$", ""),
+        (r"\\(?:boxed|fbox)\{(.*)\}", r"\1"),
+        (r"^\*\*(.*)\*\*$", r"\1"),
+        (r"(?i)^(?:the )?(?:final )?answer\s*(?:is|:)\s*", ""),
+        (r"(?<=\d)(?:\\[,!:;]|\{,\}|,\\!)(?=\d{3})", ","),
+        (r"(?<!\\)\\[!;,: ]|~|\\q?quad(?![a-zA-Z])", " "),
+        (r"\\(?:left|right|displaystyle|mathbf|mathit|bf|limits)(?![a-zA-Z])", ""),
+        (r"[dtc]frac", "frac"),
+        (r"\\\$", "$"),
+        (
+            rf"\\?(sin|cos|tan|cot|sec|csc)\s*(\^\s*\{{?\d\}}?)?\s*[({{]?\s*(\d+(?:\.\d+)?)\s*{_DEGREE}\s*[)}}]?",
+            r"\\\1\2(\\frac{\3}{180}\\pi)",
+        ),
+        (_DEGREE, ""),
+        (r"\\(?:text|mathrm|textbf|textrm|textit|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:overline|overrightarrow|overleftrightarrow|vec|widehat)\s*\{\s*([A-Za-z]+)\s*\}", r"\1"),
+        (r"\\begin\{[bB]matrix\}", r"\\begin{pmatrix}"),
+        (r"\\end\{[bB]matrix\}", r"\\end{pmatrix}"),
+        (r"\\langle(?![a-zA-Z])|⟨", "("),
+        (r"\\rangle(?![a-zA-Z])|⟩", ")"),
+        (r"\\(?:leq?|leqslant)(?![a-zA-Z])|≤|⩽|<=", "≤"),
+        (r"\\(?:geq?|geqslant)(?![a-zA-Z])|≥|⩾|>=", "≥"),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\(?:approx|simeq)(?![a-zA-Z])|≈", "="),
+        (r"^\s*=\s*", ""),
+        (r"\\(?:emptyset|varnothing)(?![a-zA-Z])|∅|\\\{\s*\\\}|\{\s*\}$", "∅"),
+        (r"\\infty|∞|(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty"),
+        (r"π", r"\\pi "),
+        (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"(?:√|(?<![A-Za-z\\])sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (rf"(?<![A-Za-z\\])({_FUNCTIONS}|{_GREEK})(?![A-Za-z])", r"\\\1"),
+        (r"\\lg(?![a-zA-Z])|(?<![A-Za-z\\])lg(?![A-Za-z])", r"\\log_{10}"),
+        (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
+        (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (r"\*\*", "^"),
+        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+        (r"(?<=[\w)}\]])\s*[*·⋅]\s*(?=[\w({\\])", r"\\cdot "),
+        (r"÷", "/"),
+        (r"，", ","),
+        (r"（", "("),
+        (r"）", ")"),
+        (r"％", "%"),
+        (r"[−–—]", "-"),
+        (r"\s+", " "),
+    )
+)
+_FULL_WIDTH = {ord("０") + digit: str(digit) for digit in range(10)}
+_SUPERSCRIPTS = {char: str(digit) for digit, char in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")} | {"⁻": "-", "ⁿ": "n"}
+_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+
+
+def cleaned(answer: str) -> str:
+    """The answer without delimiters, spacing commands, text commands and a closing full stop, in one spelling of symbols."""
+    answer = answer.translate(_FULL_WIDTH).strip().rstrip(".。").strip().lstrip(":：").strip()
+    if not answer.isascii():
+        answer = _RAISED.sub(lambda match: f"^{{{''.join(_SUPERSCRIPTS[char] for char in match[0])}}}", answer)
+        answer = _VULGAR.sub(_written_out, answer)
+    for pattern, replacement in _REWRITES:
+        answer = pattern.sub(replacement, answer)
+    return answer.strip().rstrip(".。").strip()
+
+
+def _written_out(match: re.Match[str]) -> str:
+    r"""½ as \frac{1}{2}."""
+    top, _, bottom = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
+    return rf"\frac{{{top}}}{{{bottom}}}"
+
+
+def spelling(answer: str) -> str:
+    """What two answers of the same spelling share: lower case, no blanks but those between digits."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", answer)).casefold()
