@@ -362,7 +362,7 @@ def _same_solutions(given: Sequence[str], wanted: Sequence[str]) -> bool | None:
         numerators.append(sympy.fraction(sympy.together(_with_imaginary(parsed[0][0] - parsed[1][0])))[0])
     if numerators[0].free_symbols != numerators[1].free_symbols or len(numerators[0].free_symbols) < 2:
         return False
-    points = [_sample_values(*numerators, start) for start in (_SAMPLE, 2.2360679775, 0.5772156649)]
+    points = [_sample_values(numerators[0], numerators[1], start) for start in (_SAMPLE, 2.2360679775, 0.5772156649)]
     ratios = [values[0] / values[1] for values in points if values is not None and all(values)]
     return all(_close(ratio, ratios[0], _EXACT_TOLERANCE) for ratio in ratios) if len(ratios) == len(points) else None
 
