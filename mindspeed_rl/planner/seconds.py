@@ -68,11 +68,6 @@ class TimePlan:
         """Where these seconds are, two times of three."""
         return seconds / self.efficiency.spread, seconds * self.efficiency.spread
 
-    @property
-    def tokens_a_second(self) -> float:
-        """Of a device."""
-        return self.tokens / self.devices / self.total
-
 
 @dataclass(frozen=True)
 class ModeTime:
