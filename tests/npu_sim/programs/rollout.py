@@ -29,7 +29,6 @@ def main() -> None:
     device = platform.select("npu")
     adaptors.apply("rollout")
     device.set_device(rank)
-    dist.init_process_group("hccl")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from mindspeed_rl.rollout.requests import GenerationRequest, Sampling
@@ -44,7 +43,8 @@ def main() -> None:
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(parameter.to(torch_dtype) * 4)  # far from uniform, and equal on both sides
-    reference.save_pretrained(folder / "weights")
+    reference.save_pretrained(folder / "weights")  # in a process group, rank 0 alone would write
+    dist.init_process_group("hccl")
     tp = settings.get("tensor_parallel", 1)
     config = GenerateConfig(
         infer_tensor_parallel_size=tp,
