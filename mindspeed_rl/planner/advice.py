@@ -69,9 +69,9 @@ def changes_that_relieve(tree: Mapping[str, Any], cfg: RunConfig, phase: str, ch
 
 
 def _most_in(plan: MemoryPlan, phase: str) -> int:
-    """Bytes beside the runtime's own on the fullest die of a phase; of the peak where no phase has the name."""
+    """Bytes beside the driver's and the runtime's on the fullest die of a phase; of the peak where no phase has the name."""
     found = [one for dies in plan.dies for one in dies.phases if one.name == phase] or [plan.fullest.peak]
-    return max(one.total - one.owners.get("runtime", 0) for one in found)
+    return max(one.total - one.owners.get("driver", 0) - one.owners.get("runtime", 0) for one in found)
 
 
 def _together(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, chip: Chip, num_nodes: int) -> list[Change]:

@@ -19,11 +19,10 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.validation import unavailable, validate
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.efficiency import Efficiency
-from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory
+from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
-#: rank of fits and tight; what does not fit is left out
-_VERDICTS = {"fits": 0, "tight": 1}
 _KEPT = 10
 #: shares of the device that an engine is offered
 _SHARES = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -138,7 +137,7 @@ def fit(wanted: Wanted, chip: Chip, efficiency: Efficiency | None = None, *, mea
 def _rank(one: Found) -> tuple[int, int, int, float]:
     """What fits before what is tight, faster before slower; where times are within a twentieth, fewer splits of the model."""
     split = math.prod(int(one.values.get(f"actor_config.{name}_parallel_size", 1)) for name in _SPLITS[:3])
-    return _VERDICTS[one.memory.verdict], round(math.log(one.time.total) / 0.05), split, one.time.total
+    return VERDICTS.index(one.memory.verdict), round(math.log(one.time.total) / 0.05), split, one.time.total
 
 
 def _searched(
@@ -170,7 +169,7 @@ def _searched(
         if not _acceptable(memory):
             nearest.append((memory.fullest.peak.total, memory))
             continue
-        layouts.append((_VERDICTS[memory.verdict], sum(time.phases.get(name, 0.0) for name in _TRAINING), values))
+        layouts.append((VERDICTS.index(memory.verdict), sum(time.phases.get(name, 0.0) for name in _TRAINING), values))
     layouts.sort(key=lambda one: one[:2])
     found: list[Found] = []
     for train, (_, serve) in itertools.product(_varied(layouts), engines[:4]):
@@ -210,7 +209,7 @@ def _nothing(wanted: Wanted, chip: Chip, nearest: list[tuple[int, MemoryPlan]]) 
 
 def _acceptable(memory: MemoryPlan) -> bool:
     """It fits as it is computed, and by the error of what is modelled at least perhaps."""
-    return memory.verdict in _VERDICTS and memory.fullest.peak.total <= memory.capacity
+    return memory.verdict in ("fits", "tight")
 
 
 def _varied(trainers: list[tuple[int, float, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -236,7 +235,7 @@ def _planned(
         return None
     try:
         memory = plan_memory(cfg, chip, wanted.num_nodes)
-        time = plan_time(cfg, chip, wanted.num_nodes, mean_response=mean_response, efficiency=efficiency)
+        time = plan_time(cfg, chip, wanted.num_nodes, samples=SampleMeans(mean_response), efficiency=efficiency)
     except ValueError:
         return None
     return memory.without(without) if without else memory, time

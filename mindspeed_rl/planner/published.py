@@ -22,6 +22,7 @@ from mindspeed_rl.config.run_files import compose, project_configs
 from mindspeed_rl.planner.chips import CHIPS
 from mindspeed_rl.planner.efficiency import NPU, Efficiency
 from mindspeed_rl.planner.run_shape import RunShape, read_shape
+from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
 #: tokens of a prompt of a mathematical data set in the mean, and of the longest
@@ -134,8 +135,7 @@ def predicted(number: int, efficiency: Efficiency) -> TimePlan:
     return plan_time(
         cfg,
         shape.chip,
-        mean_response=FIGURES[number].mean_response,
-        mean_prompt=PROMPT,
+        samples=SampleMeans(FIGURES[number].mean_response, PROMPT),
         efficiency=efficiency,
         shape=shape,
     )
