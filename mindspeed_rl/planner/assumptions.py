@@ -84,14 +84,12 @@ def _of_chip(chip: Chip) -> Iterator[Assumption]:
         yield Assumption("a core", figures, "two cores of one shared machine; --calibrate makes it yours", False)
         return
     yield Assumption("operations", f"{chip.flops / 1e12:g} T/s a die in bf16", "verl's flops_counter.py")
+    yield Assumption("memory bandwidth", f"{chip.bandwidth / 1e12:g} TB/s", "what is published of its HBM2e")
     yield Assumption(
-        "memory bandwidth", f"{chip.bandwidth / 1e12:g} TB/s", "four stacks of HBM2e; the vendor gives no figure a die"
+        "link", f"{chip.link / 1e9:g} GB/s one way to {chip.devices_per_node} dies", "what the vendor publishes of HCCS"
     )
-    yield Assumption(
-        "link", f"{chip.link / 1e9:g} GB/s one way to {chip.devices_per_node} dies", "the vendor's figures of HCCS"
-    )
-    yield Assumption("network", f"{chip.network / 1e9:g} GB/s one way beyond them", "the vendor's figures of RoCE")
-    yield Assumption("host link", f"{chip.host / 1e9:g} GB/s", "PCIe of its generation")
+    yield Assumption("network", f"{chip.network / 1e9:g} GB/s one way beyond them", "what the vendor publishes of RoCE")
+    yield Assumption("host link", f"{chip.host / 1e9:g} GB/s", "a guess, from PCIe of its generation")
 
 
 def _of_efficiency(efficiency: Efficiency, *, fitted: bool) -> Iterator[Assumption]:

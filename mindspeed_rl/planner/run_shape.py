@@ -87,7 +87,12 @@ class Model:
         return each * (dense + expert)
 
 
-def _model(config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool) -> Model:
+def placed_model(config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
+    """Return a role's model on so many dies.
+
+    Raises:
+        ValueError: its shape is not known, or does not fit its layout.
+    """
     plan = role_plan(config, is_scored=is_scored)
     lie = layout(config, devices)
     dp = max(1, devices // (lie.tensor * lie.pipeline))  # context-parallel ranks hold all parameters alike
@@ -168,7 +173,7 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
 
     def model(role: str, config: MegatronConfig, *, trains: bool, is_scored: bool = False, own: int | None = None) -> Model:
         try:
-            return _model(config, own or world, trains=trains, is_scored=is_scored)
+            return placed_model(config, own or world, trains=trains, is_scored=is_scored)
         except ValueError as error:
             raise ValueError(f"{role}: {error}") from error
 
