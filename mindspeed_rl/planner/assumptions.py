@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.planner.activations import EXPERT_IMBALANCE, MEAN_EXPERT_IMBALANCE
 from mindspeed_rl.planner.chips import GIB, Chip
+from mindspeed_rl.planner.communicators import HCCL_BUFFERS, hccl_buffer_mib
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.lengths import SIGMA
-from mindspeed_rl.planner.memory import FRAGMENTATION, HCCL_BUFFERS, MODEL_ERROR, hccl_buffer_mib
+from mindspeed_rl.planner.memory import FRAGMENTATION, MODEL_ERROR
 from mindspeed_rl.planner.seconds import TimePlan
 
 #: what is said of a number that no run on a device has confirmed

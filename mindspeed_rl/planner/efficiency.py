@@ -37,8 +37,8 @@ class Efficiency:
 #: train and the seconds of a layer as `planner.published.fitted` finds them from all published figures, and how far those are
 #: off; the others are assumptions
 NPU = Efficiency(
-    train=0.165,
-    prefill=0.237,
+    train=0.16,
+    prefill=0.23,
     bandwidth=0.6,
     layer_s=3.6e-3,
     graph_layer_s=7.4e-4,

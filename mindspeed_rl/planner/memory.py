@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.objective import resolve_objective
-from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart
 from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
 from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.communicators import communicator_bytes
 from mindspeed_rl.planner.engine import Engine, KvCache, engine_of
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
@@ -26,9 +26,6 @@ MIB = 1 << 20
 MODEL_ERROR = 0.25
 #: the allocator's blocks are larger than what is asked of them, by this share of what comes and goes
 FRAGMENTATION = 0.05
-#: buffers of a communicator: one to send, one to receive
-HCCL_BUFFERS = 2
-
 #: owners whose bytes are counted, not modelled
 EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "KV cache")
 #: owners that no allocator of torch's counts
@@ -196,7 +193,7 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
 
 def _fixed(run: RunShape) -> dict[str, int]:
     """What no phase changes."""
-    return dict(zip(FIXED, (run.chip.driver, run.chip.runtime, _communicators(run)), strict=True))
+    return dict(zip(FIXED, (run.chip.driver, run.chip.runtime, communicator_bytes(run)), strict=True))
 
 
 def _serving(engine: Engine) -> dict[str, int]:
@@ -297,43 +294,6 @@ def _push_bytes(run: RunShape) -> int:
     assert run.generate is not None
     share = max(run.actor.weights(held) for held in run.actor.elements)
     return 2 * min(run.generate.update_weights_bucket_mb * MIB, share)
-
-
-def _communicators(run: RunShape) -> int:
-    """Buffers of the process groups that exchange tensors on the devices; none where there is no HCCL."""
-    if not run.chip.sleeps or run.sizes.actor.num_npus == 1:
-        return 0
-    size = hccl_buffer_mib(run.cfg) * MIB
-    config, lie = run.actor.config, run.sizes.actor
-    replicas = max(1, lie.num_npus // (lie.tensor * lie.pipeline))
-    expert, inner = config.expert_sizes
-    groups = {
-        "world": lie.num_npus,
-        "tp": lie.tensor,
-        "cp": lie.context,
-        "pp": lie.pipeline,
-        "dp_cp": replicas,
-        "mp": lie.tensor * lie.pipeline,
-    }
-    if config.num_experts:
-        groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": lie.num_npus // max(1, expert * inner * lie.pipeline)}
-    if run.generate is not None and rollout_is_apart(run.cfg):
-        groups["push"] = lie.num_npus + run.sizes.rollout.num_npus
-    elif run.generate is not None:
-        engines = rollout_layout(run.generate, run.sizes.rollout.num_npus)
-        groups |= {"rollout tp": engines.tensor, "rollout ep": engines.expert_ranks}
-    own = _own_sizes(config.hccl_group_buffer)
-    return sum(HCCL_BUFFERS * own.get(name, size) for name, ranks in groups.items() if ranks > 1)
-
-
-def hccl_buffer_mib(cfg: RunConfig) -> int:
-    """Return the size of a buffer of a communicator that has none of its own; HCCL's own where the run file cannot say it."""
-    return 200 if cfg.rl_config is None else cfg.rl_config.hccl_buffersize
-
-
-def _own_sizes(text: str | None) -> dict[str, int]:
-    parts = (part.partition(":") for part in (text or "").replace(",", ";").split(";") if part.strip())
-    return {name.strip(): int(size) * MIB for name, _, size in parts if size.strip().isdigit()}
 
 
 # ---------------------------------------------------------------------- dies
