@@ -4,7 +4,6 @@
 
 Without `--of` all four parts. `runs` trains tiny models of several sizes and layouts on two workers, one run after another
 (about a minute each; have a machine without other load), and sets what each report says was predicted beside what it measured.
-Bytes on the simulated NPU are a test: `tests/npu_sim/run.sh tests/npu_sim/test_engine.py -m 'slow or not slow' -k planned`.
 """
 
 from __future__ import annotations
@@ -50,14 +49,18 @@ def _layout(**sizes: int) -> dict[str, Any]:
 _LARGER = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768}
 _LARGEST = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True, "head_dim": 32}
+#: the samples of a replica, where there are two
+_HALF = {"actor_config.micro_batch_size": 256}
 _OFFLOADED = {f"generate_config.offload_train_{part}": True for part in ("optimizer", "grad", "param")}
 RUNS = (
     PlannedRun("4 x 128, TP2, 8 tokens", keys=_layout(tp=2)),
-    PlannedRun("4 x 128, DP2, all offloaded, 16 tokens", tokens=16, keys=_layout() | _OFFLOADED),
+    PlannedRun("4 x 128, DP2, all offloaded, 16 tokens", tokens=16, keys=_layout() | _HALF | _OFFLOADED),
     PlannedRun("8 x 256, TP2, 8 tokens", _LARGER, keys=_layout(tp=2)),
     PlannedRun("8 x 256, PP2, 16 tokens", _LARGER, 16, _layout(pp=2) | {"actor_config.micro_batch_size": 64}),
     PlannedRun("6 x 512, TP2, 16 tokens", _LARGEST, 16, _layout(tp=2)),
-    PlannedRun("4 x 128, 8 experts, EP2, 8 tokens", _EXPERTS, keys=_layout(ep=2)),
+    PlannedRun(
+        "4 x 128, 8 experts, EP2, 8 tokens", _EXPERTS, keys=_layout(ep=2) | _HALF | {"megatron_training.num_experts": 8}
+    ),
     PlannedRun(
         "4 x 128, PPO, TP2, 8 tokens",
         keys=_layout(tp=2) | {"critic_config.load": "{model}", "critic_config.save": None, "rl_config.critic_warmup": 0},
@@ -84,7 +87,6 @@ def make_model(folder: Path, shape: dict[str, Any]) -> Path:
 def run(task: Path, one: PlannedRun, work: Path) -> dict[str, Any]:
     """Trains, and returns what the report has of the plan."""
     model, folder = make_model(task, one.shape), work / one.name.replace(" ", "").replace(",", "_")
-    block = {"model.tiny_qwen25": "{}"} if one.shape else {}
     keys = {
         "run_dir": folder,
         "megatron_training.train_iters": ITERATIONS,
@@ -96,7 +98,6 @@ def run(task: Path, one: PlannedRun, work: Path) -> dict[str, Any]:
         "generate_config.max_model_len": 64,
         "generate_config.sampling_config.max_tokens": one.tokens,
         "generate_config.sampling_config.ignore_eos": True,
-        **block,
         **{key: value.format(model=model) if isinstance(value, str) else value for key, value in one.keys.items()},
     }
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]

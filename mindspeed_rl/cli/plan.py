@@ -198,7 +198,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         arguments.nodes,
     )
     chip = chip_named(arguments.chip, arguments.memory_gib)
-    found = fit(wanted, chip, mean_response=arguments.mean_response)
+    found = fit(wanted, chip, samples=SampleMeans(arguments.mean_response))
     shown = found[: arguments.top]
     print(json.dumps(fit_json(shown), indent=2) if arguments.json else fit_text(wanted, chip, shown), flush=True)
     if arguments.output is not None:

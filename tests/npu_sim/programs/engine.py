@@ -6,20 +6,13 @@ tools/npu_smoke.sh runs this file without the simulator).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ranks import rank_settings, report
-
-if TYPE_CHECKING:  # torch_npu comes behind the simulator
-    from mindspeed_rl.config import MegatronConfig
-    from mindspeed_rl.engine.offload import Offloader
-    from mindspeed_rl.engine.train_engine import TrainEngine
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64,
@@ -44,29 +37,6 @@ DEEPSEEK3 = {
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
 MODELS = {"qwen2": QWEN2, "qwen3_moe": QWEN3_MOE, "deepseek3": DEEPSEEK3}
-
-
-def bytes_by_owner(config: MegatronConfig, folder: Path, engine: TrainEngine, offloader: Offloader) -> dict[str, list[int]]:
-    """Of this rank after a step: {owner: [planned, what the device's allocator gave back, tensors]}."""
-    import torch
-    from megatron.core import parallel_state
-
-    from mindspeed_rl.planner.run_shape import placed_model
-
-    planned = placed_model(dataclasses.replace(config, load=str(folder)), int(os.environ["WORLD_SIZE"]), trains=True)
-    held = planned.elements[parallel_state.get_pipeline_model_parallel_rank()]
-    owners = {
-        "optimizer": (planned.optimizer(held), {"optimizer": True}),
-        "gradients": (planned.gradients(held), {"grads": True}),
-        "weights": (planned.weights(held), {"params": True}),
-    }
-    found = {}
-    for name, (count, part) in owners.items():
-        before = torch.npu.memory_allocated()
-        offloader.offload(**part)
-        found[name] = [count, before - torch.npu.memory_allocated(), sum(1 for _ in engine.model.models[0].parameters())]
-    offloader.onload(optimizer=True, grads=True, params=True)
-    return found
 
 
 def main() -> None:
@@ -193,8 +163,6 @@ def main() -> None:
             result["copies"] = [copies.beside, copies.with_others]
             result["memory"] = [before, during, platform.current().memory_stats().allocated_gib]
     result["steps"] = steps
-    if settings.get("owners"):
-        result["owners"] = bytes_by_owner(config, folder, engine, offloader)
     if simulated:
         result["fused"] = {name: count for name, count in simulator.calls.items() if name.startswith("npu::")}
     if settings.get("save"):
