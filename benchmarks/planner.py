@@ -171,7 +171,7 @@ def speed() -> Iterator[str]:
         "time --config-name grpo_qwen3_8b_A3",
         "time --config-name grpo_deepseek_r1_671b_A3",
         "fit --npus 16 --model qwen3_32b --prompt 2k --response 8k",
-        "fit --npus 384 --model deepseekv3_671b --prompt 1k --response 2k",
+        "fit --npus 384 --model deepseekv3_671b --prompt 1k --response 2k --prompts 384 --samples 32",
     ):
         code = f"import sys; from mindspeed_rl.cli.plan import main; main({words.split()!r}); print('torch' in sys.modules)"
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), perf_counter()

@@ -10,7 +10,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.validation import unavailable, validate
+from mindspeed_rl.config.validation import is_valid, unavailable
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 
@@ -106,7 +106,7 @@ def _tried(tree: Mapping[str, Any], values: dict[str, Any], costs: str, chip: Ch
     """None where the run file would break a rule."""
     try:
         cfg = build_run_config(with_values(tree, values))
-        if validate(cfg, num_nodes) or unavailable(cfg):
+        if not is_valid(cfg, num_nodes) or unavailable(cfg):
             return None
         return Change(values, costs, plan_memory(cfg, chip, num_nodes))
     except (ConfigError, ValueError):

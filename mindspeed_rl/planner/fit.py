@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
-from mindspeed_rl.config.validation import unavailable, validate
+from mindspeed_rl.config.validation import is_valid, unavailable
 from mindspeed_rl.planner.chips import GIB, Chip
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory
@@ -238,7 +238,7 @@ class _Search:
         nodes = self._wanted.num_nodes
         try:
             cfg = build_run_config(with_values(tree, values), config_name="fit")
-            if validate(cfg, nodes) or unavailable(cfg):
+            if not is_valid(cfg, nodes) or unavailable(cfg):
                 return None
             memory = plan_memory(cfg, self._chip, nodes)
             return memory, plan_time(cfg, self._chip, nodes, samples=self._samples, efficiency=self._efficiency)

@@ -16,6 +16,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
 from mindspeed_rl.config.run_files import compose, locate, project_configs
+from mindspeed_rl.config.validation import is_valid, validate
 from mindspeed_rl.models.keyed_network import network_of_keys
 from mindspeed_rl.models.kv_cache import kv_bytes_per_token
 from mindspeed_rl.models.plan import placed
@@ -387,3 +388,22 @@ def test_a_backbone_that_is_shared_makes_the_pass_of_the_reference() -> None:
     phases = {phase.name: phase.owners for phase in plan.dies[0].phases}
     assert phases["reference pass"]["weights"] == phases["update"]["weights"]
     assert not any("reference" in held for held in phases.values())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"actor_config__tensor_model_parallel_size": 3},
+        {"actor_config__tensor_model_parallel_size": 0},
+        {"rl_config__mini_batch_size": 7},
+        {"rl_config__actor_resource__num_npus": 12},
+        {"megatron_training__global_batch_size": None},
+        {"generate_config__max_model_len": 16},
+        {"generate_config__lora_push": "adapter"},
+    ],
+)
+def test_a_candidate_is_valid_where_validate_finds_nothing(overrides: dict) -> None:
+    tree = compose(*locate("grpo_qwen3_8b_A3", None), [])
+    cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
+    assert is_valid(cfg) == (not validate(cfg)) == (not overrides)
