@@ -40,6 +40,7 @@ from typing import Any
 
 from mindspeed_rl.adaptors import hccl_buffers
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.process_groups import group_buffers
 from mindspeed_rl.registry import did_you_mean
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
@@ -240,7 +241,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
         ValueError: keys of the run file contradict each other, or one is unknown to the installed MindSpeed.
     """
     # first, so that a wrong key is found before anything is patched
-    buffers = hccl_buffers.parse(config.hccl_group_buffer)
+    buffers = group_buffers(config.hccl_group_buffer)
     apply()
     check(config)
     keys = settings(config, megatron_training=importlib.util.find_spec("megatron.training") is not None)

@@ -16,11 +16,13 @@ from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.config.sizes import rollout_is_apart
 from mindspeed_rl.config.validation import validate
 from mindspeed_rl.planner.advice import changes_to_fit
+from mindspeed_rl.planner.assumptions import of_memory, of_time
 from mindspeed_rl.planner.calibration import factors, read_measured
 from mindspeed_rl.planner.chips import CHIPS, Chip, chip_named, chip_of
 from mindspeed_rl.planner.fit import Wanted, fit
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.run_file import read_block, run_file
+from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrated, plan_time
 from mindspeed_rl.planner.text import fit_json, fit_text, memory_json, memory_text, time_json, time_text
 from mindspeed_rl.trainers.mode_simulation import PhaseTimes, best, modes_of, simulate
@@ -30,7 +32,7 @@ _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
 
 
 def main(argv: list[str]) -> int:
-    """Print a plan; return 0 when the run fits or may fit, 1 when it does not, 2 for a mistake.
+    """Print a plan; return 0 when the run fits as it is computed, 1 when it does not, 2 for a mistake.
 
     Args:
         argv: the arguments behind `plan`, for example ["memory", "--config-name", "grpo_qwen3_8b_A3"].
@@ -83,6 +85,10 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mean-response", type=float, default=None, help="tokens of a response in the mean; half the limit")
     parser.add_argument(
         "--mean-prompt", type=float, default=None, help="tokens of a prompt in the mean; a quarter of the limit"
+    )
+    parser.add_argument("--mean-turns", type=float, default=None, help="turns of the model in a sample, in the mean; one")
+    parser.add_argument(
+        "--tool-seconds", type=float, default=None, help="seconds that a sample waits for tools or its environment; none"
     )
     parser.add_argument(
         "--calibrate", default=None, metavar="FOLDER", help="run folder whose measured seconds correct the plan"
@@ -138,21 +144,23 @@ def _memory(arguments: argparse.Namespace) -> int:
     tree, cfg, chip = _read(arguments)
     plan = plan_memory(cfg, chip, arguments.nodes)
     changes = changes_to_fit(tree, cfg, plan, chip, arguments.nodes)
-    shown = json.dumps(memory_json(plan, changes), indent=2) if arguments.json else memory_text(plan, changes)
+    assumed = list(of_memory(cfg, chip))
+    shown = json.dumps(memory_json(plan, changes, assumed), indent=2) if arguments.json else memory_text(plan, changes, assumed)
     print(shown, flush=True)
-    return 1 if plan.verdict == "does not fit" else 0
+    return 0 if plan.verdict in ("fits", "tight") else 1
 
 
 def _time(arguments: argparse.Namespace) -> int:
     _, cfg, chip = _read(arguments)
-    response, prompt = arguments.mean_response, arguments.mean_prompt
+    known = SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds)
     measured = None if arguments.calibrate is None else read_measured(arguments.calibrate)
-    plan = plan_time(cfg, chip, arguments.nodes, mean_response=response, mean_prompt=prompt)
+    plan = plan_time(cfg, chip, arguments.nodes, samples=known)
     if measured is not None:
         plan = calibrated(plan, factors(measured, chip_of(measured.cfg, arguments.chip, arguments.memory_gib)))
     # where the rollout has devices of its own the run file says which mode, and the plan is of that
     modes = {} if cfg.is_supervised or rollout_is_apart(cfg) else _modes(cfg, plan)
-    shown = json.dumps(time_json(plan, modes), indent=2) if arguments.json else time_text(plan, modes)
+    assumed = list(of_time(cfg, chip, plan))
+    shown = json.dumps(time_json(plan, modes, assumed), indent=2) if arguments.json else time_text(plan, modes, assumed)
     print(shown, flush=True)
     return 0
 
@@ -190,7 +198,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         arguments.nodes,
     )
     chip = chip_named(arguments.chip, arguments.memory_gib)
-    found = fit(wanted, chip, mean_response=arguments.mean_response)
+    found = fit(wanted, chip, samples=SampleMeans(arguments.mean_response))
     shown = found[: arguments.top]
     print(json.dumps(fit_json(shown), indent=2) if arguments.json else fit_text(wanted, chip, shown), flush=True)
     if arguments.output is not None:

@@ -14,6 +14,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.objective import Objective, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
+from mindspeed_rl.config.prediction import Prediction
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import PlatformName, RunConfig
 from mindspeed_rl.config.validation import unavailable
@@ -31,6 +32,7 @@ class Run:
         num_nodes: machines the devices are spread over.
         folder: absolute path of the run folder, which need not exist yet.
         deadlines: how long it waits for what.
+        prediction: bytes and seconds that the planner expects; None before `started` asks it.
     """
 
     config: RunConfig
@@ -40,6 +42,7 @@ class Run:
     num_nodes: int
     folder: Path
     deadlines: Deadlines
+    prediction: Prediction | None = None
 
     @property
     def fault_tolerance(self) -> FaultTolerance:

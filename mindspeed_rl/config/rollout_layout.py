@@ -84,6 +84,15 @@ class RolloutLayout:
         }
 
 
+#: ranks of adapters that vLLM has room for
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def engine_adapter_rank(rank: int) -> int:
+    """The rank of adapters that an engine is built for, where those of this rank are pushed (`lora_push: adapter`)."""
+    return next(size for size in _ADAPTER_RANKS if size >= rank)
+
+
 def rollout_layout(generate: GenerateConfig, world_size: int) -> RolloutLayout:
     """The layout of a run's engines on this many devices."""
     shared = generate.enable_expert_parallel

@@ -10,7 +10,7 @@ from mindspeed_rl.config.batch_rules import Breach, breaches
 from mindspeed_rl.config.bounds import out_of_bounds
 from mindspeed_rl.config.layout_rules import layout_violations
 from mindspeed_rl.config.objective_rules import OBJECTIVE_RULES
-from mindspeed_rl.config.repair import nearest_single, nearest_together
+from mindspeed_rl.config.repair import is_sound, nearest_single, nearest_together
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_rules import RUN_RULES
 from mindspeed_rl.config.sizes import (
@@ -38,6 +38,16 @@ def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
     if outside:  # no other rule means anything beside numbers that are none, and the search for nearest values would not end
         return [*outside, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(cfg))]
     return [*batch_violations(cfg, num_nodes), *other_violations(cfg, num_nodes)]
+
+
+def is_valid(cfg: RunConfig, num_nodes: int = 1) -> bool:
+    """Return whether `validate` finds nothing, without its search for nearest values: for those who try many run files."""
+    if any(True for _ in out_of_bounds(cfg)) or cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+        return False
+    sizes = read_sizes(cfg, num_nodes)
+    if not sizes.has_layouts or not is_sound(sizes):
+        return False
+    return not any(True for rule in (layout_violations, *RUN_RULES, *OBJECTIVE_RULES) for _ in rule(cfg))
 
 
 def other_violations(cfg: RunConfig, num_nodes: int) -> list[Violation]:

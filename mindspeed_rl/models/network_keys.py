@@ -6,11 +6,12 @@ it elsewhere. Only what a run file or an override writes itself is held against 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.models.layout import noop_layers
 from mindspeed_rl.models.network import Network, RopeScaling
 
@@ -44,7 +45,25 @@ def described(config: MegatronConfig, network: Network, path: Path, written: fro
 
 def without_network_keys(config: MegatronConfig) -> MegatronConfig:
     """Return the role as one whose shape config.json alone says; for weights of another model than the keys describe."""
-    return dataclasses.replace(config, num_layers=None)
+    return dataclasses.replace(config, num_layers=None, padded_vocab_size=None)
+
+
+def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
+    """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
+
+    None when only functions score.
+    """
+    if cfg.rl_config is None or (cfg.reward_config is None and cfg.rl_config.reward_model is None):
+        return None
+    config = copy.copy(cfg.reward_config or cfg.actor_config)
+    if cfg.rl_config.reward_model is not None:
+        config = without_network_keys(config)  # which say what the group's own weights are
+        config.load, config.pretrained_checkpoint = cfg.rl_config.reward_model, None
+        if cfg.reward_config is None:
+            config.tokenizer_name_or_path = None
+        config.load_iteration = None
+    config.finetune, config.save, config.lora_target_modules = True, None, None
+    return config
 
 
 def check_network_keys(config: MegatronConfig, network: Network, path: Path) -> None:

@@ -67,7 +67,7 @@ def write_report(
         results: figures of the whole run to put on top, e.g. accuracy before and after.
         config_set: the part of the configuration that the run file sets; all that people are shown of it.
         planned_iterations: how many there are to be.
-        plan: what was predicted, beside what was measured: {"chip": ..., "rows": [...]} of `planner.calibration.comparison`, or
+        plan: what was predicted, beside what was measured: {"chip": ..., "rows": [...]} of `planner.prediction.comparison`, or
             {"missing": why there is none}.
 
     Returns:
@@ -189,10 +189,13 @@ def _planned(plan: Mapping[str, Any]) -> list[str]:
     rows = [row for row in plan.get("rows", ()) if row["measured"] is not None]
     if not rows:
         return []
-    lines = [f"| Planned for {plan['chip']} | predicted | expected between | measured |", "|---|---|---|---|"]
+    heads = [f"Planned for {plan['chip']}", "predicted", "with the lengths that came", "expected between", "measured"]
+    lines = [f"Before the run: {plan['summary']}.", "", f"| {' | '.join(heads)} |", "|---|---|---|---|---|"]
     for row in rows:
-        between = f"{row['low']:.2g} and {row['high']:.2g}"
-        lines.append(f"| {row['name']}, {row['unit']} | {row['predicted']:.3g} | {between} | {row['measured']:.3g} |")
+        lengths = "" if row["with_lengths"] is None else f"{row['with_lengths']:.3g}"
+        cells = [f"{row['name']}, {row['unit']}", f"{row['predicted']:.3g}", lengths]
+        cells += [f"{row['low']:.2g} and {row['high']:.2g}", f"{row['measured']:.3g}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 

@@ -6,9 +6,11 @@
 | shapes.py | elements that a rank holds, from the same weight tables that build and load the models |
 | activations.py | what a micro-batch keeps for backward, and the vocabulary head |
 | chips.py | memory, operations and links of the device kinds |
-| memory.py | bytes of a die, by owner and phase |
+| memory.py, communicators.py | bytes of a die, by owner and phase |
 | advice.py | changes after which a run fits, nearest first |
-| seconds.py, traffic.py, lengths.py | seconds by phase; constants in efficiency.py, fitted in published.py |
+| seconds.py, traffic.py, samples.py, lengths.py | seconds by phase; constants in efficiency.py, fitted in published.py |
+| assumptions.py | every number that is taken as given, and where it comes from |
 | fit.py, run_file.py | layouts that fit, and the best as a run file |
-| calibration.py | what a run measured, beside what was predicted for it |
+| prediction.py | what is predicted for a run before it begins, beside what it measured |
+| calibration.py | what a run measured, to correct plans of others |
 """

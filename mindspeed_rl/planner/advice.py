@@ -10,7 +10,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.validation import unavailable, validate
+from mindspeed_rl.config.validation import is_valid, unavailable
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 
@@ -69,9 +69,9 @@ def changes_that_relieve(tree: Mapping[str, Any], cfg: RunConfig, phase: str, ch
 
 
 def _most_in(plan: MemoryPlan, phase: str) -> int:
-    """Bytes beside the runtime's own on the fullest die of a phase; of the peak where no phase has the name."""
+    """Bytes beside the driver's and the runtime's on the fullest die of a phase; of the peak where no phase has the name."""
     found = [one for dies in plan.dies for one in dies.phases if one.name == phase] or [plan.fullest.peak]
-    return max(one.total - one.owners.get("runtime", 0) for one in found)
+    return max(one.total - one.owners.get("driver", 0) - one.owners.get("runtime", 0) for one in found)
 
 
 def _together(tree: Mapping[str, Any], cfg: RunConfig, plan: MemoryPlan, chip: Chip, num_nodes: int) -> list[Change]:
@@ -106,7 +106,7 @@ def _tried(tree: Mapping[str, Any], values: dict[str, Any], costs: str, chip: Ch
     """None where the run file would break a rule."""
     try:
         cfg = build_run_config(with_values(tree, values))
-        if validate(cfg, num_nodes) or unavailable(cfg):
+        if not is_valid(cfg, num_nodes) or unavailable(cfg):
             return None
         return Change(values, costs, plan_memory(cfg, chip, num_nodes))
     except (ConfigError, ValueError):

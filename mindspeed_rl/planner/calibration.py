@@ -1,4 +1,4 @@
-"""What a run that was measured says of the seconds and bytes that were predicted for it."""
+"""What a run that was measured says of the seconds that are predicted for others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.config.network import NetworkKeys
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.planner.chips import GIB, Chip
-from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, plan_memory
-from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.samples import SampleMeans, longest_response
+from mindspeed_rl.planner.seconds import plan_time
 
 _LATER = 0.5  # the first half of the iterations has what is made once
 
@@ -32,11 +32,6 @@ class Measured:
     folder: Path
     medians: dict[str, float]
     cfg: RunConfig
-
-    @property
-    def num_nodes(self) -> int:
-        """Of the plan; a run folder does not say more than the devices."""
-        return 1
 
 
 def read_measured(folder: str | Path) -> Measured:
@@ -98,7 +93,8 @@ def run_tree(whole: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 
 def factors(measured: Measured, chip: Chip) -> dict[str, float]:
     """Return measured over predicted seconds by phase; "all" for phases that the run does not have."""
-    plan = predicted(measured, chip)
+    # a folder does not say how many machines it ran on, which no second depends on
+    plan = plan_time(measured.cfg, chip, samples=measured_samples(measured.cfg, measured.medians))
     found = {}
     for name, seconds in plan.phases.items():
         if (real := measured.medians.get(f"timing/{name}", 0.0)) > 0 and seconds > 0:
@@ -109,66 +105,9 @@ def factors(measured: Measured, chip: Chip) -> dict[str, float]:
     return found
 
 
-def predicted(measured: Measured, chip: Chip) -> TimePlan:
-    """Return the uncalibrated plan of a run that was measured, with the lengths that it had."""
-    response, prompt = measured.medians.get("response_length/mean"), measured.medians.get("prompt_length/mean")
-    generate = measured.cfg.generate_config
-    if response is not None and generate is not None:
-        response = min(response, float(generate.sampling_config.max_tokens))
-    return plan_time(measured.cfg, chip, measured.num_nodes, mean_response=response, mean_prompt=prompt)
-
-
-#: owners whose bytes a run measures itself, and by which metric
-_MEASURED_OWNERS = {name: f"memory/{name.replace(' ', '_')}_gib" for name in ("weights", "gradients", "optimizer")}
-_MEASURED_PHASES = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
-
-
-def comparison(cfg: RunConfig, chip: Chip, num_nodes: int, medians: Mapping[str, float]) -> dict[str, Any]:
-    """Return predicted beside measured, as a run's report shows it: {"chip": ..., "rows": [...]}.
-
-    A row has `unit` (s or GiB), `name`, `predicted`, `low` and `high` (between which it is expected), and `measured` (None
-    where the run does not say).
-
-    Args:
-        medians: of the run's metrics over its later half.
-    """
+def measured_samples(cfg: RunConfig, medians: Mapping[str, float]) -> SampleMeans:
+    """Return what a run measured of its samples."""
     response, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
     if response is not None and cfg.generate_config is not None:
-        response = min(response, float(cfg.generate_config.sampling_config.max_tokens))
-    plan = plan_time(cfg, chip, num_nodes, mean_response=response or None, mean_prompt=prompt or None)
-    rows = [
-        _row("s", name, seconds, plan.bounds(seconds), medians.get(f"timing/{name}")) for name, seconds in plan.phases.items()
-    ]
-    fullest = plan_memory(cfg, chip, num_nodes).fullest
-    phases = {phase.name: phase for phase in fullest.phases}
-    for owner, metric in _MEASURED_OWNERS.items():
-        count = phases["update"].owners.get(owner, 0) / GIB
-        rows.append(_row("GiB", owner, count, (count, count), medians.get(metric)))
-    for name, metric in _MEASURED_PHASES.items():
-        if name in phases:
-            low, high = (bound / GIB for bound in phases[name].range)
-            rows.append(_row("GiB", f"{name}, all owners", phases[name].total / GIB, (low, high), medians.get(metric)))
-    for phase in fullest.phases:
-        for owner, count in phase.owners.items():
-            measured = medians.get(f"memory/{_word(phase.name)}/{_word(owner)}_gib")
-            error = 0.0 if owner in EXACT else MODEL_ERROR
-            bounds = (count * (1 - error) / GIB, count * (1 + error) / GIB)
-            if measured is not None:
-                rows.append(_row("GiB", f"{phase.name}: {owner}", count / GIB, bounds, measured))
-    return {"chip": chip.name, "rows": rows}
-
-
-def _word(name: str) -> str:
-    """As names of metrics have it; see `workers/memory.py`."""
-    return name.replace(" ", "_").lower()
-
-
-def _row(unit: str, name: str, predicted: float, bounds: tuple[float, float], measured: float | None) -> dict[str, Any]:
-    return {
-        "unit": unit,
-        "name": name,
-        "predicted": predicted,
-        "low": bounds[0],
-        "high": bounds[1],
-        "measured": measured,
-    }
+        response = min(response, longest_response(cfg))
+    return SampleMeans(response or None, prompt or None, medians.get("turns/mean"), medians.get("tool_seconds/mean"))

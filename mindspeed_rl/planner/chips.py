@@ -14,36 +14,76 @@ class Chip:
     """One die, which is what a run file calls an NPU; an A3 card has two.
 
     Attributes:
-        memory: bytes of device memory.
+        memory: bytes of device memory, as it is sold.
+        driver: bytes of it that the driver keeps, which no process ever sees.
         flops: dense operations a second in the training format.
         bandwidth: bytes a second from device memory.
         link: bytes a second to another die of the same node (or super node), one way.
         network: bytes a second to a die of another node.
         host: bytes a second to host memory.
         devices_per_node: dies that `link` reaches.
-        runtime: bytes that driver, runtime and libraries take before a run allocates anything.
+        runtime: bytes that a process takes before it allocates anything: its context and its libraries.
         sleeps: the rollout engine gives its memory back while the model trains.
     """
 
     name: str
     memory: int
+    driver: int
+    runtime: int
     flops: float
     bandwidth: float
     link: float
     network: float
     host: float
     devices_per_node: int
-    runtime: int
     sleeps: bool = True
 
+    @property
+    def visible(self) -> int:
+        """Bytes that a process sees, of which `gpu_memory_utilization` is a share."""
+        return self.memory - self.driver
 
-# Operations: 354 T a die, as verl's counter has both. Memory: 64 GiB of HBM2e at 1.6 TB/s a die. Links are the vendors' figures
-# for HCCS and RoCE (A2) and for the super node (A3), one way; they are not measured here.
+
+# assumptions.py has where each number comes from
 CHIPS: dict[str, Chip] = {
-    "A2": Chip("A2", 64 * GIB, 354e12, 1.6e12, 196e9, 25e9, 24e9, 8, int(3.0 * GIB)),
-    "A3": Chip("A3", 64 * GIB, 354e12, 1.6e12, 196e9, 98e9, 48e9, 384, int(3.0 * GIB)),
+    "A2": Chip(
+        "A2",
+        memory=64 * GIB,
+        driver=int(3.03 * GIB),
+        runtime=int(0.36 * GIB),
+        flops=354e12,
+        bandwidth=1.6e12,
+        link=196e9,
+        network=25e9,
+        host=24e9,
+        devices_per_node=8,
+    ),
+    "A3": Chip(
+        "A3",
+        memory=64 * GIB,
+        driver=int(2.73 * GIB),
+        runtime=int(0.36 * GIB),
+        flops=354e12,
+        bandwidth=1.6e12,
+        link=196e9,
+        network=98e9,
+        host=48e9,
+        devices_per_node=384,
+    ),
     # a core of a server: the numbers stand for one worker on one core, and `--calibrate` is what makes them yours
-    "cpu": Chip("cpu", 8 * GIB, 80e9, 8e9, 2e9, 1e9, 8e9, 64, int(0.85 * GIB), sleeps=False),
+    "cpu": Chip(
+        "cpu",
+        memory=8 * GIB,
+        driver=0,
+        runtime=int(0.85 * GIB),
+        flops=80e9,
+        bandwidth=8e9,
+        link=2e9,
+        network=1e9,
+        host=8e9,
+        devices_per_node=64,
+        sleeps=False,
+    ),
 }
 
 

@@ -1,8 +1,8 @@
-"""What a run gets of what a chip can do, by name; docs/planner.md says where each number comes from and how far it is off."""
+"""What a run gets of what a chip can do, by name; assumptions.py says where each number comes from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ NPU = Efficiency(
     train=0.16,
     prefill=0.23,
     bandwidth=0.6,
-    layer_s=3.7e-3,
+    layer_s=3.6e-3,
     graph_layer_s=7.4e-4,
     pass_s=2e-4,
     collective=0.4,
@@ -62,8 +62,3 @@ CPU = Efficiency(
     spread=2.0,
 )
 EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "cpu": CPU}
-
-
-def described(efficiency: Efficiency) -> dict[str, float]:
-    """By name."""
-    return {field.name: getattr(efficiency, field.name) for field in fields(efficiency)}

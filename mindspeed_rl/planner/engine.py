@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.rollout_layout import rollout_layout
+from mindspeed_rl.config.rollout_layout import engine_adapter_rank, rollout_layout
 from mindspeed_rl.models.kv_cache import cpu_cache_bytes, kv_bytes_per_token
 from mindspeed_rl.planner.chips import GIB
 from mindspeed_rl.planner.run_shape import RunShape
-from mindspeed_rl.planner.shapes import rollout_weights
+from mindspeed_rl.planner.shapes import rollout_adapters, rollout_weights
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,23 @@ class KvCache:
 
 @dataclass(frozen=True)
 class Engine:
+    """One rank of a rollout replica.
+
+    Attributes:
+        adapters: room that it keeps for low-rank adapters beside its weights (`lora_push: adapter`).
+        step: what a step takes while it is computed.
+        problem: why no sequence fits; "" where one does.
+    """
+
     weights: int
+    adapters: int
     step: int
     cache: KvCache
+    problem: str = ""
 
 
-def engine_of(run: RunShape, problems: list[str]) -> Engine | None:
+def engine_of(run: RunShape) -> Engine | None:
+    """Return a rank of the run's engines; None where nothing is generated."""
     generate = run.generate
     if generate is None:
         return None
@@ -49,6 +60,10 @@ def engine_of(run: RunShape, problems: list[str]) -> Engine | None:
         # the engine keeps what its absorbed products need beside the projection itself
         heads, widths = network.num_attention_heads // lie.tensor, (network.qk_head_dim or 0) + (network.v_head_dim or 0)
         weights += network.num_layers * heads * widths * (network.kv_lora_rank or 0) * itemsize
+    adapters = 0
+    if generate.lora_push == "adapter":
+        rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
+        adapters = rollout_adapters(run.actor.plan.architecture, network, lie.tensor, rank) * itemsize
     each = kv_bytes_per_token(network, itemsize, lie.tensor)
     sequence = each * generate.max_model_len
     rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
@@ -56,18 +71,19 @@ def engine_of(run: RunShape, problems: list[str]) -> Engine | None:
     step = int(rows * (4 * network.hidden_size + 3 * inner / lie.tensor) * itemsize)
     # the sampler's rows: logits, their float32 form and the log-probs, of the whole vocabulary
     step += min(generate.max_num_seqs, rows) * network.vocab_size * 12
+    problem = ""
     if not run.chip.sleeps:
         room = cpu_cache_bytes(generate, kv_bytes_per_token(network, itemsize))
     else:
-        room = int(generate.gpu_memory_utilization * run.chip.memory) - weights - step
+        room = int(generate.gpu_memory_utilization * run.chip.visible) - weights - adapters - step
         if room < sequence:
-            problems.append(
+            problem = (
                 f"generate_config.gpu_memory_utilization {generate.gpu_memory_utilization:g} leaves {_gib(room)} for keys and "
                 f"values beside {_gib(weights)} of weights; one sequence of {generate.max_model_len} tokens takes "
                 f"{_gib(sequence)}"
             )
     needed = sequence * generate.max_num_seqs
-    return Engine(weights, step, KvCache(each, needed, max(0, room), sequence, generate.max_num_seqs))
+    return Engine(weights, adapters, step, KvCache(each, needed, max(0, room), sequence, generate.max_num_seqs), problem)
 
 
 def _gib(count: float) -> str:

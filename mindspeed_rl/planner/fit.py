@@ -12,18 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
-from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.validation import unavailable, validate
-from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.config.validation import is_valid, unavailable
+from mindspeed_rl.planner.chips import GIB, Chip
 from mindspeed_rl.planner.efficiency import Efficiency
-from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.planner.memory import VERDICTS, MemoryPlan, plan_memory
+from mindspeed_rl.planner.samples import UNKNOWN, SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
-#: rank of fits and tight; what does not fit is left out
-_VERDICTS = {"fits": 0, "tight": 1}
+#: what may be printed: it fits as it is computed
+_ACCEPTED = ("fits", "tight")
 _KEPT = 10
 #: shares of the device that an engine is offered
 _SHARES = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -118,74 +117,133 @@ def base_tree(wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def fit(wanted: Wanted, chip: Chip, efficiency: Efficiency | None = None, *, mean_response: float | None = None) -> list[Found]:
+def fit(wanted: Wanted, chip: Chip, efficiency: Efficiency | None = None, *, samples: SampleMeans = UNKNOWN) -> list[Found]:
     """Return layouts that fit, the fastest first; those that fit with room before those that are tight.
 
     Raises:
         ValueError: nothing fits; the message has what came nearest.
     """
-    nearest: list[tuple[int, MemoryPlan]] = []
-    found = _searched(wanted, None, chip, efficiency, mean_response, nearest)
+    search = _Search(wanted, chip, efficiency, samples)
+    found = search.layouts(None)
     for part in (2, 4):  # the engines on half of the dies, or on all but a quarter
         if wanted.npus % part == 0 and wanted.npus >= 2 * part:
-            trainers = wanted.npus // part
-            found += _searched(wanted, trainers, chip, efficiency, mean_response, nearest)
+            found += search.layouts(wanted.npus // part)
     if not found:
-        raise ValueError(_nothing(wanted, chip, nearest))
+        raise ValueError(search.nothing())
     return sorted(found, key=_rank)
 
 
 def _rank(one: Found) -> tuple[int, int, int, float]:
     """What fits before what is tight, faster before slower; where times are within a twentieth, fewer splits of the model."""
     split = math.prod(int(one.values.get(f"actor_config.{name}_parallel_size", 1)) for name in _SPLITS[:3])
-    return _VERDICTS[one.memory.verdict], round(math.log(one.time.total) / 0.05), split, one.time.total
+    return VERDICTS.index(one.memory.verdict), round(math.log(one.time.total) / 0.05), split, one.time.total
 
 
-def _searched(
-    wanted: Wanted,
-    trainers: int | None,
-    chip: Chip,
-    efficiency: Efficiency | None,
-    mean_response: float | None,
-    nearest: list[tuple[int, MemoryPlan]],
-) -> list[Found]:
-    """Layouts with everything on all dies in turn, or with training on `trainers` of them and the engines on the others.
+class _Search:
+    """One model on one number of devices.
 
-    Args:
-        nearest: gets the bytes of what does not fit.
+    Attributes:
+        nearest: the plan with the fewest bytes of those that do not fit.
     """
-    tree = base_tree(wanted)
-    if trainers is not None:
-        tree = with_values(tree, _apart(trainers, wanted.npus - trainers))
-    engines = _rollouts(tree, wanted, wanted.npus - (trainers or 0), chip, efficiency, mean_response)
-    if not engines:
-        return []
-    layouts: list[tuple[int, float, dict[str, Any]]] = []
-    for values in _training_layouts(wanted, trainers or wanted.npus, chip):
-        # the engine's share is out of the way while the model trains, so that any engine serves to look at training
-        planned = _planned(tree, values | engines[0][1], chip, wanted, efficiency, mean_response, ("generate", "start"))
-        if planned is None:
-            continue
-        memory, time = planned
-        if not _acceptable(memory):
-            nearest.append((memory.fullest.peak.total, memory))
-            continue
-        layouts.append((_VERDICTS[memory.verdict], sum(time.phases.get(name, 0.0) for name in _TRAINING), values))
-    layouts.sort(key=lambda one: one[:2])
-    found: list[Found] = []
-    for train, (_, serve) in itertools.product(_varied(layouts), engines[:4]):
+
+    def __init__(self, wanted: Wanted, chip: Chip, efficiency: Efficiency | None, samples: SampleMeans) -> None:
+        self._wanted, self._chip, self._efficiency, self._samples = wanted, chip, efficiency, samples
+        self.nearest: MemoryPlan | None = None
+
+    def layouts(self, trainers: int | None) -> list[Found]:
+        """Everything on all dies in turn, or training on `trainers` of them and the engines on the others."""
+        wanted = self._wanted
+        tree = base_tree(wanted)
+        if trainers is not None:
+            tree = with_values(tree, _apart(trainers, wanted.npus - trainers))
+        engines = self._engines(tree, wanted.npus - (trainers or 0))
+        if not engines:
+            return []
+        training = self._training(tree, trainers or wanted.npus, engines[0])
+        pairs = itertools.product(_varied(training), engines[:4])
+        found = (self._together(tree, train, serve, trainers) for train, serve in pairs)
+        return [one for one in found if one is not None]
+
+    def nothing(self) -> str:
+        """Why there is no layout."""
+        wanted = self._wanted
+        length, memory = wanted.prompt + wanted.response, self._chip.memory / GIB
+        text = (
+            f"--npus: {wanted.model} with sequences of {length} tokens does not fit on {wanted.npus} dies of {memory:.0f} GiB"
+        )
+        if self.nearest is None:
+            return f"{text}: no engine does, or no layout keeps the rules; another number of dies, or another batch, may."
+        peak = self.nearest.fullest.peak
+        return f"{text}; the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}."
+
+    def _engines(self, tree: dict[str, Any], npus: int) -> list[dict[str, Any]]:
+        """Keys of the engines that fit on so many dies, the fastest first."""
+        wanted = self._wanted
+        found: list[tuple[float, dict[str, Any]]] = []
+        alone = {
+            "actor_config.tensor_model_parallel_size": 1,
+            "actor_config.pipeline_model_parallel_size": 1,
+            "rl_config.max_packing_token_size": wanted.prompt + wanted.response,
+        }
+        for values in _engine_layouts(wanted, npus, self._chip):
+            for share in _SHARES:
+                planned = self._planned(tree, alone | values | {_SHARE: share})
+                if planned is None:
+                    continue
+                memory, time = planned
+                generate = memory.only("generate")
+                own = tuple(dies for dies in generate.dies if dies.name == "rollout")
+                if replace(generate, dies=own or generate.dies).verdict == "fits":
+                    found.append((time.phases["rollout"] + time.phases["resharding_to_infer"], values | {_SHARE: share}))
+                    break  # with less of the device it would only be slower
+        return [values for _, values in sorted(found, key=lambda one: one[0])]
+
+    def _training(self, tree: dict[str, Any], npus: int, engine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Keys of training layouts that fit, the fastest first.
+
+        Args:
+            engine: any that serves: its share is out of the way while the model trains.
+        """
+        found: list[tuple[int, float, dict[str, Any]]] = []
+        for values in _training_layouts(self._wanted, npus, self._chip):
+            planned = self._planned(tree, values | engine)
+            if planned is None:
+                continue
+            memory, time = planned[0].without(("generate", "start")), planned[1]
+            if memory.verdict in _ACCEPTED:
+                seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
+                found.append((VERDICTS.index(memory.verdict), seconds, values))
+            elif self.nearest is None or memory.fullest.peak.total < self.nearest.fullest.peak.total:
+                self.nearest = memory
+        return [values for _, _, values in sorted(found, key=lambda one: one[:2])]
+
+    def _together(
+        self, tree: dict[str, Any], train: dict[str, Any], serve: dict[str, Any], trainers: int | None
+    ) -> Found | None:
+        """Both with the largest share of the device for the engine with which they fit, else with which they are tight."""
         best: Found | None = None
         for share in (share for share in _SHARES if share <= serve[_SHARE]):
             values = train | serve | {_SHARE: share}
-            planned = _planned(tree, values, chip, wanted, efficiency, mean_response)
-            if planned is not None and _acceptable(planned[0]):
-                fits = planned[0].verdict == "fits"
-                best = Found(with_values(tree, values), values, *planned, trainers) if fits or best is None else best
-                if fits:
-                    break
-        if best is not None:
-            found.append(best)
-    return found
+            planned = self._planned(tree, values)
+            if planned is None or planned[0].verdict not in _ACCEPTED:
+                continue
+            found = Found(with_values(tree, values), values, *planned, trainers)
+            if planned[0].verdict == "fits":
+                return found
+            best = best or found
+        return best
+
+    def _planned(self, tree: dict[str, Any], values: dict[str, Any]) -> tuple[MemoryPlan, TimePlan] | None:
+        """None where the values break a rule."""
+        nodes = self._wanted.num_nodes
+        try:
+            cfg = build_run_config(with_values(tree, values), config_name="fit")
+            if not is_valid(cfg, nodes) or unavailable(cfg):
+                return None
+            memory = plan_memory(cfg, self._chip, nodes)
+            return memory, plan_time(cfg, self._chip, nodes, samples=self._samples, efficiency=self._efficiency)
+        except ValueError:  # a ConfigError is one
+            return None
 
 
 def _apart(trainers: int, engines: int) -> dict[str, Any]:
@@ -199,55 +257,12 @@ def _apart(trainers: int, engines: int) -> dict[str, Any]:
     }
 
 
-def _nothing(wanted: Wanted, chip: Chip, nearest: list[tuple[int, MemoryPlan]]) -> str:
-    text = f"--npus: {wanted.model} with sequences of {wanted.prompt + wanted.response} tokens does not fit on {wanted.npus}"
-    text += f" dies of {chip.memory / (1 << 30):.0f} GiB"
-    if not nearest:
-        return f"{text}: no engine does, or no layout keeps the rules; another number of dies, or another batch, may."
-    total, memory = min(nearest, key=lambda one: one[0])
-    return f"{text}; the nearest layout takes {total / (1 << 30):.0f} GiB in phase {memory.fullest.peak.name}."
-
-
-def _acceptable(memory: MemoryPlan) -> bool:
-    """It fits as it is computed, and by the error of what is modelled at least perhaps."""
-    return memory.verdict in _VERDICTS and memory.fullest.peak.total <= memory.capacity
-
-
-def _varied(trainers: list[tuple[int, float, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _varied(training: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The best few, each split of the model once."""
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for _, _, values in trainers:
+    for values in training:
         kept.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
     return list(kept.values())[:_KEPT]
-
-
-def _planned(
-    tree: dict[str, Any],
-    values: dict[str, Any],
-    chip: Chip,
-    wanted: Wanted,
-    efficiency: Efficiency | None,
-    mean_response: float | None,
-    without: tuple[str, ...] = (),
-) -> tuple[MemoryPlan, TimePlan] | None:
-    """None where the values break a rule. Phases named in `without` do not count."""
-    cfg = _sound(tree, values, wanted.num_nodes)
-    if cfg is None:
-        return None
-    try:
-        memory = plan_memory(cfg, chip, wanted.num_nodes)
-        time = plan_time(cfg, chip, wanted.num_nodes, mean_response=mean_response, efficiency=efficiency)
-    except ValueError:
-        return None
-    return memory.without(without) if without else memory, time
-
-
-def _sound(tree: dict[str, Any], values: dict[str, Any], num_nodes: int) -> RunConfig | None:
-    try:
-        cfg = build_run_config(with_values(tree, values), config_name="fit")
-    except ConfigError:
-        return None
-    return None if validate(cfg, num_nodes) or unavailable(cfg) else cfg
 
 
 # ---------------------------------------------------------------------- what is tried
@@ -311,38 +326,15 @@ def _even(layers: int, stages: int) -> list[int]:
     return counts
 
 
-def _rollouts(
-    tree: dict[str, Any], wanted: Wanted, npus: int, chip: Chip, efficiency: Efficiency | None, mean_response: float | None
-) -> list[tuple[float, dict[str, Any]]]:
-    """Seconds and keys of the engines that fit, the fastest first."""
-    found: list[tuple[float, dict[str, Any]]] = []
+def _engine_layouts(wanted: Wanted, npus: int, chip: Chip) -> Iterator[dict[str, Any]]:
     experts = int(wanted.block.get("num_experts") or 0)
-    alone = {
-        "actor_config.tensor_model_parallel_size": 1,
-        "actor_config.pipeline_model_parallel_size": 1,
-        "rl_config.max_packing_token_size": wanted.prompt + wanted.response,
-    }
     for tensor in _powers(min(16, npus, chip.devices_per_node)):
-        replicas = npus // tensor
         if npus % tensor:
             continue
+        replicas = npus // tensor
         for sharing in _powers(replicas) if experts else (1,):
-            for share in _SHARES:
-                sequences = min(256, max(1, math.ceil(wanted.prompts * wanted.samples / replicas)))
-                values: dict[str, Any] = {
-                    "generate_config.infer_tensor_parallel_size": tensor,
-                    _SHARE: share,
-                    "generate_config.max_num_seqs": sequences,
-                }
-                if experts:
-                    values["generate_config.infer_expert_parallel_size"] = sharing
-                planned = _planned(tree, alone | values, chip, wanted, efficiency, mean_response)
-                if planned is None:
-                    continue
-                memory, time = planned
-                generate = memory.only("generate")
-                engines = tuple(dies for dies in generate.dies if dies.name == "rollout")
-                if replace(generate, dies=engines or generate.dies).verdict == "fits":
-                    found.append((time.phases["rollout"] + time.phases["resharding_to_infer"], values))
-                    break  # with less of the device it would only be slower
-    return sorted(found, key=lambda one: one[0])
+            yield {
+                "generate_config.infer_tensor_parallel_size": tensor,
+                "generate_config.max_num_seqs": min(256, max(1, math.ceil(wanted.prompts * wanted.samples / replicas))),
+                **({"generate_config.infer_expert_parallel_size": sharing} if experts else {}),
+            }

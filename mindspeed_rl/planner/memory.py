@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.objective import resolve_objective
-from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart
-from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
 from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.communicators import communicator_bytes
 from mindspeed_rl.planner.engine import Engine, KvCache, engine_of
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
@@ -27,11 +26,15 @@ MIB = 1 << 20
 MODEL_ERROR = 0.25
 #: the allocator's blocks are larger than what is asked of them, by this share of what comes and goes
 FRAGMENTATION = 0.05
-#: buffers of a communicator: one to send, one to receive
-_HCCL_BUFFERS = 2
-
 #: owners whose bytes are counted, not modelled
 EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "KV cache")
+#: owners that no allocator of torch's counts
+FIXED = ("driver", "runtime", "HCCL buffers")
+
+
+#: what is said of a plan: it fits over the whole range of the peak; it fits as it is computed, and perhaps not; it does not as
+#: it is computed, and perhaps does; it does not over the whole range
+VERDICTS = ("fits", "tight", "over", "does not fit")
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,14 @@ class MemoryPlan:
 
     @property
     def verdict(self) -> str:
-        """fits; tight: it may, within the error of what is modelled; does not fit."""
+        """One of VERDICTS, by where the capacity lies in the range of the peak."""
         phases = [phase for dies in self.dies for phase in dies.phases]
         low, high = max(phase.range[0] for phase in phases), max(phase.range[1] for phase in phases)
         if self.problems or low > self.capacity:
             return "does not fit"
-        return "fits" if high <= self.capacity else "tight"
+        if high <= self.capacity:
+            return "fits"
+        return "tight" if self.fullest.peak.total <= self.capacity else "over"
 
     def only(self, *names: str) -> MemoryPlan:
         """The same for these phases alone."""
@@ -124,15 +129,16 @@ def plan_memory(cfg: RunConfig, chip: Chip, num_nodes: int = 1) -> MemoryPlan:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
     run = read_shape(cfg, chip, num_nodes)
-    problems: list[str] = []
-    engine = engine_of(run, problems)
+    engine = engine_of(run)
     dies = []
     stages = run.actor.plan.layout.pp
     for stage in range(stages):
         phases = _phases(run, engine, stage)
         dies.append(Dies(_stage_name(stage, stages), *_ranks(run, stage, stages), tuple(phases)))
     dies += _own_dies(run, engine)
-    return MemoryPlan(chip.name, chip.memory, tuple(dies), None if engine is None else engine.cache, tuple(problems))
+    if engine is None:
+        return MemoryPlan(chip.name, chip.memory, tuple(dies))
+    return MemoryPlan(chip.name, chip.memory, tuple(dies), engine.cache, (engine.problem,) if engine.problem else ())
 
 
 # ---------------------------------------------------------------------- phases
@@ -142,7 +148,7 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     """In the order of an iteration; each with what is on a die of this pipeline stage."""
     stages = run.actor.plan.layout.pp
     actor, held = run.actor, run.actor.elements[stage]
-    fixed = {"runtime": run.chip.runtime, "HCCL buffers": _communicators(run)}
+    fixed = _fixed(run)
     weights = {"weights": actor.weights(held)}
     state = {"gradients": actor.gradients(held), "optimizer": actor.optimizer(held)}
     extra = {name: _share(model, model.stage(stage, stages)) for name, model in run.others.items()}
@@ -161,13 +167,15 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     beside = {} if run.chip.sleeps or generate.offload_train_param else serving
     phases = [start, _phase("generate", fixed, stays, serving)]
     objective = resolve_objective(run.cfg)
-    for name in ("reward model", "reference"):
+    for name in ("reward model", "reference", "critic"):
         if name in extra:
-            model = run.others[name]
-            passing = _pass(run, model, model.plan, stage, "ref")
+            use = "actor" if name == "critic" else "ref"
+            passing = _pass(run, run.others[name], stage, use)
             phases.append(_phase(f"{name} pass", fixed, stays, {name: everything[name]}, beside, passing))
+    if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
+        phases.append(_phase("reference pass", fixed, stays, weights, beside, _pass(run, actor, stage, "ref")))
     if objective.needs_old_log_probs(on_policy=run.sizes.steps_per_rollout * run.sizes.epochs == 1):
-        passing = _pass(run, actor, actor.plan, stage, "actor")
+        passing = _pass(run, actor, stage, "actor")
         phases.append(_phase("log-probs", fixed, stays, weights, beside, passing))
     if "critic" in extra:
         critic = run.others["critic"]
@@ -176,21 +184,31 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     phases.append(_phase("update", fixed, stays, weights, state, beside, activations))
     push = {"push buckets": _push_bytes(run), **({} if run.chip.sleeps else serving)}
     if not apart:
-        push["rollout weights"] = engine.weights
+        push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters}
     phases.append(_phase("update_weights", fixed, stays, weights, push))
     if actor.config.async_save:  # the engine stays where it is, and all models come at once
         phases.append(_phase("save", fixed, weights, state, everything, serving))
     return phases
 
 
+def _fixed(run: RunShape) -> dict[str, int]:
+    """What no phase changes."""
+    return dict(zip(FIXED, (run.chip.driver, run.chip.runtime, communicator_bytes(run)), strict=True))
+
+
 def _serving(engine: Engine) -> dict[str, int]:
-    return {"rollout weights": engine.weights, "KV cache": engine.cache.room, "engine step": engine.step}
+    return {
+        "rollout weights": engine.weights,
+        "engine adapters": engine.adapters,
+        "KV cache": engine.cache.room,
+        "engine step": engine.step,
+    }
 
 
 def _own_dies(run: RunShape, engine: Engine | None) -> list[Dies]:
     """Dies of rollout servers that the run starts itself, and of roles with devices of their own."""
     found: list[Dies] = []
-    fixed = {"runtime": run.chip.runtime, "HCCL buffers": _communicators(run)}
+    fixed = _fixed(run)
     count = own_rollout_devices(run.cfg)
     if engine is not None and count is not None:
         generate = _phase("generate", fixed, _serving(engine))
@@ -263,11 +281,11 @@ def _head(run: RunShape, model: Model, stage: int, use: str, trains: bool) -> in
     return int(head_bytes(model.config, model.plan.network, run.tokens(use), trains=trains))
 
 
-def _pass(run: RunShape, model: Model, plan: ModelPlan, stage: int, use: str) -> dict[str, int]:
-    last = stage * len(model.elements) // run.actor.plan.layout.pp
+def _pass(run: RunShape, model: Model, stage: int, use: str) -> dict[str, int]:
+    own_stage = stage * len(model.elements) // run.actor.plan.layout.pp
     return {
-        "activations": int(forward_bytes(model.config, plan, run.tokens(use))),
-        "logits": _head(run, model, last, use, False),
+        "activations": int(forward_bytes(model.config, model.plan, run.tokens(use))),
+        "logits": _head(run, model, own_stage, use, False),
     }
 
 
@@ -276,37 +294,6 @@ def _push_bytes(run: RunShape) -> int:
     assert run.generate is not None
     share = max(run.actor.weights(held) for held in run.actor.elements)
     return 2 * min(run.generate.update_weights_bucket_mb * MIB, share)
-
-
-def _communicators(run: RunShape) -> int:
-    """Buffers of the process groups that exchange tensors on the devices; none where there is no HCCL."""
-    rl = run.cfg.rl_config
-    if not run.chip.sleeps or run.sizes.actor.num_npus == 1:
-        return 0
-    size = (rl.hccl_buffersize if rl is not None else 200) * MIB
-    config, lie = run.actor.config, run.sizes.actor
-    replicas = max(1, lie.num_npus // (lie.tensor * lie.pipeline))
-    expert, inner = config.expert_sizes
-    groups = {
-        "world": lie.num_npus,
-        "tp": lie.tensor,
-        "cp": lie.context,
-        "pp": lie.pipeline,
-        "dp_cp": replicas,
-        "mp": lie.tensor * lie.pipeline,
-    }
-    if config.num_experts:
-        groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": lie.num_npus // max(1, expert * inner * lie.pipeline)}
-    if run.generate is not None:
-        engines = rollout_layout(run.generate, run.sizes.rollout.num_npus)
-        groups |= {"rollout tp": engines.tensor, "rollout ep": engines.expert_ranks}
-    own = _own_sizes(config.hccl_group_buffer)
-    return sum(_HCCL_BUFFERS * own.get(name, size) for name, ranks in groups.items() if ranks > 1)
-
-
-def _own_sizes(text: str | None) -> dict[str, int]:
-    parts = (part.partition(":") for part in (text or "").replace(",", ";").split(";") if part.strip())
-    return {name.strip(): int(size) * MIB for name, _, size in parts if size.strip().isdigit()}
 
 
 # ---------------------------------------------------------------------- dies

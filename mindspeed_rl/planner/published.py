@@ -1,7 +1,7 @@
 """Figures that others published, and what they make of the efficiencies that matter most.
 
-`python -m mindspeed_rl.planner.published` prints the tables of docs/planner.md: what the fit is, and how far a figure is
-from what the fit to all other figures says (leave one out). What a source does not say is assumed alike for all of them:
+`python benchmarks/planner.py --of published` prints the table of docs/planner.md: how far a figure is from what the fit to all
+other figures says (leave one out). What a source does not say is assumed alike for all of them:
 responses of half the limit in the mean, and prompts of PROMPT tokens. Throughput counts tokens as MindSpeed-RL does: the
 longest response and the longest prompt for GRPO and PPO, mean ones for DAPO.
 """
@@ -22,6 +22,7 @@ from mindspeed_rl.config.run_files import compose, project_configs
 from mindspeed_rl.planner.chips import CHIPS
 from mindspeed_rl.planner.efficiency import NPU, Efficiency
 from mindspeed_rl.planner.run_shape import RunShape, read_shape
+from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 
 #: tokens of a prompt of a mathematical data set in the mean, and of the longest
@@ -134,8 +135,7 @@ def predicted(number: int, efficiency: Efficiency) -> TimePlan:
     return plan_time(
         cfg,
         shape.chip,
-        mean_response=FIGURES[number].mean_response,
-        mean_prompt=PROMPT,
+        samples=SampleMeans(FIGURES[number].mean_response, PROMPT),
         efficiency=efficiency,
         shape=shape,
     )
@@ -224,19 +224,3 @@ def spread(found: Sequence[LeftOut]) -> float:
     """The factor within which two thirds of the predictions lie, by phase."""
     errors = sorted(abs(math.log(one.predicted[name] / seconds)) for one in found for name, seconds in one.published.items())
     return math.exp(errors[math.ceil(len(errors) * 2 / 3) - 1])
-
-
-def table(found: Sequence[LeftOut]) -> str:
-    """Markdown of docs/planner.md."""
-    lines = ["| published run | phase | published s | predicted s | predicted / published |", "|---|---|---|---|---|"]
-    for one in found:
-        for name, seconds in one.published.items():
-            guess = one.predicted[name]
-            lines.append(f"| {one.name} | {name} | {seconds:.3g} | {guess:.3g} | {guess / seconds:.2f} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    left_out = list(leave_one_out())
-    print(table(left_out))
-    print(f"\nspread {spread(left_out):.2f}; fit to all: {fitted(range(len(FIGURES)))}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from mindspeed_rl.config.generate import GenerateConfig
@@ -19,6 +19,7 @@ from mindspeed_rl.config.sizes import (
     world_size,
 )
 from mindspeed_rl.config.turns import response_limit
+from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.shapes import Elements, role_plan, stage_elements
@@ -26,16 +27,18 @@ from mindspeed_rl.planner.shapes import Elements, role_plan, stage_elements
 
 @dataclass(frozen=True)
 class Model:
-    """A role's model on the dies of the run.
+    """A role's model on its dies.
 
     Attributes:
         elements: of each pipeline stage.
+        devices: dies that it lies on, the actor's or its own.
         dp, expert_dp: ranks that hold dense parameters, and experts, alike.
     """
 
     config: MegatronConfig
     plan: ModelPlan
     elements: list[Elements]
+    devices: int
     dp: int
     expert_dp: int
     trains: bool
@@ -43,6 +46,11 @@ class Model:
     @property
     def itemsize(self) -> int:
         return 2 if self.config.bf16 else 4
+
+    @property
+    def replicas(self) -> float:
+        """That share the samples between them."""
+        return self.dp / self.config.context_parallel_size
 
     def stage(self, stage: int, of: int) -> Elements:
         """Of the stage that lies where stage `stage` of `of` lies."""
@@ -79,12 +87,18 @@ class Model:
         return each * (dense + expert)
 
 
-def _model(config: MegatronConfig, world: int, *, trains: bool, is_scored: bool = False) -> Model:
+def placed_model(config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
+    """Return a role's model on so many dies.
+
+    Raises:
+        ValueError: its shape is not known, or does not fit its layout.
+    """
     plan = role_plan(config, is_scored=is_scored)
-    lie = layout(config, world)
-    dp = max(1, world // (lie.tensor * lie.pipeline))  # context-parallel ranks hold all parameters alike
+    lie = layout(config, devices)
+    dp = max(1, devices // (lie.tensor * lie.pipeline))  # context-parallel ranks hold all parameters alike
     size, inner = config.expert_sizes
-    return Model(config, plan, stage_elements(plan, config), dp, max(1, world // (size * inner * lie.pipeline)), trains)
+    expert_dp = max(1, devices // (size * inner * lie.pipeline))
+    return Model(config, plan, stage_elements(plan, config), devices, dp, expert_dp, trains)
 
 
 @dataclass(frozen=True)
@@ -100,8 +114,16 @@ class RunShape:
     sizes: Sizes
     chip: Chip
     actor: Model
-    others: dict[str, Model]
+    others: dict[str, Model] = field(default_factory=dict)
     apart: dict[str, Model] = field(default_factory=dict)
+
+    def where(self, own: int | None) -> dict[str, Model]:
+        """`apart` for a role with devices of its own, else `others`."""
+        return self.others if own is None else self.apart
+
+    def role(self, name: str) -> Model | None:
+        """A model by its name as an owner, wherever it lies."""
+        return self.others.get(name) or self.apart.get(name)
 
     @property
     def generate(self) -> GenerateConfig | None:
@@ -140,35 +162,44 @@ class RunShape:
 
 
 def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
+    """Return the models of a run, each where it lies.
+
+    Raises:
+        ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
+    """
     world = world_size(cfg)
     if world is None or world < 1:
         raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
-    sizes = read_sizes(cfg, num_nodes)
 
     def model(role: str, config: MegatronConfig, *, trains: bool, is_scored: bool = False, own: int | None = None) -> Model:
         try:
-            return _model(config, own or world, trains=trains, is_scored=is_scored)
+            return placed_model(config, own or world, trains=trains, is_scored=is_scored)
         except ValueError as error:
             raise ValueError(f"{role}: {error}") from error
 
-    scored = cfg.stage in ("orm",)
-    actor = model("actor_config", cfg.actor_config, trains=True, is_scored=scored)
-    others: dict[str, Model] = {}
+    run = RunShape(
+        cfg,
+        read_sizes(cfg, num_nodes),
+        chip,
+        model("actor_config", cfg.actor_config, trains=True, is_scored=cfg.stage == "orm"),
+    )
     if cfg.rl_config is None or cfg.is_supervised:
         if cfg.stage == "dpo" and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
-            others["reference"] = model("actor_config", cfg.actor_config, trains=False)
-        return RunShape(cfg, sizes, chip, actor, others)
+            run.others["reference"] = model("actor_config", _frozen(cfg.actor_config), trains=False)
+        return run
     objective = resolve_objective(cfg)
-    apart: dict[str, Model] = {}
-
-    def add(name: str, role: str, config: MegatronConfig, own: int | None, *, trains: bool, is_scored: bool) -> None:
-        holder = others if own is None else apart
-        holder[name] = model(role, config, trains=trains, is_scored=is_scored, own=own)
-
     if objective.needs_reference and not cfg.rl_config.share_backbone:
-        add("reference", "ref_config", cfg.ref_config, own_reference_devices(cfg), trains=False, is_scored=False)
+        own = own_reference_devices(cfg)
+        run.where(own)["reference"] = model("ref_config", _frozen(cfg.ref_config), trains=False, own=own)
     if objective.has_critic and cfg.critic_config is not None:
-        add("critic", "critic_config", cfg.critic_config, own_critic_devices(cfg), trains=True, is_scored=True)
-    if cfg.reward_config is not None:
-        add("reward model", "reward_config", cfg.reward_config, own_reward_devices(cfg), trains=False, is_scored=True)
-    return RunShape(cfg, sizes, chip, actor, others, apart)
+        own = own_critic_devices(cfg)
+        run.where(own)["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True, own=own)
+    if (reward := reward_model_config(cfg)) is not None:
+        own = own_reward_devices(cfg)
+        run.where(own)["reward model"] = model("reward_config", reward, trains=False, is_scored=True, own=own)
+    return run
+
+
+def _frozen(config: MegatronConfig) -> MegatronConfig:
+    """Without adapters, which only what trains has."""
+    return replace(config, lora_target_modules=None)

@@ -4,19 +4,25 @@
   operations where they take longer, and the host's work for each layer. Experts are touched as tokens choose them.
 - A pass of the trainer takes its operations (`models/flops.py`), the pipeline's bubble, and the host's work for each
   micro-batch. Recomputed layers are computed once more. Its collectives (traffic.py) do not overlap with it.
-- A push moves a rank's share of the engine's weights, offloading moves what the run file names, both ways.
+- A push moves a rank's share of the engine's weights (or the adapters), offloading moves what the run file names, both ways.
+- A model with dies of its own (reference, critic, reward model) makes its passes there, in its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart
-from mindspeed_rl.config.turns import response_limit
+from mindspeed_rl.config.sizes import (
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    rollout_is_apart,
+)
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.flops import ModelFlops
 from mindspeed_rl.models.network import Network
@@ -24,11 +30,11 @@ from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
 from mindspeed_rl.planner.engine import engine_of
 from mindspeed_rl.planner.lengths import Lengths
-from mindspeed_rl.planner.run_shape import RunShape, read_shape
-from mindspeed_rl.planner.traffic import pass_seconds, step_seconds
+from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
+from mindspeed_rl.planner.samples import UNKNOWN, SampleMeans, Samples, expected_samples
+from mindspeed_rl.planner.shapes import trained_adapters
+from mindspeed_rl.planner.traffic import Links, pass_seconds, step_seconds
 
-#: mean lengths where nobody says them: of the limit of responses, of that of prompts
-MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25
 _POINTS = 48
 
 
@@ -89,15 +95,14 @@ def plan_time(
     chip: Chip,
     num_nodes: int = 1,
     *,
-    mean_response: float | None = None,
-    mean_prompt: float | None = None,
+    samples: SampleMeans = UNKNOWN,
     efficiency: Efficiency | None = None,
     shape: RunShape | None = None,
 ) -> TimePlan:
     """Return the seconds of an iteration by phase.
 
     Args:
-        mean_response, mean_prompt: tokens; half of max_tokens and a quarter of max_prompt_length where they are None.
+        samples: what is known of the samples; the run file's limits say the rest.
 
     Raises:
         ValueError: as `plan_memory`, or a mean is above its limit.
@@ -107,69 +112,80 @@ def plan_time(
     if run.generate is None:
         return _supervised(run, efficiency)
     assert cfg.rl_config is not None
-    limit = float(run.longest - min(cfg.rl_config.max_prompt_length, run.longest - 1))
-    limit = min(float(response_limit(cfg)), max(limit, 1.0))
-    mean = mean_response or MEAN_RESPONSE * limit
-    prompt = mean_prompt or max(1.0, MEAN_PROMPT * cfg.rl_config.max_prompt_length)
-    if not 0 < mean <= limit:
-        raise ValueError(f"--mean-response: {mean:g} must be above 0 and at most max_tokens, {limit:g}.")
-    lengths = Lengths(mean, limit)
-    phases, parts = _phases(run, efficiency, lengths, prompt)
-    tokens = run.sizes.rollout_samples * (mean + prompt)
-    notes = (
-        () if mean_response else (f"responses of {mean:.0f} tokens in the mean, half of the limit; --mean-response says it",)
+    drawn = expected_samples(cfg, samples)
+    phases, parts = _phases(run, efficiency, drawn)
+    own = (own_rollout_devices, own_reference_devices, own_critic_devices, own_reward_devices)
+    return TimePlan(
+        chip.name,
+        phases,
+        parts,
+        tokens=run.sizes.rollout_samples * (drawn.lengths.mean + drawn.prompt),
+        devices=run.sizes.actor.num_npus + sum(count(cfg) or 0 for count in own),
+        efficiency=efficiency,
+        lengths=drawn.lengths,
+        notes=(*drawn.notes, *not_planned(cfg)),
+        overlaps=rollout_is_apart(cfg) and cfg.rl_config.trainer_mode != "sync",
     )
-    own = own_rollout_devices(cfg)
-    devices = run.sizes.actor.num_npus + (own or 0)
-    overlaps = rollout_is_apart(cfg) and cfg.rl_config.trainer_mode != "sync"
-    return TimePlan(chip.name, phases, parts, tokens, devices, efficiency, lengths, notes, overlaps=overlaps)
 
 
-def _phases(
-    run: RunShape, efficiency: Efficiency, lengths: Lengths, prompt: float
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def not_planned(cfg: RunConfig) -> Iterator[str]:
+    """What this run does that the seconds leave out."""
+    rl, generate = cfg.rl_config, cfg.generate_config
+    assert rl is not None and generate is not None
+    if rl.fault_tolerance.enabled:
+        yield "nothing breaks; a restart by fault_tolerance costs what was done since the last checkpoint"
+    if not rl.blocking:
+        yield "phases follow one another, though blocking: false lets some begin while rows come"
+    if rl.partial_rollout_max_split > 1:
+        yield "every response ends in its rollout, though partial_rollout_max_split lets long ones go on in the next"
+    if generate.update_weight_mode == "delta":
+        yield "a push carries all weights, though update_weight_mode: delta leaves out those that did not change"
+    if rl.filter_groups_enable or rl.dynamic_sample:
+        yield "no prompt is drawn again for those that are filtered out"
+
+
+def _phases(run: RunShape, efficiency: Efficiency, drawn: Samples) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     cfg, sizes = run.cfg, run.sizes
-    assert cfg.rl_config is not None
-    parts = {"rollout": _rollout(run, efficiency, lengths, prompt)}
-    phases = {"rollout": sum(parts["rollout"].values())}
+    parts = {"rollout": _rollout(run, efficiency, drawn)}
     objective = resolve_objective(cfg)
-    trainer = _Trainer(run, efficiency, lengths, prompt)
-    if "reward model" in run.others:
-        parts["reward_model"] = trainer.seconds(sizes.rollout_samples, 1.0)
-    if objective.needs_reference:
-        parts["reference_model"] = trainer.seconds(sizes.rollout_samples, 1.0)
+    actor = _Passes(run, run.actor, efficiency, drawn)
+    trained = sizes.train_samples * sizes.epochs
+
+    def of(name: str) -> _Passes:
+        model = run.role(name)
+        return actor if model is None else _Passes(run, model, efficiency, drawn)
+
+    if run.role("reward model") is not None:
+        parts["reward_model"] = of("reward model").seconds(sizes.rollout_samples, 1.0)
+    if objective.needs_reference:  # the actor itself where it shares its backbone
+        parts["reference_model"] = of("reference").seconds(sizes.rollout_samples, 1.0)
     if objective.needs_old_log_probs(on_policy=sizes.steps_per_rollout * sizes.epochs == 1):
-        parts["old_log_p"] = trainer.seconds(sizes.train_samples, 1.0)
-    if "critic" in run.others:
-        parts["critic_model"] = trainer.seconds(sizes.train_samples, 1.0)
-        parts["update_critic"] = trainer.seconds(sizes.train_samples * sizes.epochs, trainer.update_passes)
-    parts["update"] = trainer.seconds(sizes.train_samples * sizes.epochs, trainer.update_passes) | trainer.steps()
-    moved = _moved(run)
-    if moved:
+        parts["old_log_p"] = actor.seconds(sizes.train_samples, 1.0)
+    if run.role("critic") is not None:
+        critic = of("critic")
+        parts["critic_model"] = critic.seconds(sizes.train_samples, 1.0)
+        parts["update_critic"] = critic.seconds(trained, critic.update_passes)
+    parts["update"] = actor.seconds(trained, actor.update_passes) | actor.steps()
+    if moved := _moved(run):
         parts["offload"] = {"both ways": moved / (run.chip.host * efficiency.host)}
-    engine = engine_of(run, [])
-    assert engine is not None
-    parts["resharding_to_infer"] = {"exchange": engine.weights / (run.chip.link * efficiency.push)}
-    for name, found in parts.items():
-        phases[name] = sum(found.values())
-    return phases, parts
+    parts["resharding_to_infer"] = {"exchange": _pushed(run) / (run.chip.link * efficiency.push)}
+    return {name: sum(found.values()) for name, found in parts.items()}, parts
 
 
-class _Trainer:
-    """Passes of a model of the actor's size over sequences of these lengths."""
+class _Passes:
+    """Passes of a model over sequences of these lengths, on the dies where it lies."""
 
-    def __init__(self, run: RunShape, efficiency: Efficiency, lengths: Lengths, prompt: float) -> None:
-        self._run, self._efficiency = run, efficiency
-        mean = lengths.mean + prompt
-        square = lengths.mean_square + 2 * lengths.mean * prompt + prompt**2
-        flops = _flops(run.actor.plan.architecture, run.actor.plan.network)
-        self._operations = flops.per_token * mean + flops.per_squared_token * square
-        self._mean = mean
+    def __init__(self, run: RunShape, model: Model, efficiency: Efficiency, drawn: Samples) -> None:
+        self._run, self._model, self._efficiency = run, model, efficiency
+        self._links = Links.of(run.chip, efficiency.collective)
+        self._mean, square = drawn.tokens, drawn.squared_tokens
+        flops = _flops(model.plan.architecture, model.plan.network)
+        self._operations = flops.per_token * self._mean + flops.per_squared_token * square
 
     @property
     def update_passes(self) -> float:
         """An update in forward passes: forward, backward for two, and what is computed again."""
-        config, layout = self._run.actor.config, self._run.actor.plan.layout
+        config, layout = self._model.config, self._model.plan.layout
         if config.recompute_granularity != "full":
             return 3.0
         if config.recompute_method != "block":
@@ -179,38 +195,45 @@ class _Trainer:
 
     def seconds(self, samples: float, passes: float) -> dict[str, float]:
         """Seconds by part."""
-        run, layout = self._run, self._run.actor.plan.layout
-        computing = samples * self._operations * passes / (run.sizes.actor.num_npus * run.chip.flops * self._efficiency.train)
-        replicas = float(run.sizes.actor.dp_size)
-        rows = max(1.0, run.tokens("update") / run.longest)
-        if run.cfg.rl_config is not None and run.cfg.rl_config.use_dynamic_bsz:
-            rows = max(1.0, run.tokens("update") / self._mean)
-        batches = max(1.0, samples / replicas / rows)
-        layers = layout.num_slots / layout.pp
-        host = batches * layers * passes * self._efficiency.pass_s
-        share = self._run.chip.link * self._efficiency.collective
-        slow = self._run.chip.network * self._efficiency.collective
-        talk = pass_seconds(run, samples / replicas * self._mean, link=share, network=slow) * passes
+        run, model, layout = self._run, self._model, self._model.plan.layout
+        computing = samples * self._operations * passes / (model.devices * run.chip.flops * self._efficiency.train)
+        packs = run.cfg.rl_config is not None and run.cfg.rl_config.use_dynamic_bsz
+        rows = max(1.0, run.tokens("update") / (self._mean if packs else run.longest))
+        batches = max(1.0, samples / model.replicas / rows)
+        host = batches * layout.num_slots / layout.pp * passes * self._efficiency.pass_s
+        talk = pass_seconds(model, samples / model.replicas * self._mean, self._links) * passes
         bubble = (layout.pp - 1) / (batches * layout.vpp) * (computing + host + talk)
         return {"computing": computing, "collectives": talk, "host": host, "bubble": bubble}
 
     def steps(self) -> dict[str, float]:
         """Seconds of what comes once for each optimizer step: gradients are reduced, a swapped state comes and goes."""
-        run = self._run
+        run, model = self._run, self._model
         count = float(run.sizes.steps_per_rollout * run.sizes.epochs) if run.generate is not None else 1.0
-        share = run.chip.link * self._efficiency.collective
-        slow = run.chip.network * self._efficiency.collective
-        found = {"gradients": count * step_seconds(run, link=share, network=slow)}
-        if run.actor.config.swap_optimizer:
-            state = max(run.actor.state(held) for held in run.actor.elements)
+        found = {"gradients": count * step_seconds(model, self._links)}
+        if model.config.swap_optimizer:
+            state = max(model.state(held) for held in model.elements)
             found["swapping"] = count * 2 * state / (run.chip.host * self._efficiency.host)
         return found
 
 
-def _rollout(run: RunShape, efficiency: Efficiency, lengths: Lengths, prompt: float) -> dict[str, float]:
-    """Prefill, decoding while the engine is full, and the long tail behind it; the replicas work side by side."""
-    generate, engine = run.generate, engine_of(run, [])
+def _pushed(run: RunShape) -> int:
+    """Bytes that a push brings to a rank of the rollout: its weights, or all adapters where they alone travel."""
+    engine, actor = engine_of(run), run.actor
+    assert engine is not None and run.generate is not None
+    if run.generate.lora_push == "adapter":
+        return trained_adapters(actor.plan, actor.config) * actor.itemsize
+    return engine.weights
+
+
+def _rollout(run: RunShape, efficiency: Efficiency, drawn: Samples) -> dict[str, float]:
+    """Prefill, decoding while the engine is full, and the long tail behind it; the replicas work side by side.
+
+    Tools: what comes back from them is counted as decoded. A sample that waits for one leaves its place to others, so that only
+    the last ones are waited for.
+    """
+    generate, engine = run.generate, engine_of(run)
     assert generate is not None and engine is not None
+    lengths, prompt = drawn.lengths, drawn.prompt
     replicas = float(run.sizes.rollout.dp_size)
     count = run.sizes.rollout_samples / replicas
     room = engine.cache.room / max(1.0, engine.cache.bytes_per_token * (lengths.mean + prompt))
@@ -218,7 +241,10 @@ def _rollout(run: RunShape, efficiency: Efficiency, lengths: Lengths, prompt: fl
     tensor, network = run.sizes.rollout.tensor, run.actor.plan.network
     flops = _flops(run.actor.plan.architecture, network)
     repeated = run.sizes.group_size if generate.enable_prefix_caching else 1
-    prefill = count / repeated * prompt * flops.per_token / (tensor * run.chip.flops * efficiency.prefill)
+    # without a cache of prefixes every further turn computes all that came before it
+    again = 0.0 if generate.enable_prefix_caching else (drawn.turns - 1) * (prompt + lengths.mean / 2)
+    prefilled = count * (prompt / repeated + again)
+    prefill = prefilled * flops.per_token / (tensor * run.chip.flops * efficiency.prefill)
 
     touched = _touched(run, engine.weights)
     host = network.num_layers * (efficiency.layer_s if generate.enforce_eager else efficiency.graph_layer_s)
@@ -230,15 +256,17 @@ def _rollout(run: RunShape, efficiency: Efficiency, lengths: Lengths, prompt: fl
 
     # more responses than the engine holds: they follow one another until the last ones are in
     full = max(0.0, count - slots) * lengths.mean / slots * step(slots, prompt + lengths.mean / 2)
-    longest = lengths.longest_of(run.sizes.rollout_samples)
-    width = longest / _POINTS
-    times = []
+    busy = tail = 0.0
+    width = lengths.longest_of(run.sizes.rollout_samples) / _POINTS
     for point in range(_POINTS):
         at = (point + 0.5) * width
-        times.append((max(slots * lengths.above(at), 1.0), width * step(max(slots * lengths.above(at), 1.0), prompt + at)))
-    busy = sum(seconds for active, seconds in times if active >= slots / 8)
-    tail = sum(seconds for active, seconds in times if active < slots / 8)
-    return {"prefill": prefill, "decoding": full + busy, "long tail": tail}
+        active = max(slots * lengths.above(at), 1.0)
+        seconds = width * step(active, prompt + at)
+        if active >= slots / 8:
+            busy += seconds
+        else:
+            tail += seconds
+    return {"prefill": prefill, "decoding": full + busy, "long tail": tail, "tools": drawn.tool_seconds}
 
 
 def _touched(run: RunShape, weights: int) -> Callable[[float], float]:
@@ -274,14 +302,16 @@ def _moved(run: RunShape) -> int:
 
 def _supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
     length = float(run.longest)
-    lengths = Lengths(length, length)
-    trainer = _Trainer(run, efficiency, lengths, 0.0)
+    drawn = Samples(Lengths(length, length), prompt=0.0)
+    actor = _Passes(run, run.actor, efficiency, drawn)
     samples = run.sizes.global_batch_size * run.tokens("update") / length / run.sizes.micro_batch_size
-    passes = trainer.update_passes + (1.0 if "reference" in run.others else 0.0)
-    parts = {"update": trainer.seconds(samples, passes) | trainer.steps()}
+    passes = actor.update_passes + (1.0 if "reference" in run.others else 0.0)
+    parts = {"update": actor.seconds(samples, passes) | actor.steps()}
     note = f"sequences of {length:.0f} tokens, the longest"
     phases = {"update": sum(parts["update"].values())}
-    return TimePlan(run.chip.name, phases, parts, samples * length, run.sizes.actor.num_npus, efficiency, lengths, (note,))
+    return TimePlan(
+        run.chip.name, phases, parts, samples * length, run.sizes.actor.num_npus, efficiency, drawn.lengths, (note,)
+    )
 
 
 @lru_cache(maxsize=64)

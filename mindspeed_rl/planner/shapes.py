@@ -194,5 +194,30 @@ def rollout_elements(architecture: Architecture, network: Network, tensor: int, 
 
 
 def rollout_weights(plan: ModelPlan, lie: RolloutLayout) -> int:
-    """Elements of a rank of these engines."""
+    """Return the elements of a rank of these engines."""
     return rollout_elements(plan.architecture, plan.network, lie.tensor, lie.expert_ranks)
+
+
+@lru_cache(maxsize=64)
+def rollout_adapters(architecture: Architecture, network: Network, tensor: int, rank: int) -> int:
+    """Return the elements that a rank of the rollout engine keeps room for beside its weights.
+
+    They are A and B of every linear layer, whatever trains. The input of A is cut where the layer's own input is, the output
+    of B where its output is.
+    """
+    total = 0
+    for op in _ops(architecture, network.padded(1, 1)):
+        if op.place != "layer" or op.axis != "tp" or op.buffer:
+            continue
+        for shape, split in zip(op.shapes, op.splits):
+            if len(shape) == 2:
+                outputs, inputs = (size // tensor if split.dim == dim else size for dim, size in enumerate(shape))
+                total += rank * (outputs + inputs)
+    return total
+
+
+def trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
+    """Return the elements of all adapters that train, whole."""
+    targets = tuple(config.lora_target_modules or ())
+    places = _by_place(plan.architecture, plan.network, 1, 1, 1, config.lora_r, targets)
+    return sum(held.dense_adapters + held.expert_adapters for held in places.values())

@@ -7,14 +7,20 @@ from typing import Any
 
 from mindspeed_rl.config.violation import written
 from mindspeed_rl.planner.advice import Change
+from mindspeed_rl.planner.assumptions import Assumption
 from mindspeed_rl.planner.chips import GIB, Chip
-from mindspeed_rl.planner.efficiency import described
 from mindspeed_rl.planner.fit import Found, Wanted
 from mindspeed_rl.planner.memory import EXACT, MODEL_ERROR, Dies, MemoryPlan, Phase
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan
 
+#: what a verdict means, behind it
+_MEANING = {
+    "tight": "It fits as it is computed, and not where all that is modelled takes the most it may.",
+    "over": "It does not fit as it is computed, and might where all that is modelled takes less.",
+}
 
-def memory_text(plan: MemoryPlan, changes: Sequence[Change]) -> str:
+
+def memory_text(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> str:
     """Return the plan as `mindspeed-rl plan memory` prints it."""
     fullest = plan.fullest
     peak = fullest.peak
@@ -22,6 +28,7 @@ def memory_text(plan: MemoryPlan, changes: Sequence[Change]) -> str:
     lines = [
         f"{plan.verdict}: the peak is {_gib(peak.total)} GiB ({low:.0f} to {high:.0f}) of the {plan.capacity / GIB:.0f} GiB "
         f"of a die of {plan.chip}, in phase {peak.name}, on {fullest.name} (dies {fullest.ranks})",
+        *([_MEANING[plan.verdict]] if plan.verdict in _MEANING else []),
         "",
         f"GiB of a die by owner and phase; * is modelled and may be off by {MODEL_ERROR:.0%}, the rest is counted",
     ]
@@ -42,7 +49,11 @@ def memory_text(plan: MemoryPlan, changes: Sequence[Change]) -> str:
         lines += [f"  {_change(change)}" for change in changes]
     elif plan.verdict == "does not fit":
         lines += ["", "No change of the layout, of offloading or of recomputation was found after which it fits."]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_assumed(assumed)])
+
+
+def _assumed(assumed: Sequence[Assumption | str]) -> list[str]:
+    return ["", "Assumed:", *(f"  {one}" for one in assumed)]
 
 
 def _shown(plan: MemoryPlan) -> list[Dies]:
@@ -80,7 +91,7 @@ def _change(change: Change) -> str:
     return f"{keys}\n      then {_gib(peak.total)} GiB in {peak.name}; costs: {change.costs}"
 
 
-def memory_json(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
+def memory_json(plan: MemoryPlan, changes: Sequence[Change], assumed: Sequence[Assumption]) -> dict[str, Any]:
     """Return the plan as plain values; bytes are whole numbers."""
     peak = plan.fullest.peak
     return {
@@ -106,6 +117,7 @@ def memory_json(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
         "kv_cache": None if plan.cache is None else vars(plan.cache),
         "problems": list(plan.problems),
         "modelled_may_be_off_by": MODEL_ERROR,
+        "assumed": [vars(one) for one in assumed],
         "changes": [
             {
                 "values": change.values,
@@ -121,7 +133,7 @@ def memory_json(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- time
 
 
-def time_text(plan: TimePlan, modes: Mapping[str, ModeTime]) -> str:
+def time_text(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> str:
     """Return the plan as `mindspeed-rl plan time` prints it: ranges, no number alone."""
     tokens = sorted(plan.tokens / plan.devices / bound for bound in plan.bounds(plan.total))
     lines = [
@@ -141,14 +153,13 @@ def time_text(plan: TimePlan, modes: Mapping[str, ModeTime]) -> str:
         share = "all, in turn" if mode.share == 1.0 else f"{mode.share * 8:.0f} of 8"
         waits = f"trainer {mode.trainer_idle:.0%}, engine {mode.engine_idle:.0%}"
         lines.append(f"  {name:<22}{seconds_range(plan, mode.seconds):>18}   {share}; {waits}")
-    lines += ["", "Efficiencies: " + ", ".join(f"{name} {value:g}" for name, value in described(plan.efficiency).items())]
     if plan.factors:
         found = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
-        lines.append(f"Calibrated, measured over predicted: {found}")
-    return "\n".join([*lines, *(f"Assumed: {note}" for note in plan.notes)])
+        lines += ["", f"Calibrated, measured over predicted: {found}"]
+    return "\n".join([*lines, *_assumed([*plan.notes, *assumed])])
 
 
-def time_json(plan: TimePlan, modes: Mapping[str, ModeTime]) -> dict[str, Any]:
+def time_json(plan: TimePlan, modes: Mapping[str, ModeTime], assumed: Sequence[Assumption]) -> dict[str, Any]:
     """Return the plan as plain values."""
     return {
         "chip": plan.chip,
@@ -157,9 +168,10 @@ def time_json(plan: TimePlan, modes: Mapping[str, ModeTime]) -> dict[str, Any]:
         "seconds": _bounds(plan, plan.total),
         "phases": {name: {**_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()},
         "modes": {name: {**_bounds(plan, mode.seconds), "share": mode.share} for name, mode in modes.items()},
-        "efficiencies": described(plan.efficiency),
+        "efficiencies": vars(plan.efficiency),
         "factors": plan.factors,
-        "assumed": list(plan.notes),
+        "notes": list(plan.notes),
+        "assumed": [vars(one) for one in assumed],
     }
 
 

@@ -2,54 +2,68 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.planner.run_shape import RunShape
+from dataclasses import dataclass
+
+from mindspeed_rl.planner.chips import Chip
+from mindspeed_rl.planner.run_shape import Model
 
 
-def pass_seconds(run: RunShape, tokens: float, *, link: float, network: float) -> float:
+@dataclass(frozen=True)
+class Links:
+    """What collectives get of a chip's links.
+
+    Attributes:
+        near, far: bytes a second inside a node and between nodes.
+        devices_per_node: dies that `near` reaches.
+    """
+
+    near: float
+    far: float
+    devices_per_node: int
+
+    @classmethod
+    def of(cls, chip: Chip, share: float) -> Links:
+        """That share of the chip's own figures."""
+        return cls(chip.link * share, chip.network * share, chip.devices_per_node)
+
+    def spanning(self, ranks: int) -> float:
+        """Bytes a second of a group that spans so many neighbouring ranks."""
+        return self.near if ranks <= self.devices_per_node else self.far
+
+
+def pass_seconds(model: Model, tokens: float, links: Links) -> float:
     """Seconds of a forward pass over this many tokens of a replica; a backward pass takes twice that.
 
     Tensor parallelism gathers and scatters the hidden states twice a layer, context parallelism exchanges query, key, value and
     output, experts get and return each token as often as it chose one, and a stage hands its output to the next.
-
-    Args:
-        link, network: bytes a second inside a node and between nodes.
     """
-    config, plan = run.actor.config, run.actor.plan
-    network_shape, layout = plan.network, plan.layout
-    itemsize = 2 if config.bf16 else 4
+    config, layout, network = model.config, model.plan.layout, model.plan.network
     tp, cp = layout.tp, config.context_parallel_size
     layers = layout.num_slots / layout.pp
-    local = tokens / cp * itemsize
-    hidden = local * network_shape.hidden_size
+    local = tokens / cp * model.itemsize
+    hidden = local * network.hidden_size
     seconds = 0.0
     if tp > 1:
-        seconds += layers * 4 * hidden * (tp - 1) / tp / _link(run, tp, link, network)
+        seconds += layers * 4 * hidden * (tp - 1) / tp / links.spanning(tp)
     if cp > 1:
-        width = (2 * network_shape.num_attention_heads + 2 * network_shape.num_query_groups) * network_shape.kv_channels / tp
-        seconds += layers * local * width * (cp - 1) / cp / _link(run, tp * cp, link, network)
+        width = (2 * network.num_attention_heads + 2 * network.num_query_groups) * network.kv_channels / tp
+        seconds += layers * local * width * (cp - 1) / cp / links.spanning(tp * cp)
     groups = layout.num_expert_groups if layout.num_experts else 1
     if groups > 1:
         across = tp if config.sequence_parallel else 1
-        sent = 2 * hidden / across * network_shape.moe_router_topk * (groups - 1) / groups
-        moe = len(network_shape.moe_layers) / layout.pp
-        seconds += moe * sent / _link(run, groups * layout.expert_tp_size, link, network)
+        sent = 2 * hidden / across * network.moe_router_topk * (groups - 1) / groups
+        moe = len(network.moe_layers) / layout.pp
+        seconds += moe * sent / links.spanning(groups * layout.expert_tp_size)
     if layout.pp > 1:
         handed = layout.vpp * hidden / (tp if config.sequence_parallel else 1)
-        seconds += handed / _link(run, run.sizes.actor.num_npus, link, network)
+        seconds += handed / links.spanning(model.devices)
     return seconds
 
 
-def step_seconds(run: RunShape, *, link: float, network: float) -> float:
+def step_seconds(model: Model, links: Links) -> float:
     """Seconds in which gradients are reduced and, with the distributed optimizer, weights are gathered again."""
-    model = run.actor
     if model.dp <= 1:
         return 0.0
     gathers = model.config.use_distributed_optimizer
     held = max(model.gradients(one) + (model.weights(one) if gathers else 0) for one in model.elements)
-    factor = 1 if gathers else 2
-    return factor * held / _link(run, run.sizes.actor.num_npus, link, network)
-
-
-def _link(run: RunShape, ranks: int, link: float, network: float) -> float:
-    """Bytes a second of a group that spans so many neighbouring ranks."""
-    return link if ranks <= run.chip.devices_per_node else network
+    return (1 if gathers else 2) * held / links.spanning(model.devices)

@@ -8,11 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mindspeed_rl.config.rollout_layout import engine_adapter_rank
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
 from mindspeed_rl.rollout.loading import LoadsWeights
 
-#: ranks that vLLM has room for
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _WRAPPED = "base_layer"
 
 #: HF module -> sums over the bits of A and of B
@@ -21,7 +20,7 @@ AdapterSums = Mapping[str, tuple[int, int]]
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
     """What vLLM's engine is built with to take one adapter of this rank at a time."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(size for size in _RANKS if size >= rank)}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_adapter_rank(rank)}
 
 
 class BaseLoader:

@@ -180,15 +180,16 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
             complete.update(group.number for group in engine.advance(step))
             now += step
 
+    def in_flight() -> list[InFlight]:
+        return [InFlight(number, group.version, number in complete) for number, group in sorted(groups.items())]
+
     admit(0)
     for iteration in range(_WARM + _ITERATIONS):
         began = now
-        while True:
-            in_flight = [InFlight(number, groups[number].version, number in complete) for number in sorted(groups)]
-            chosen = admission.chosen(iteration, times.prompts, in_flight)
-            if chosen is not None:
-                break
-            go_on(engine.next_end_s())
+        while (chosen := admission.chosen(iteration, times.prompts, in_flight())) is None:
+            known = len(complete)
+            while len(complete) == known:  # nothing else changes what may be chosen
+                go_on(engine.next_end_s())
         taken += len(chosen)
         ages += [admission.version(iteration) - groups.pop(number).version for number in chosen]
         complete.difference_update(chosen)

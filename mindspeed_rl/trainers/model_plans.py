@@ -6,14 +6,13 @@ import dataclasses
 from pathlib import Path
 
 from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
-from mindspeed_rl.models.network_keys import described
+from mindspeed_rl.models.network_keys import described, reward_model_config
 from mindspeed_rl.models.plan import ModelPlan, plan_model, read_model
 from mindspeed_rl.workers.model_source import (
     ModelSource,
     find_model,
     has_own_reference,
     reference_of,
-    reward_model_config,
     rl_reference,
 )
 

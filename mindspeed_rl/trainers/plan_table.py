@@ -31,6 +31,8 @@ def plan_rows(run: Run, num_devices: int) -> dict[str, str]:
         )
     rows["learning rate"] = f"{actor.lr:g}, {actor.lr_decay_style}" if actor.lr is not None else ""
     rows["adapters"] = f"{', '.join(actor.lora_target_modules)}, rank {actor.lora_r}" if actor.lora_target_modules else ""
+    if run.prediction is not None:
+        rows["planned"] = run.prediction.summary or f"nothing: {run.prediction.missing}"
     rows["data"] = _data(actor)
     rows["saves to"] = f"{actor.save}, every {actor.save_interval or plan.train_iters} iterations" if actor.save else "nowhere"
     return rows

@@ -28,6 +28,7 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, check_promp
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
+from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
@@ -59,7 +60,6 @@ from mindspeed_rl.workers.model_source import (
     find_model,
     fresh_head_notice,
     lacks_score_head,
-    reward_model_config,
     rl_reference,
 )
 from mindspeed_rl.workers.reward_group import RewardGroup

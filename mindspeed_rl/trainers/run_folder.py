@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rl.config import Run, RunConfig
 from mindspeed_rl.observability import heartbeat
@@ -21,8 +20,9 @@ from mindspeed_rl.observability.page.live import LivePage
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.run_files import read_metrics
 from mindspeed_rl.planner.advice import changes_that_relieve
-from mindspeed_rl.planner.calibration import comparison, later_medians, run_tree
+from mindspeed_rl.planner.calibration import later_medians, run_tree
 from mindspeed_rl.planner.chips import chip_of
+from mindspeed_rl.planner.prediction import comparison
 from mindspeed_rl.trainers.ending import Terminated
 from mindspeed_rl.trainers.run_logger import RunLogger
 from mindspeed_rl.workers.memory import memory_failure
@@ -57,7 +57,7 @@ class RunReport:
             results=results,
             config_set=cfg.as_written(),
             planned_iterations=self.run.plan.train_iters,
-            plan=_plan_beside(self.run),
+            plan=comparison(self.run, later_medians(read_metrics(self.run.folder / "metrics.jsonl"))),
         )
 
     def summary(self, outcome: str, seconds: float) -> str:
@@ -84,15 +84,6 @@ def _running() -> str:
     """The outcome of a run that goes, with what is to be said of a long wait."""
     beat = heartbeat.current()
     return f"running; {beat.notice}" if beat is not None and beat.notice else "running"
-
-
-def _plan_beside(run: Run) -> dict[str, Any]:
-    """What `mindspeed-rl plan` says of this run, beside what it measured so far."""
-    try:
-        medians = later_medians(read_metrics(run.folder / "metrics.jsonl"))
-        return comparison(run.config, chip_of(run.config), run.num_nodes, medians)
-    except Exception as error:  # a model of the user's own, for example: a plan that cannot be made ends no run
-        return {"missing": str(error)}
 
 
 @contextlib.contextmanager

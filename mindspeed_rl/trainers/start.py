@@ -15,6 +15,7 @@ from mindspeed_rl.observability.console import table
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.trainers.ending import Ending, Terminated
 from mindspeed_rl.trainers.key_data import write_configurations
 from mindspeed_rl.trainers.plan_table import plan_rows
@@ -40,7 +41,9 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
         WorkerFailed: a worker died or raised.
         Terminated: SIGTERM came.
     """
-    cfg, steps = run.config, StartSteps()
+    steps = StartSteps()
+    run = dataclasses.replace(run, prediction=predict(run))
+    cfg = run.config
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     ending = Ending(cfg.actor_config.sigterm_grace_s)

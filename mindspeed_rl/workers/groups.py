@@ -21,6 +21,7 @@ from mindspeed_rl import adaptors
 from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run, own_reward_devices
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
@@ -28,7 +29,6 @@ from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.cluster import head_is_gone, worker_environment
 from mindspeed_rl.workers.handles import actor_handle
-from mindspeed_rl.workers.model_source import reward_model_config
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.workers.reports import DataSummary, WorkerReport

@@ -11,7 +11,7 @@ from mindspeed_rl.checkpoint.hf import read_json, stored_tensor_names
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
-from mindspeed_rl.config import MegatronConfig, Run, RunConfig
+from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.models import architecture_for
@@ -203,24 +203,6 @@ def check_reward_start(config: MegatronConfig, source: ModelSource) -> None:
             f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one "
             "label, a checkpoint of stage orm, or with reward_tokens a language model that judges steps."
         )
-
-
-def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
-    """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
-
-    None when only functions score.
-    """
-    if cfg.rl_config is None or (cfg.reward_config is None and cfg.rl_config.reward_model is None):
-        return None
-    config = copy.copy(cfg.reward_config or cfg.actor_config)
-    if cfg.rl_config.reward_model is not None:
-        config = without_network_keys(config)  # which say what the group's own weights are
-        config.load, config.pretrained_checkpoint = cfg.rl_config.reward_model, None
-        if cfg.reward_config is None:
-            config.tokenizer_name_or_path = None
-        config.load_iteration = None
-    config.finetune, config.save, config.lora_target_modules = True, None, None
-    return config
 
 
 def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tuple[MegatronConfig, ModelSource, int | None]:

@@ -11,10 +11,11 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.train_engine import MicroBatching
+from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of, reward_model_config
+from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.reports import WorkerReport
 from mindspeed_rl.workers.role import Role

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, Run, own_critic_devices, own_reference_devices, own_reward_devices
+from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.workers.model_source import (
     ModelSource,
     check_critic_start,
     check_reward_start,
     find_model,
-    reward_model_config,
     rl_reference,
 )
 from mindspeed_rl.workers.role import PassSettings, Role

@@ -252,10 +252,10 @@ function planned() {
   if (!rows.length) return;
   const digits = (value) => Number(value.toPrecision(3)).toString();
   const body = rows.map(([run, row]) => el("tr", {}, el("td", {}, many ? `${run.name}: ${row.name}` : row.name), el("td", {}, row.unit),
-    ...[row.predicted, row.low, row.high].map((value) => el("td", {}, digits(value))),
+    ...[row.predicted, row.with_lengths, row.low, row.high].map((value) => el("td", {}, value === null ? "" : digits(value))),
     el("td", row.measured < row.low || row.measured > row.high ? { style: "font-weight:600" } : {}, digits(row.measured))));
-  section("Plan", "plan").append(el("div", { class: "card" }, el("div", { class: "dim small" }, "what mindspeed-rl plan says of this run, and what it measured (median of the later half); bold outside of what was expected"),
-    el("table", {}, el("thead", {}, el("tr", {}, ...["", "unit", "predicted", "from", "to", "measured"].map((head) => el("th", {}, head)))), el("tbody", {}, ...body))));
+  section("Plan", "plan").append(el("div", { class: "card" }, el("div", { class: "dim small" }, "what was predicted before the run, and what it measured (median of the later half); bold outside of what was expected"),
+    el("table", {}, el("thead", {}, el("tr", {}, ...["", "unit", "predicted", "with the lengths that came", "from", "to", "measured"].map((head) => el("th", {}, head)))), el("tbody", {}, ...body))));
 }
 
 function theme(name) {

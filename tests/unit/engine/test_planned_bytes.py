@@ -6,17 +6,26 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from torch.overrides import TorchFunctionMode
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import tiny_models
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.build import build_model
+from mindspeed_rl.engine.attention import CoreAttention
+from mindspeed_rl.engine.build import build_model, planned_config
+from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.engine.offload import Offloader
+from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.models.builder import build_gpt_model, layer_spec
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.planner.shapes import role_plan, stage_elements
 
@@ -38,6 +47,40 @@ def test_planned_parameters_are_those_of_the_built_model(name: str, training_wor
     experts = sum(value.numel() for key, value in parameters.items() if ".experts." in key and "shared_experts" not in key)
     assert planned.expert == experts
     assert planned.dense == sum(value.numel() for value in parameters.values()) - experts
+
+
+BLOCKS = {path.stem: yaml.safe_load(path.read_text())[path.stem] for path in (project_configs() / "model").glob("*.yaml")}
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Tensors are made on the meta device, whatever device Megatron names."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func in (torch.empty, torch.zeros, torch.ones)
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if made else {})})
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_a_shipped_block_is_counted_as_the_model_that_megatron_builds(name: str, training_world: None) -> None:
+    config = MegatronConfig(**BLOCKS[name], bf16=False)
+    plan = role_plan(config)
+    transformer = planned_config(config, plan)
+    transformer.perform_initialization = False
+    spec = layer_spec(plan.network, transformer, norm=RMSNorm, core_attention=CoreAttention, layout=plan.layout)
+    with _WithoutMemory():
+        built = build_gpt_model(
+            plan.network,
+            transformer,
+            spec,
+            pre_process=True,
+            post_process=True,
+            vp_stage=None,
+            lm_class=PolicyModel,
+            reward_class=ValueModel,
+        )
+    parameters = dict(built.named_parameters())
+    (planned,) = stage_elements(plan, config)
+    assert planned.parameters == sum(value.numel() for value in parameters.values())
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -11,22 +11,25 @@ import pytest
 
 from mindspeed_rl.cli import explain
 from mindspeed_rl.cli import plan as command
+from mindspeed_rl.config import resolve
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
-from mindspeed_rl.planner.calibration import comparison, later_medians
+from mindspeed_rl.planner.calibration import later_medians
 from mindspeed_rl.planner.chips import CHIPS
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
 from mindspeed_rl.planner.lengths import SIGMA, Lengths
+from mindspeed_rl.planner.prediction import comparison, predict
+from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, calibrated, plan_time
 
 
 def planned(name: str, mean_response: float | None = None, **overrides: object) -> TimePlan:
     tree = compose(*locate(name, None), [])
     cfg = build_run_config(with_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
-    return plan_time(cfg, CHIPS["A3"], mean_response=mean_response, mean_prompt=200.0)
+    return plan_time(cfg, CHIPS["A3"], samples=SampleMeans(mean_response, 200.0))
 
 
 def test_lengths_are_those_of_a_cut_lognormal() -> None:
@@ -116,12 +119,14 @@ def test_time_prints_ranges_and_modes(capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert " to " in text.splitlines()[0] and "one_step_off" in text
     assert command.main(["time", "--config-name", "grpo_qwen3_8b_A3", "--mean-response", "90000"]) == 2
-    assert "--mean-response: 90000 must be above 0 and at most max_tokens, 8192" in capsys.readouterr().err
+    assert "--mean-response: 90000 must be above 0 and at most the longest response, 8192" in capsys.readouterr().err
 
 
 def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
-    plain = plan_time(cfg, CHIPS["cpu"], mean_response=4.0, mean_prompt=6.0)
+    run = replace(resolve(cfg, platform="cpu"), folder=tmp_path)
+    run = replace(run, prediction=predict(run))
+    plain = plan_time(cfg, CHIPS["cpu"], samples=SampleMeans(4.0, 6.0))
     records = [
         {
             "iteration": number,
@@ -130,18 +135,21 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
             "timing/all": 1.0,
             "response_length/mean": 4.0,
             "prompt_length/mean": 6.0,
-            "memory/weights_gib": 0.001,
+            "memory/update/weights_gib": 0.001,
             "memory/generate/kv_cache_gib": 0.002,
         }
         for number, seconds in ((1, 90.0), (2, 90.0), (3, 3.0), (4, 3.0))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    medians = later_medians(records)
-    rows = comparison(cfg, CHIPS["cpu"], 1, medians)
+    rows = comparison(run, later_medians(records))
     path = write_report(tmp_path, dataclasses.asdict(cfg), title="grpo_tiny_cpu", config_set=cfg.as_written(), plan=rows)
     by_name = {row["name"]: row for row in rows["rows"]}
-    assert by_name["rollout"]["measured"] == pytest.approx(3 * by_name["rollout"]["predicted"])
-    assert by_name["weights"]["measured"] == 0.001
+    rollout = by_name["rollout"]
+    assert rollout["measured"] == pytest.approx(3 * rollout["with_lengths"])
+    # nobody knew the lengths before the run: 8 tokens at most, half of them
+    before = plan_time(cfg, CHIPS["cpu"]).phases["rollout"]
+    assert rollout["predicted"] == run.prediction.seconds["rollout"].predicted == before
+    assert by_name["update: weights"]["measured"] == 0.001
     cache = by_name["generate: KV cache"]
     assert cache["measured"] == 0.002 and cache["low"] == cache["high"] == cache["predicted"] > 0
     assert "| Planned for cpu |" in path.read_text()
@@ -177,3 +185,76 @@ def test_fit_says_what_does_not_fit_and_which_model_was_meant(capsys: pytest.Cap
     assert "the nearest name is qwen3_32b" in capsys.readouterr().err
     assert command.main(["fit", "--npus", "0", "--model", "qwen3_32b"]) == 2
     assert "--npus: 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_a_push_of_adapters_takes_as_long_as_they_are_large() -> None:
+    lora = {"actor_config__lora_target_modules": ["linear_qkv"], "actor_config__lora_r": 8, "actor_config__lora_alpha": 16}
+    plan = planned("grpo_tiny_cpu", **lora, generate_config__lora_push="adapter")
+    # A of 8 x 128, and B of the 256 rows of query, key and value together; four layers, fp32
+    adapters = 4 * 4 * 8 * (128 + 256)
+    assert plan.phases["resharding_to_infer"] == pytest.approx(adapters / (CHIPS["A3"].link * NPU.push))
+
+
+def test_models_with_dies_of_their_own_pass_there(tmp_path: Path) -> None:
+    apart = {
+        "rl_config__use_integrated_worker": False,
+        "rl_config__actor_resource": {"num_npus": 16},
+        "rl_config__reference_resource": {"num_npus": 32},
+    }
+    shared, own = planned("grpo_qwen3_8b_A3"), planned("grpo_qwen3_8b_A3", **apart)
+    assert own.devices == 48
+    assert own.parts["reference_model"]["computing"] == pytest.approx(shared.parts["reference_model"]["computing"] / 2)
+    assert own.parts["update"] == shared.parts["update"]
+    # a reward model with 10 of the 36 layers, and a score in place of a vocabulary
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 10}
+    config |= {"intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config |= {"vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False, "hidden_act": "silu"}))
+    rewarded = planned("grpo_qwen3_8b_A3", rl_config__reward_model=str(tmp_path))
+    pass_of_the_actor = rewarded.parts["reference_model"]["computing"]
+    assert 0.23 < rewarded.parts["reward_model"]["computing"] / pass_of_the_actor < 10 / 36
+
+
+def test_turns_and_tools_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["time", "--config-name", "grpo_tiny_agent_cpu", "--json"]
+    assert command.main(asked) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert any("--tool-seconds" in note for note in plain["notes"])
+    assert command.main([*asked, "--mean-turns", "3", "--tool-seconds", "2.5"]) == 0
+    waiting = json.loads(capsys.readouterr().out)
+    rollout = [found["phases"]["rollout"]["parts"] for found in (plain, waiting)]
+    assert rollout[0]["tools"] == 0.0 and rollout[1]["tools"] == 2.5
+    assert rollout[1]["decoding"] == rollout[0]["decoding"] and rollout[1]["prefill"] >= rollout[0]["prefill"]
+    assert not any("--tool-seconds" in note for note in waiting["notes"])
+    assert command.main(["time", "--config-name", "grpo_tiny_cpu", "--tool-seconds", "2.5"]) == 2
+    assert "--tool-seconds: the run file has no tools" in capsys.readouterr().err
+
+
+def test_further_turns_are_prefilled_anew_without_a_cache_of_prefixes() -> None:
+    parts = []
+    for caching in (True, False):
+        tree = compose(*locate("grpo_tiny_agent_cpu", None), [f"generate_config.enable_prefix_caching={caching}"])
+        plan = plan_time(build_run_config(tree), CHIPS["cpu"], samples=SampleMeans(20.0, 10.0, turns=3.0))
+        parts.append(plan.parts["rollout"]["prefill"])
+    # a sample has 10 tokens of prompt, and for each further turn 10 and half of 20; with the cache 8 samples share their prompt
+    assert parts[1] / parts[0] == pytest.approx((10 + 2 * 20) / (10 / 8))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        ({"rl_config__fault_tolerance": {"enabled": True}}, "fault_tolerance"),
+        ({"rl_config__blocking": False}, "blocking"),
+        ({"generate_config__update_weight_mode": "delta"}, "delta"),
+    ],
+)
+def test_what_the_seconds_leave_out_is_said(overrides: dict, word: str) -> None:
+    assert any(word in note for note in planned("grpo_qwen3_8b_A3", **overrides).notes)
+    assert not any(word in note for note in planned("grpo_qwen3_8b_A3").notes)
+
+
+def test_a_run_that_cannot_be_planned_runs_and_its_report_says_why() -> None:
+    cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), ["model.tiny_qwen25.num_layers=null"]))
+    run = resolve(cfg, platform="cpu")
+    run = replace(run, prediction=predict(run))
+    assert "num_layers" in comparison(run, {})["missing"]

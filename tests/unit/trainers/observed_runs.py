@@ -18,12 +18,11 @@ from mindspeed_rl.config.schema import field_types
 from mindspeed_rl.engine.build import planned_config
 from mindspeed_rl.engine.lora import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
-from mindspeed_rl.models.network_keys import described
+from mindspeed_rl.models.network_keys import described, reward_model_config
 from mindspeed_rl.models.plan import plan_model, read_model
 from mindspeed_rl.trainers.rl_parts import _raw_prompts
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.model_source import reward_model_config
 
 Tree = dict[str, dict[str, Any]]
 
