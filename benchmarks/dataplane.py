@@ -122,7 +122,7 @@ def main() -> None:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}},
     )
     columns = ("engine", "clients", "rows", "tokens", "put: samples/s", "MB/s", "get: samples/s", "MB/s")
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     try:
         for tokens in arguments.tokens:
             for strategy in arguments.strategies:

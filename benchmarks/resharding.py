@@ -4,8 +4,9 @@
     python benchmarks/resharding.py plans
 
 `measure` starts processes that hold training shards and a model of an engine's layout (tests/engine_model.py), pushes both ways
-and prints a row a layout. Peaks are of resident memory above what was resident before. `plans` moves nothing: it prints what
-the planner says of models and clusters.
+and prints a row a layout. Seconds are of the clock and, behind a slash, of the processor, which other work on the machine moves
+less. Peaks are of resident memory above what was resident before. `plans` moves nothing: it prints what the planner says of
+models and clusters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "dist")]
 
-PUSHES = 3
+PUSHES = 5
 #: devices of a machine
 NODE = 16
 #: processes -> name, training sizes, inference tensor ranks
@@ -61,21 +62,31 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def timed(work: Callable[[], object]) -> tuple[float, int]:
-    """Median seconds and the largest growth of memory of a few rounds that all processes begin together."""
+@dataclass(frozen=True)
+class Cost:
+    """Medians of a few rounds that all processes begin together; `growth` is the largest one of memory, in bytes."""
+
+    seconds: float
+    cpu_s: float
+    growth: int
+
+
+def timed(work: Callable[[], object]) -> Cost:
+    """What work costs this process, waiting for the others included."""
     import torch.distributed as dist
 
-    seconds, most = [], 0
+    seconds, cpu_s, growth = [], [], 0
     for _ in range(PUSHES):
         forget_peak()
         before = resident()
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         work()
+        cpu_s.append(time.process_time() - cpu_start)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-        most = max(most, resident(peak=True) - before)
-    return statistics.median(seconds), most
+        growth = max(growth, resident(peak=True) - before)
+    return Cost(statistics.median(seconds), statistics.median(cpu_s), growth)
 
 
 def measured(rank: int, processes: int, port: int, millions: int, layout: int, bucket_mb: int, results: Any) -> None:
@@ -168,8 +179,8 @@ def groups_of(side: Any) -> dict[str, Any]:
 def measure(processes: list[int], millions: list[int], bucket_mb: int) -> None:
     context = multiprocessing.get_context("spawn")
     columns = (
-        "layout", "parameters", "received, MB a rank", "/ bound", "/ whole model", "push s", "proof s", "gather s",
-        "peak push MB", "peak gather MB",
+        "layout", "parameters", "received, MB a rank", "/ bound", "/ whole model", "push s", "proof s", "proof / push",
+        "gather s", "peak push MB", "peak gather MB",
     )  # fmt: skip
     print(heading(columns))
     for count in processes:
@@ -197,10 +208,16 @@ def table_row(name: str, size: int, rows: list[dict[str, Any]]) -> str:
     mb = 1e6
     received, lowest = sum(row["received"] for row in rows), sum(row["bound"] for row in rows)
     ratio = f"{received / lowest:.3f}" if lowest else "0 / 0"
-    times = [f"{max(row[kind][0] for row in rows):.3f}" for kind in ("push", "proof", "gather")]
-    peaks = [f"{max(row[kind][1] for row in rows) / mb:.0f}" for kind in ("push", "gather")]
+    clock, cpu = (
+        {kind: max(getattr(row[kind], field) for row in rows) for kind in ("push", "proof", "gather")}
+        for field in ("seconds", "cpu_s")
+    )
+    times = {kind: f"{clock[kind]:.3f} / {cpu[kind]:.3f}" for kind in clock}
+    part = f"{clock['proof'] / clock['push']:.2f} / {cpu['proof'] / cpu['push']:.2f}"
+    peaks = [f"{max(row[kind].growth for row in rows) / mb:.0f}" for kind in ("push", "gather")]
     share = received / sum(row["whole"] for row in rows)
-    cells = [name, f"{size} M", f"{received / len(rows) / mb:.1f}", ratio, f"{share:.2f}", *times, *peaks]
+    cells = [name, f"{size} M", f"{received / len(rows) / mb:.1f}", ratio, f"{share:.2f}", times["push"], times["proof"], part]
+    cells += [times["gather"], *peaks]
     return "| " + " | ".join(cells) + " |"
 
 

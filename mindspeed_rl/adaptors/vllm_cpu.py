@@ -5,6 +5,8 @@
 - expert packing (quant_method.moe_kernel.fused_experts): experts are packed once; after a load they are packed again;
 - shared memory (ExecutorWithExternalLauncher._distributed_args, _CPUSHMDistributed._init_cpu_shm): all jobs of a host share one
   segment name, and a killed job leaves it behind;
+- rotary embedding of latent attention (RotaryEmbedding.forward_cpu): the compiled kernel takes a row for each token; given
+  parts of heads, it takes each for a token: wrong angles, and keys written beyond their end;
 - KV release (the storage behind `kv_caches`): sleep mode does not exist on the CPU.
 
 They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push, and
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
@@ -27,7 +30,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Keeps the weights of vLLM's linear layers live in this process. Imports vLLM; idempotent."""
+    """Keeps the weights of vLLM's linear layers live in this process, and rotates heads rightly. Imports vLLM; idempotent."""
     global _applied
     if _applied:
         return
@@ -37,7 +40,25 @@ def apply() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+    _rotate_whole_tokens()
     _applied = True
+
+
+def _rotate_whole_tokens() -> None:
+    """Heads of a token that are given apart are put into one row before they are rotated."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate: Any = RotaryEmbedding.forward_cpu
+
+    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        def rows(heads: Tensor) -> Tensor:
+            return heads.reshape(positions.numel(), -1) if heads.dim() > 2 else heads
+
+        turned = rotate(self, positions, rows(query), None if key is None else rows(key))
+        return turned[0].view(query.shape), None if key is None else turned[1].view(key.shape)
+
+    replaced: Any = RotaryEmbedding
+    replaced.forward_cpu = forward
 
 
 def _name_segments_uniquely(run_id: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl.config import own_critic_devices, own_reference_devices, own_reward_devices
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
@@ -117,6 +118,7 @@ def _candidates(cfg: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
     yield from _without_cost(cfg)
     yield from _for_time(cfg)
     yield from _of_layout(cfg)
+    yield from _of_own_devices(cfg)
 
 
 def _without_cost(cfg: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
@@ -188,3 +190,23 @@ def _of_layout(cfg: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
             if cfg.ref_config is not cfg.actor_config:
                 changes |= {name.replace("actor_config", "ref_config"): value for name, value in changes.items()}
             yield changes, costs
+
+
+def _of_own_devices(cfg: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    """What models on devices of their own have settings for; the actor's do nothing for them."""
+    if cfg.rl_config is None:
+        return
+    for role, config, devices in (
+        ("critic_config", cfg.critic_config, own_critic_devices(cfg)),
+        ("ref_config", cfg.ref_config, own_reference_devices(cfg)),
+        ("reward_config", cfg.reward_config, own_reward_devices(cfg)),
+    ):
+        if devices is None or config is None or config is cfg.actor_config:
+            continue
+        if role == "critic_config" and config.recompute_granularity != "full":
+            keys = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            extra = {"recompute_modules": None} if config.recompute_modules else {}
+            yield {f"{role}.{name}": value for name, value in (keys | extra).items()}, "a third more operations in its update"
+        if (config.micro_batch_size or 1) > 1:
+            yield {f"{role}.micro_batch_size": 1}, "smaller micro-batches"
+        yield {f"{role}.tensor_model_parallel_size": 2 * config.tensor_model_parallel_size}, "communication in every layer"

@@ -7,7 +7,7 @@ leaves before a push of weights and comes back model by model; reference and cri
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.objective import resolve_objective
@@ -217,14 +217,15 @@ def _own_dies(run: RunShape, engine: Engine | None) -> list[Dies]:
     for name, model in run.apart.items():
         lie = model.plan.layout
         for stage, held in enumerate(model.elements):
-            share = {name: _share(model, held).total}
-            passing = {"activations": int(forward_bytes(model.config, model.plan, run.tokens("ref")))}
+            share, logits = asdict(_share(model, held)), {"logits": _head(run, model, stage, "ref", False)}
+            forward = {"activations": int(forward_bytes(model.config, model.plan, run.tokens("ref")))}
+            phases = [_phase(f"{name} pass", fixed, share, forward, logits)]
             if model.trains:
-                passing = {"activations": _update_activations(run, model, stage)}
-            passing["logits"] = _head(run, model, stage, "ref", False)
+                update = {"activations": _update_activations(run, model, stage)}
+                phases.append(_phase(f"update {name}", fixed, share, update, logits))
             group = name if lie.pp == 1 else f"{name} stage {stage}"
             dies = model.dp * lie.tp
-            found.append(Dies(group, f"{dies} of its own", dies, (_phase(f"{name} pass", fixed, share, passing),)))
+            found.append(Dies(group, f"{dies} of its own", dies, tuple(phases)))
     return found
 
 

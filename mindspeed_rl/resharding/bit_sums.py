@@ -1,28 +1,32 @@
 """Exact integer sums over the bits of tensors, of which the proofs of delivery are made; `proof.py` says why these sums.
 
 A module of its own, because vLLM's workers need it and have no use for Megatron. In a processor's memory the loops are compiled
-(numba, which vLLM brings): torch makes three passes over eight bytes an element of what is one pass over the elements.
+(numba, which vLLM brings): torch makes three passes over eight bytes an element of what is one pass over the elements. One call
+sums many tensors, because a model has thousands of small ones and a call costs more than they do.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_IN_NUMPY = {torch.int16: np.int16, torch.int32: np.int32}
+_IN_NUMPY = {2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
 #: sums are modulo 2^64
 MASK = (1 << 64) - 1
 # odd, with well mixed bits; as a signed number, because sums are made in int64, which wraps modulo 2^64
 _C = 0x9E3779B97F4A7C15 - (1 << 64)
 #: elements that exist as eight bytes each at a time on a device
 _CHUNK = 1 << 22
+#: bytes of tensors that are kept for one call of the compiled loops, as some are made only to be summed
+_KEPT_BYTES = 1 << 22
 
 
 def bit_sum(tensor: Tensor) -> int:
@@ -37,7 +41,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
 
 def piecewise_sums(pieces: Iterable[Iterable[Tensor]]) -> Tensor:
     """The sum of the `bit_sum` of the tensors of each piece: [pieces] int64, which wraps modulo 2^64."""
-    return _stacked([sum(map(_bit_sum, views), start=_ZERO) for views in pieces])
+    return _summed(pieces, ordered=False)
 
 
 def ordered_sums(pieces: Iterable[Iterable[Tensor]]) -> Tensor:
@@ -45,83 +49,131 @@ def ordered_sums(pieces: Iterable[Iterable[Tensor]]) -> Tensor:
 
     The w_i are odd and belong to the place i, so unlike a `bit_sum` this one changes when elements change places.
     """
-    return _stacked([_ordered_sum(views) for views in pieces])
+    return _summed(pieces, ordered=True)
 
 
-# of no dimension, so it may be added to what lies on a device
-_ZERO = torch.zeros((), dtype=torch.int64)
+def _summed(pieces: Iterable[Iterable[Tensor]], *, ordered: bool) -> Tensor:
+    in_memory, on_device = _Stretches(ordered), list[Tensor]()
+    places: list[int] = []
+    count = 0
+    for piece, views in enumerate(pieces):
+        count, first = piece + 1, 0
+        for view in views:
+            if view.is_cpu:
+                in_memory.add(piece, view.detach(), first)
+            else:
+                on_device.append(_sum_on_device(view, first if ordered else None))
+                places.append(piece)
+            first += view.numel()
+    totals = in_memory.totals(count)
+    if on_device:
+        totals.index_add_(0, torch.tensor(places), torch.stack(on_device).cpu())
+    return totals
 
 
-def _stacked(sums: list[Tensor]) -> Tensor:
-    return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
-
-
-def _patterns(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(_INTEGERS[tensor.element_size()])
-
-
-def _bit_sum(tensor: Tensor) -> Tensor:
-    patterns = _patterns(tensor)
-    if patterns.is_cpu:
-        return torch.tensor(_sum_of_rows(*_rows(patterns)))
+def _sum_on_device(view: Tensor, first: int | None) -> Tensor:
+    """The sum of a tensor, weighed by the elements' places from the first one's on; None for unweighed."""
+    patterns = view.detach().view(_INTEGERS[view.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=patterns.device)
     for chunk in patterns.flatten().split(_CHUNK):
         x = chunk.to(torch.int64)
-        total += (x * (x + _C)).sum()
-    return total
-
-
-def _ordered_sum(views: Iterable[Tensor]) -> Tensor:
-    total, first = _ZERO, 0
-    for view in views:
-        patterns = _patterns(view)
-        if patterns.is_cpu:
-            total = total + _ordered_sum_of_rows(*_rows(patterns), first)
-            first += patterns.numel()
-            continue
-        for chunk in patterns.flatten().split(_CHUNK):
-            x = chunk.to(torch.int64)
-            places = torch.arange(first, first + x.numel(), device=x.device)
-            total = total + (x * (x + _C) * (places * _C * 2 + 1)).sum()
+        terms = x * (x + _C)
+        if first is not None:
+            terms *= torch.arange(first, first + x.numel(), device=x.device) * _C * 2 + 1
             first += x.numel()
+        total += terms.sum()
     return total
 
 
-def _rows(patterns: Tensor) -> tuple[Any, int, int, int]:
-    """The elements in their order as rows of a stretch of memory: (stretch, rows, from one to the next, elements of a row)."""
-    size = patterns.numel()
-    if patterns.dim() == 2 and size and patterns.stride(1) == 1 and patterns.stride(0) >= patterns.size(1):
-        (rows, columns), step = patterns.shape, patterns.stride(0)
-        return _seen_by_numpy(patterns.as_strided(((rows - 1) * step + columns,), (1,))), rows, step, columns
-    return _seen_by_numpy(patterns.contiguous().view(-1)), 1, size, size
+class _Stretches:
+    """Tensors in a processor's memory that wait to be summed by one call."""
+
+    def __init__(self, ordered: bool) -> None:
+        self._loops: Any = _ordered_sums_of_rows if ordered else _sums_of_rows
+        self._rows: dict[int, list[tuple[int, int, int, int, int, int]]] = {width: [] for width in _INTEGERS}
+        self._kept: list[Tensor] = []
+        self._kept_bytes = 0
+        self._totals: Any = np.zeros(64, np.int64)
+
+    def add(self, piece: int, view: Tensor, first: int) -> None:
+        """A tensor of a piece, whose elements before it are `first`."""
+        if not view.numel():
+            return
+        layout = _as_rows(view)
+        if layout is None:
+            view = view.contiguous()
+            layout = 1, view.numel(), view.numel()
+        rows, step, columns = layout
+        # by address, not by `Tensor.numpy`: torch then refuses to resize the storage, as offloading does
+        self._rows[view.element_size()].append((piece, view.data_ptr(), rows, step, columns, first))
+        self._kept.append(view)
+        self._kept_bytes += view.nbytes
+        if self._kept_bytes >= _KEPT_BYTES:
+            self._sum()
+
+    def totals(self, count: int) -> Tensor:
+        """The sums of all pieces."""
+        self._sum()
+        self._make_room(count)
+        return torch.from_numpy(self._totals[:count].copy())
+
+    def _make_room(self, count: int) -> None:
+        if count > self._totals.size:
+            self._totals = np.concatenate([self._totals, np.zeros(max(count, 2 * self._totals.size), np.int64)])
+
+    def _sum(self) -> None:
+        for width, rows in self._rows.items():
+            if rows:
+                self._make_room(rows[-1][0] + 1)
+                self._loops(np.array(rows, np.int64), _IN_NUMPY[width], self._totals)
+                rows.clear()
+        self._kept.clear()
+        self._kept_bytes = 0
 
 
-def _seen_by_numpy(flat: Tensor) -> Any:
-    """The same memory. Not by `Tensor.numpy`: torch then refuses to resize the storage, as offloading does."""
-    if not flat.numel():
-        return np.empty(0, _IN_NUMPY[flat.dtype])
-    memory: Any = (ctypes.c_byte * flat.nbytes).from_address(flat.data_ptr())
-    memory.owner = flat  # the array keeps the memory, which keeps the tensor
-    return np.frombuffer(memory, _IN_NUMPY[flat.dtype])
+def _as_rows(view: Tensor) -> tuple[int, int, int] | None:
+    """The elements in their order as rows of memory: (rows, from one to the next, elements of a row); None if they are not."""
+    if view.is_contiguous():
+        return 1, view.numel(), view.numel()
+    if view.dim() == 2 and view.stride(1) == 1 and view.stride(0) >= view.size(1):
+        return view.size(0), view.stride(0), view.size(1)
+    return None
+
+
+@intrinsic
+def _pointer(_context: Any, _address: Any) -> Any:
+    """An address as something that numba makes an array of."""
+
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
 
 
 @numba.njit(cache=True, nogil=True)
-def _sum_of_rows(stretch: Any, rows: int, step: int, columns: int) -> Any:
-    total = np.int64(0)
-    for row in range(rows):
-        line = stretch[row * step : row * step + columns]
-        for place in range(line.size):
-            x = np.int64(line[place])
-            total += x * (x + _C)
-    return total
+def _sums_of_rows(stretches: Any, like: Any, totals: Any) -> None:
+    for number in range(stretches.shape[0]):
+        piece, address, rows, step, columns, _ = stretches[number]
+        memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
+        plain, squares = np.int64(0), np.int64(0)  # apart, for the multiplication by C is as long as all the rest
+        for row in range(rows):
+            line = memory[row * step : row * step + columns]
+            for place in range(line.size):
+                x = np.int64(line[place])
+                plain += x
+                squares += x * x
+        totals[piece] += squares + plain * _C
 
 
 @numba.njit(cache=True, nogil=True)
-def _ordered_sum_of_rows(stretch: Any, rows: int, step: int, columns: int, first: int) -> Any:
-    total = np.int64(0)
-    for row in range(rows):
-        line = stretch[row * step : row * step + columns]
-        for place in range(line.size):
-            x = np.int64(line[place])
-            total += x * (x + _C) * ((first + row * columns + place) * _C * 2 + 1)
-    return total
+def _ordered_sums_of_rows(stretches: Any, like: Any, totals: Any) -> None:
+    for number in range(stretches.shape[0]):
+        piece, address, rows, step, columns, first = stretches[number]
+        memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
+        total = np.int64(0)
+        for row in range(rows):
+            line = memory[row * step : row * step + columns]
+            for place in range(line.size):
+                x = np.int64(line[place])
+                total += x * (x + _C) * ((first + row * columns + place) * _C * 2 + 1)
+        totals[piece] += total

@@ -40,7 +40,11 @@ class Exchange:
 
     def add_up(self, numbers: Tensor) -> None:
         """The tensor is the sum of those of all members."""
-        self._group.allreduce([numbers]).wait()
+        self.begin_adding_up(numbers).wait()
+
+    def begin_adding_up(self, numbers: Tensor) -> dist.Work:
+        """The tensor is the sum of those of all members once they have been waited for."""
+        return self._group.allreduce([numbers])
 
     def gather(self, text: str, device: torch.device) -> list[str]:
         """What each member says, in their order.

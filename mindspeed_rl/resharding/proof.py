@@ -59,10 +59,23 @@ class DeliveryProof:
             )
 
 
+class PieceSums:
+    """Sums of all pieces that are on their way from who trains them."""
+
+    def __init__(self, sums: Tensor, exchange: Exchange) -> None:
+        # every piece has one prover, so this adds zeros and overflows nothing
+        self._sums, self._work = sums, exchange.begin_adding_up(sums)
+
+    def wait(self) -> list[int]:
+        """The sum of each piece, by its number."""
+        self._work.wait()
+        return [value & MASK for value in self._sums.tolist()]
+
+
 @torch.no_grad()
 def piece_sums(
     plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], exchange: Exchange, device: torch.device
-) -> list[int]:
+) -> PieceSums:
     """The bit sum of each piece, from the training shards themselves; collective over the group.
 
     Args:
@@ -77,7 +90,7 @@ def fingerprints(
     plan: Plan, sources: Sources | None, dtypes: Mapping[str, torch.dtype], exchange: Exchange, device: torch.device
 ) -> list[int]:
     """A fingerprint of each piece: unequal where the bits are, but for one chance in 2^64. As `piece_sums` otherwise."""
-    return _summed(plan, sources, dtypes, exchange, device, ordered_sums)
+    return _summed(plan, sources, dtypes, exchange, device, ordered_sums).wait()
 
 
 def _summed(
@@ -87,7 +100,7 @@ def _summed(
     exchange: Exchange,
     device: torch.device,
     of: Callable[[Iterable[Iterable[Tensor]]], Tensor],
-) -> list[int]:
+) -> PieceSums:
     mine = [number for number, piece in enumerate(plan.pieces) if piece.prover == exchange.rank]
     assert sources is not None or not mine, "a rank without shards proves nothing"
 
@@ -99,9 +112,7 @@ def _summed(
     sums = torch.zeros(len(plan.pieces), dtype=torch.int64)
     if mine:
         sums[mine] = of(views(plan.pieces[number]) for number in mine)
-    sums = sums.to(device)
-    exchange.add_up(sums)  # every piece has one prover, so this adds zeros and overflows nothing
-    return [value & MASK for value in sums.tolist()]
+    return PieceSums(sums.to(device), exchange)
 
 
 def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -> dict[str, int]:
@@ -117,7 +128,7 @@ def expected_sums(plan: Plan, sums: Sequence[int], destinations: Destinations) -
 def compare(
     engine_model: nn.Module | None,
     plan: Plan,
-    sums: Sequence[int],
+    trained: PieceSums,
     destinations: Destinations | None,
     *,
     exchange: Exchange,
@@ -132,7 +143,7 @@ def compare(
 
     Args:
         engine_model, destinations: None on a rank without an engine.
-        sums: from `piece_sums`.
+        trained: from `piece_sums`.
         device: where messages to other ranks begin.
         replica: number of the engine that this rank is a part of.
         derived: ends of names of parameters that are computed from others.
@@ -141,17 +152,20 @@ def compare(
     loaded: list[tuple[str, int, int]] = []
     count = 0
     if engine_model is not None and destinations is not None:
-        expected = expected_sums(plan, sums, destinations)
-        numbers = plan.tensor_numbers
         parameters = {name: value for name, value in engine_model.named_parameters() if not name.endswith(derived)}
         count = len(parameters)
-        for name, found in zip(parameters, bit_sums(parameters.values())):
+        held = bit_sums(parameters.values())  # while the other ranks' sums are on their way
+        sums = trained.wait()
+        expected, numbers = expected_sums(plan, sums, destinations), plan.tensor_numbers
+        for name, found in zip(parameters, held):
             if tensors := destinations.whole.get(name):
                 boxes = [(numbers[tensor], whole(destinations.shapes[tensor])) for tensor in tensors]
                 wanted = sum(sums[piece] for box in boxes for piece in plan.need_pieces[box]) & MASK
                 loaded.append((name, found, wanted))
             elif found != expected.get(name, 0):  # nothing but padding where nothing is needed
                 wrong.append(name)
+    else:
+        trained.wait()
     verdict = torch.tensor([len(wrong) + len(loaded)], device=device)
     exchange.add_up(verdict)
     differing: dict[int, list[str]] = {}

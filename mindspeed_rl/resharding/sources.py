@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,8 @@ class Sources:
             if owner in self._weights:
                 self._weights[copy] = self._weights[owner]
         self._windows: dict[str, list[list[_Window]]] = {}
+        #: parts of boxes that were asked for, by mcore name: pushes ask for the same ones, and cutting costs more than copying
+        self._cut: dict[str, dict[tuple[int, Box], list[tuple[Box, Tensor]]]] = {}
         self._merged = ""
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
@@ -51,27 +53,30 @@ class Sources:
         for part, view in self.views(name, box):
             out[relative(part, box)].copy_(view)
 
-    def views(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
+    def views(self, name: str, box: Box) -> list[tuple[Box, Tensor]]:
         """The parts of a box that this rank holds, each with a view of its elements."""
         weight, number = self._weights[name]
-        for window in self._of(weight)[number]:
-            part = intersection(box, window.box)
-            if part is not None:
-                yield part, window.view[relative(part, window.box)]
+        windows = self._of(weight)[number]
+        cut = self._cut[weight.op.mcore]
+        if (number, box) not in cut:
+            common = ((intersection(box, window.box), window) for window in windows)
+            cut[number, box] = [(part, window.view[relative(part, window.box)]) for part, window in common if part is not None]
+        return cut[number, box]
 
     @torch.no_grad()
     def _of(self, weight: LocalWeight) -> list[list[_Window]]:
         name = weight.op.mcore
         if name not in self._windows:
             if weight.merged is not None:
-                self._windows.pop(self._merged, None)
+                self.forget_merged()
                 self._merged = name
-            self._windows[name] = _windows(weight)
+            self._windows[name], self._cut[name] = _windows(weight), {}
         return self._windows[name]
 
     def forget_merged(self) -> None:
         """Merged weights are computed again: the adapters have changed, or the memory is wanted back."""
         self._windows.pop(self._merged, None)
+        self._cut.pop(self._merged, None)
         self._merged = ""
 
 

@@ -303,8 +303,8 @@ class ActorWorker(ModelWorker):
         with background saves, which still read what would leave.
         """
         roles = [role for role in (self.roles.reference, self.roles.critic, self.roles.actor) if role is not None]
-        shared = self._shares_memory and not any(role.config.async_save for role in roles)
-        with self.timers("save"):
+        shared, metrics = self._shares_memory and not any(role.config.async_save for role in roles), Metrics()
+        with self.timers("save"), self.memory("save", "copies", metrics):
             if shared:
                 self.rollout.engine.release_memory()
             for role in roles:
@@ -315,7 +315,7 @@ class ActorWorker(ModelWorker):
                     self._rest(role)
             if shared:
                 self._hand_over(self.rollout.engine.weight_version)
-        return self._report()
+        return self._report(metrics)
 
     def finish(self) -> WorkerReport:
         """Waits for background saves; tools are ended."""

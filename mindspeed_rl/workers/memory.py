@@ -41,6 +41,23 @@ def memory_failure(error: BaseException | None) -> OutOfDeviceMemory | None:
     return None
 
 
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Running out of memory while models and engine are built is said in the same words; owners are told apart only later.
+
+    Raises:
+        OutOfDeviceMemory: in place of the device's own words for it.
+    """
+    device = platform.current()
+    try:
+        yield
+    except Exception as error:
+        if not device.is_out_of_memory(error):
+            raise
+        built = int(device.memory_stats().allocated_gib * _GIB)
+        raise OutOfDeviceMemory("start", {"what was built until then": built}) from error
+
+
 class PhaseMemory:
     """The ledger of one device: (phase, what passes through it, metrics) -> context of the phase.
 

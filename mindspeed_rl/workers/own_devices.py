@@ -11,6 +11,7 @@ from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.workers.dumping import PhaseDumps
+from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.replica import Replica
@@ -33,19 +34,21 @@ class ReferenceWorker(ModelWorker):
         init_distributed(config, plan_model(config, source.hf_folder).layout.vpp)
         tokenizer = load_tokenizer_of(actor, source)
         self._role = build_reference(run, source, resumed_at, shared_settings(run, tokenizer))
+        self.memory = PhaseMemory(self._role.offloader.resident_bytes)
         self.replica = Replica(plane, run.deadlines.rows_s)
         self.dumps = PhaseDumps(run.config.msprobe_config, resumed_at or 0)
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Log-probs of the reference for this replica's rows."""
         assert role == "ref", role
-        size = self.run.rl.ref_forward_micro_batch_size or self._role.config.micro_batch_size
-        with self.profiler("reference_compute_log_prob"), self.dumps.reference(self._role):
+        size, metrics = self.run.rl.ref_forward_micro_batch_size or self._role.config.micro_batch_size, Metrics()
+        measured = self.memory("reference pass", "activations", metrics)
+        with self.profiler("reference_compute_log_prob"), measured, self.dumps.reference(self._role):
             batching = self._batching("ref", size)
             self._forward(
                 "reference_model", self._role, "ref_log_prob", ("ref_log_probs",), batching, count, "ref_dispatch_size"
             )
-        return self._report()
+        return self._report(metrics)
 
 
 class CriticWorker(ModelWorker):
@@ -64,24 +67,27 @@ class CriticWorker(ModelWorker):
         init_distributed(config, plan_model(config, find_model(config, "critic_config").hf_folder, head="reward").layout.vpp)
         tokenizer = load_tokenizer_of(actor, source)
         self._role = build_critic(run, resumed_at, shared_settings(run, tokenizer))
+        self.memory = PhaseMemory(self._role.offloader.resident_bytes)
         self.replica = Replica(plane, run.deadlines.rows_s)
         self.dumps = PhaseDumps(run.config.msprobe_config, resumed_at or 0)
 
     def compute_values(self, count: int) -> WorkerReport:
         """The critic's value before each response token."""
-        with self.profiler("critic_compute_values"):
+        metrics = Metrics()
+        with self.profiler("critic_compute_values"), self.memory("critic pass", "activations", metrics):
             batching = self._batching("actor", self._role.config.micro_batch_size)
             self._forward(
                 "critic_model", self._role, "critic_compute_values", ("values",), batching, count, "critic_value_dispatch_size"
             )
-        return self._report()
+        return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
         """All steps of the critic on this replica's share of their rows."""
         metrics = Metrics()
         loss = partial(critic_loss, clip_range=self.run.rl.cliprange_value)
         batching = self._batching("update", self._role.config.micro_batch_size)
-        with self.profiler("critic_update"), self.timers("update_critic"), self.dumps.update("critic", self._role) as probe:
+        dump, measured = self.dumps.update("critic", self._role), self.memory("update critic", "activations", metrics)
+        with self.profiler("critic_update"), self.timers("update_critic"), measured, dump as probe:
             for rows in self._mini_batches("critic_train", steps, ["returns", "values", "loss_mask"]):
                 add_step(metrics, "critic", self._role.engine.train_step(rows, batching, probe.loss(probe.inputs(loss))))
             self._role.poll_save()

@@ -19,6 +19,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.deadlines import DEFAULTS
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
+from mindspeed_rl.workers.memory import building
 
 #: read by `engine.parallel.init_distributed`, as RANK and WORLD_SIZE are
 COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
@@ -102,7 +103,7 @@ class WorkerProcess:
     def start(self, arguments: tuple[Any, ...]) -> None:
         """The worker is built: `target(*arguments, rank=rank)`; collective over the group, behind `prepare`."""
         module, _, name = self._settings.target.partition(":")
-        with heartbeat.doing("set_up: building models"):
+        with heartbeat.doing("set_up: building models"), building():
             self._worker = getattr(import_module(module), name)(*arguments, rank=self._rank)
         # What was built lives as long as the process, so the garbage collector need not look at it again: with Megatron
         # and vLLM these are 750,000 objects, and half a second for each full collection.

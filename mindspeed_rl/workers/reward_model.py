@@ -13,8 +13,10 @@ from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
+from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.reports import WorkerReport
@@ -85,12 +87,14 @@ class RewardModelWorker(DeviceWorker):
         role, scoring = build_reward_model(run, config, tokenizer, shared_settings(run, tokenizer))
         batching = micro_batching(run.rl, "ref", config.micro_batch_size or run.plan.micro_batch_size)
         self._model = RewardModel(role, scoring, Replica(plane, run.deadlines.rows_s), batching)
+        self.memory = PhaseMemory(role.offloader.resident_bytes)
 
     def compute_model_rewards(self, count: int) -> WorkerReport:
         """The first `count` rows have the reward model's score."""
-        with self.timers("reward_model"):
+        metrics = Metrics()
+        with self.timers("reward_model"), self.memory("reward model pass", "activations", metrics):
             self._model.score_rows(count)
-        return self._report()
+        return self._report(metrics)
 
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float] | None:
         """The scores of this replica's share of the responses; None on ranks that do not hand results out."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.config import Run
 from mindspeed_rl.engine.batching import Rows
@@ -24,6 +23,7 @@ from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.limits import micro_batching
+from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
 from mindspeed_rl.workers.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.role import PassSettings, Role
@@ -52,6 +52,7 @@ class SupervisedWorker(DeviceWorker):
         self.replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         self.train_items, self.held_out = self.stage.datasets(plan)
         self._build(model_plan, source, tokenizer.pad_token_id)
+        self.memory = PhaseMemory(self._resident_bytes)
         self.consumed = self.role.resumed["run_state"]["consumed_samples"] if self.role.resumed else 0
         self.dumps = PhaseDumps(cfg.msprobe_config, self.resumed_state().get("iteration", 0))
         order = self.stage.order(len(self.train_items), plan, self.consumed)
@@ -76,6 +77,13 @@ class SupervisedWorker(DeviceWorker):
             iteration = ref_config.refer_model_iter if named else None
             self.reference = Role("ref", ref_config, plan, ref_source, passes, steps_per_iteration=None, iteration=iteration)
 
+    def _resident_bytes(self) -> dict[str, int]:
+        """Bytes by owner, in the planner's words, of what is on the device now."""
+        held = dict(self.role.offloader.resident_bytes())
+        if self.reference is not None:
+            held["reference"] = sum(self.reference.offloader.resident_bytes().values())
+        return held
+
     def resumed_state(self) -> dict[str, Any]:
         """{"iteration": ..., "run_state": ...} of the checkpoint when the run goes on from one, else nothing."""
         return self.role.resumed or {}
@@ -90,7 +98,7 @@ class SupervisedWorker(DeviceWorker):
     def train(self) -> WorkerReport:
         """One optimizer step on this replica's share of the next global batch."""
         metrics, num_samples = Metrics(), self.run.plan.num_samples
-        with self.profiler("actor_update"):
+        with self.profiler("actor_update"), self.memory("update", "activations", metrics):
             rows = self._rows(next(self._batches))
             with self.timers("update"), self.dumps.update("actor", self.role) as probe:
                 loss = probe.loss(probe.inputs(self.stage.loss))
@@ -104,7 +112,7 @@ class SupervisedWorker(DeviceWorker):
             metrics.add_sum("train/samples", num_samples / self.replica[0])
             metrics.add_sum("train/tokens", sum(rows.lengths))
             metrics.add_sum("train/model_tflop", self.flops.training(rows.lengths) / 1e12)
-        metrics.add_max("train/memory_gib", platform.current().memory_stats().peak_gib)
+        metrics.add_max("train/memory_gib", self.memory.peak_gib)
         return self._report(metrics)
 
     def evaluate(self) -> WorkerReport:
@@ -114,7 +122,7 @@ class SupervisedWorker(DeviceWorker):
         count = min(len(held_out), self.config.eval_iters * batch) // num_ranks * num_ranks
         batches = iter([list(range(first, min(first + batch, count))) for first in range(0, count, batch)])
         metrics = Metrics()
-        with self.timers("evaluate"):
+        with self.timers("evaluate"), self.memory("evaluate", "activations", metrics):
             for items in shares(batches, held_out, *self.replica):
                 losses = self.role.engine.measure(self._rows(items), self.batching, self.stage.loss)
                 metrics.merge(_named("eval/", losses))

@@ -24,15 +24,7 @@ LAYOUTS = {
     "Qwen2-MoE over DP2": (1, 2, "qwen2moe"),
 }
 SLOW = list(LAYOUTS)[2:]
-#: see the guide: vLLM's latent attention on the CPU is not exact enough for a router near a tie
-NOT_EXACT = pytest.mark.xfail(reason="vLLM's latent attention on the CPU is not exact enough for routers", strict=False)
-
-
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    return ([pytest.mark.slow] if name in SLOW else []) + ([NOT_EXACT] if "DeepSeek" in name else [])
-
-
-MARKED = [pytest.param(*layout, id=name, marks=marks(name)) for name, layout in LAYOUTS.items()]
+MARKED = [pytest.param(*layout, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, layout in LAYOUTS.items()]
 #: of the sixteen requests of a push, how many each replica takes: all, some, none
 UNEVEN = [[16, 0], [3, 13], [0, 16]]
 

@@ -9,8 +9,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
 from mindspeed_rl.config import RunConfig, load_run_config, resolve
+from mindspeed_rl.workers.memory import OutOfDeviceMemory
 
 # preprocessing imports Megatron into this process, which trains afterwards
 platform.select("cpu")
@@ -84,6 +87,27 @@ def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path,
     assert all(0 < loss < 10 for loss in losses) and losses[0] != losses[1]
     if worker.held_out is not None:
         assert worker.evaluate().metrics.results()["eval/loss"] > 0
+
+
+def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_process_world: None, work: Path) -> None:
+    from mindspeed_rl.workers.supervised_worker import SupervisedWorker
+
+    alone = ("megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
+    worker = SupervisedWorker(resolve(load(work, "dpo", *alone), platform="cpu"), rank=0)
+    found = worker.train().metrics.results()
+    count = sum(weight.tensor.numel() for weight in worker.role.stream.local_weights.values())
+    for owner in ("weights", "gradients", "reference"):  # float32 all of them
+        assert found[f"memory/update/{owner}_gib"] * 2**30 == pytest.approx(4 * count, rel=0.05)
+    assert found["memory/update/optimizer_gib"] * 2**30 == pytest.approx(8 * count, rel=0.05)  # two moments
+
+    def more_than_there_is() -> Iterator[list[Any]]:
+        raise MemoryError("no")
+        yield
+
+    worker._batches = more_than_there_is()
+    with pytest.raises(OutOfDeviceMemory, match=r"^out of memory in phase update: .* GiB, .* GiB, .* GiB\.$") as raised:
+        worker.train()
+    assert {"weights", "gradients", "optimizer", "reference"} < set(raised.value.owners)
 
 
 def run(work: Path, *overrides: str) -> tuple[Path, list[dict]]:

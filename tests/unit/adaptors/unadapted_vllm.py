@@ -9,11 +9,19 @@ import os
 os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+with set_current_vllm_config(VllmConfig()):
+    rope = RotaryEmbedding(64, 64, 512, 10000, False, torch.float32)
+positions, heads = torch.arange(2) + 3, torch.randn(2, 4, 64)
+key = torch.zeros(8, 1, 64)[:2]  # with room behind it for what is written there
+turned, _ = rope.forward_cpu(positions, heads.clone(), key)
 
 layer = torch.nn.Linear(64, 64, bias=False)
 before = layer.weight.numel()
@@ -27,6 +35,7 @@ print(
             "shared memory left behind": "unlink" not in inspect.getsource(_CPUSHMDistributed),
             "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # an argument alone
             "exchange": not {"all_gatherv", "reduce_scatterv"} & set(vars(CpuCommunicator)),
+            "heads of tokens": not torch.allclose(turned, rope.forward_native(positions, heads, key)[0]),
             "KV release": not current_platform.is_sleep_mode_available(),
         }
     )

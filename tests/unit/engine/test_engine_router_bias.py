@@ -44,6 +44,6 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     assert pushed[BIAS].dtype == torch.float32 and torch.equal(pushed[BIAS], tensors[BIAS])
     assert pushed["model.norm.weight"].dtype == torch.bfloat16
     plan, dtypes = stream.whole_plan(torch.bfloat16)
-    pieces = piece_sums(plan, stream.sources, dtypes, world_exchange(), torch.device("cpu"))
+    pieces = piece_sums(plan, stream.sources, dtypes, world_exchange(), torch.device("cpu")).wait()
     sums = {plan.tensors[piece.tensor].name: value for piece, value in zip(plan.pieces, pieces)}  # one process, one piece
     assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}

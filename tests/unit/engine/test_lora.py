@@ -169,7 +169,7 @@ def test_a_push_sees_merged_weights_and_leaves_the_base_as_it_was(dense: Path) -
     stream = WeightStream(engine.model)
     pushed = dict(stream.named_tensors(torch.bfloat16))
     plan, dtypes = stream.whole_plan(torch.bfloat16)
-    pieces = piece_sums(plan, stream.sources, dtypes, world_exchange(), torch.device("cpu"))
+    pieces = piece_sums(plan, stream.sources, dtypes, world_exchange(), torch.device("cpu")).wait()
     sums = {plan.tensors[piece.tensor].name: value for piece, value in zip(plan.pieces, pieces)}  # one process, one piece
     assert_same(base_of(engine), before)
     name = "model.layers.0.mlp.down_proj.weight"

@@ -313,6 +313,17 @@ def test_engines_on_dies_of_their_own_leave_the_trainers_theirs() -> None:
     assert {"KV cache", "rollout weights"} <= set(engines.phases[0].owners)
 
 
+def test_a_critic_on_dies_of_its_own_is_told_by_owner() -> None:
+    apart = {"rl_config__use_integrated_worker": False, "rl_config__critic_resource": {"num_npus": 8}}
+    plan = planned("ppo_qwen25_32b_A3", **apart)
+    (critic, *_) = [one for one in plan.dies if one.name.startswith("critic")]
+    assert [phase.name for phase in critic.phases] == ["critic pass", "update critic"]
+    forward, update = (phase.owners for phase in critic.phases)
+    state = ("weights", "gradients", "optimizer")
+    assert {owner: forward[owner] for owner in state} == {owner: update[owner] for owner in state}
+    assert forward["activations"] < update["activations"]
+
+
 def test_a_background_save_finds_the_engine_on_the_device() -> None:
     plan = planned("dapo_qwen3_32b_A3", actor_config__async_save=True)
     assert {"KV cache", "optimizer"} <= set(plan.dies[0].phases[-1].owners) and plan.dies[0].phases[-1].name == "save"

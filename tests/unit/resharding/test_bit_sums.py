@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, bit_sums
 
 
 def test_a_storage_that_was_summed_may_still_be_emptied_and_filled() -> None:
@@ -18,3 +18,21 @@ def test_a_storage_that_was_summed_may_still_be_emptied_and_filled() -> None:
 
 def test_nothing_sums_to_nothing() -> None:
     assert bit_sum(torch.zeros(0)) == bit_sum(torch.zeros(0, 3)) == 0
+
+
+def test_hundreds_of_tensors_of_both_widths_are_told_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    for number in range(150):
+        shape = (3, 5, 7) if number % 3 else (40, 700 * (number % 7))
+        tensor = torch.randn(shape, generator=generator).to(torch.bfloat16 if number % 2 else torch.float32)
+        tensors.append(tensor.transpose(0, 1) if number % 5 == 0 else tensor[1:])
+
+    def by_hand(tensor: torch.Tensor) -> int:
+        bits = tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).long()
+        # thousands of squares of 2^62 fit into no integer, those of halves do
+        low, high = bits & 0xFFFF, bits >> 16
+        squares = int((low * low).sum()) + (2 * int((low * high).sum()) << 16) + (int((high * high).sum()) << 32)
+        return (squares + int(bits.sum()) * 0x9E3779B97F4A7C15) & MASK
+
+    assert bit_sums(tensors) == [by_hand(tensor) for tensor in tensors]

@@ -15,7 +15,7 @@ from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.run_folder import _advised
-from mindspeed_rl.workers.memory import OutOfDeviceMemory, PhaseMemory, memory_failure
+from mindspeed_rl.workers.memory import OutOfDeviceMemory, PhaseMemory, building, memory_failure
 from mindspeed_rl.workers.waiting import WorkerFailed
 
 MIB = 1 << 20
@@ -62,6 +62,15 @@ def test_out_of_memory_names_the_phase_and_the_three_largest_owners(error: Excep
     assert str(travelled) == wanted and travelled.phase == "update"
 
 
+def test_models_that_do_not_fit_while_they_are_built_say_so() -> None:
+    said = r"^out of memory in phase start: what was built until then .* GiB\.$"
+    with pytest.raises(OutOfDeviceMemory, match=said) as raised, building():
+        raise MemoryError("no")
+    assert 0 < raised.value.owners["what was built until then"] < 1 << 40
+    with pytest.raises(KeyError), building():
+        raise KeyError("x")
+
+
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="^shapes differ$"), PhaseMemory(dict)("update", "activations", Metrics()):
         raise RuntimeError("shapes differ")
@@ -99,6 +108,17 @@ def test_a_run_that_ran_out_of_memory_says_which_settings_leave_more() -> None:
     said = str(raised.value)
     assert said.startswith("worker 0 failed in update_actor: out of memory in phase update: activations 3.00 GiB. Nearest")
     assert 'actor_config.recompute_granularity: "full"' in said and "(a third more operations in the update)" in said
+
+
+def test_what_leaves_a_critic_more_on_its_own_devices_are_its_own_settings() -> None:
+    changes = ["rl_config.critic_resource.num_npus=8", "rl_config.use_integrated_worker=false"]
+    cfg = build_run_config(compose(*locate("ppo_qwen25_32b_A3", None), changes), config_name="ppo_qwen25_32b_A3")
+    failure = OutOfDeviceMemory("update critic", {"activations": 30 << 30, "optimizer": 9 << 30, "weights": 4 << 30})
+    with pytest.raises(WorkerFailed) as raised, _advised(resolve(cfg, platform="cpu")):
+        raise WorkerFailed(f"worker 0 failed in update_critic: {failure}") from failure
+    said = str(raised.value)
+    assert "out of memory in phase update critic: activations 30.00 GiB, optimizer 9.00 GiB, weights 4.00 GiB." in said
+    assert "critic_config." in said.partition("Nearest settings with more room: ")[2]
 
 
 def test_other_failures_of_workers_pass_as_they_are() -> None:
