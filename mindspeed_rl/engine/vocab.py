@@ -75,25 +75,28 @@ class _VocabLogProbs(torch.autograd.Function):
             entropy[part] = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
         ctx.settings = (temperature, chunk_size, padding, softcap, first)
+        # what the loss does not use has no gradient, instead of one of zeros that the host would have to look at
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  (as above)
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  (as above)
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         temperature, chunk_size, padding, softcap, first = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
         # chunks add up in float32 and are rounded once, at the end
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        # all 0 where entropy is only measured, which is the usual case
-        entropy_matters = bool(grad_entropy.any())
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
         for begin in range(0, hidden.size(0), chunk_size):
             part = slice(begin, begin + chunk_size)
             logits = _logits(hidden[part], weight, temperature, padding, softcap)
             log_softmax = logits - log_z[part, None]
             softmax = log_softmax.exp()
             grad_logits = softmax * -grad_log_probs[part, None]
-            if entropy_matters:
+            # None where entropy is only measured, which is the usual case
+            if grad_entropy is not None:
                 # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
                 grad_logits -= softmax * (log_softmax + entropy[part, None]) * grad_entropy[part, None]
             local = labels[part] - first
