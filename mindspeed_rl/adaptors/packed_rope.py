@@ -2,10 +2,10 @@
 
 | patch | symbol | why |
 |---|---|---|
-| rope | rope_utils._apply_rotary_pos_emb_thd | it cuts the table of angles sequence by sequence, for every query and key of every layer |
+| rope | rope_utils._apply_rotary_pos_emb_thd | it cuts the angles sequence by sequence, for query and key of every layer |
 
-The boundaries lie on the host (`engine.sequence_layout.PackedLayout`), and the angles of a micro-batch are gathered once: as long
-as boundaries and table are the same, what was gathered is used again. It can go when Megatron gathers by positions itself.
+The boundaries lie on the host (`engine.sequence_layout.PackedLayout`), and the angles of a micro-batch are gathered once: as
+long as boundaries and table are the same, what was gathered is used again. It can go when Megatron gathers by positions itself.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class _Angles:
 
     def __init__(self) -> None:
         self._bounds: Tensor | None = None
+        self._slice = 1, 0
         self._positions: Tensor | None = None
         self._table: Tensor | None = None
         self._gathered: Tensor | None = None
 
     def gathered(self, cu_seqlens: Tensor, table: Tensor, group: Any) -> Tensor:
         """[tokens, ...] rows of the table [positions, ...]."""
-        if cu_seqlens is not self._bounds or self._positions is None:
-            positions = packed_positions(cu_seqlens, group.size(), group.rank())
-            (self._positions,) = platform.current().to_device([positions], table.device)
-            self._bounds, self._table = cu_seqlens, None
+        cut = group.size(), group.rank()
+        if cu_seqlens is not self._bounds or cut != self._slice or self._positions is None:
+            (self._positions,) = platform.current().to_device([packed_positions(cu_seqlens, *cut)], table.device)
+            self._bounds, self._slice, self._table = cu_seqlens, cut, None
         # a table that is held cannot be freed, so an equal address means the same one, also where it is sliced anew
         same = self._table is not None and self._table.data_ptr() == table.data_ptr() and self._table.shape == table.shape
         if not same or self._gathered is None:

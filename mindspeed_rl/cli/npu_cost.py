@@ -68,7 +68,7 @@ def _order(cfg: RunConfig, arguments: argparse.Namespace) -> CountOrder:
         ValueError: the run file is of a supervised stage, or its layout does not fit so few layers.
     """
     if cfg.is_supervised or cfg.rl_config is None or cfg.generate_config is None:
-        raise ValueError(f"--config-name: {arguments.config_name} is of a supervised stage; npu-cost counts updates of a policy.")
+        raise ValueError(f"--config-name: {arguments.config_name} is supervised; npu-cost counts updates of a policy.")
     objective = resolve_objective(cfg)
     config, plan = _shortened(cfg.actor_config, arguments.layers)
     ep, etp = expert_sizes(config)

@@ -54,7 +54,9 @@ def least_costs(plan: ModelPlan, config: MegatronConfig, *, rows: list[int], tok
     parameters = stage_elements(plan, config)[0].parameters
     shared = parameters * (4 + itemsize) if replicas > 1 else 0  # gradients in float32, weights
     optimizer = parameters * 12 // (replicas if config.use_distributed_optimizer else 1)
-    kept = sum(layer_bytes(config, network, max(rows) * tokens, has_experts=network.is_moe_layer(layer)).kept for layer in layers)
+    kept = sum(
+        layer_bytes(config, network, max(rows) * tokens, has_experts=network.is_moe_layer(layer)).kept for layer in layers
+    )
     weights = parameters * itemsize
     resident = weights + parameters * 4 + optimizer
     return {

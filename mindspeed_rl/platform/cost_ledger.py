@@ -152,7 +152,11 @@ class CostLedger(TorchDispatchMode):
         kinds = {tensor.device.type for tensor in (*given, *made)}
         if self._kind not in kinds or func.is_view or name in _FREE:
             return result
-        if name in _READ_BACK or (name in _INDEXED and _by_mask(args)) or (name == "repeat_interleave" and _by_tensor(args, kwargs)):
+        if (
+            name in _READ_BACK
+            or (name in _INDEXED and _by_mask(args))
+            or (name == "repeat_interleave" and _by_tensor(args, kwargs))
+        ):
             self._wait(name)
         if name != "_local_scalar_dense":  # a copy of one element, no kernel
             self.kernels[self.phase, f"{namespace}::{name}"] += 1

@@ -61,7 +61,9 @@ class _Ours:
         config, rl = order.config, order.rl
         shape = batch_shape(config, packed=rl.use_remove_padding, pad_id=0)
         self._order, self._rows = order, _rows(order)
-        self._engine = TrainEngine(config, build_model(config, order.plan, trainable=True), shape, temperature=order.temperature)
+        self._engine = TrainEngine(
+            config, build_model(config, order.plan, trainable=True), shape, temperature=order.temperature
+        )
         self._engine.start_training(1)
         self._update = micro_batching(rl, "update", config.micro_batch_size or 1)
         self._log_probs = micro_batching(rl, "actor", rl.actor_forward_micro_batch_size or config.micro_batch_size or 1)
