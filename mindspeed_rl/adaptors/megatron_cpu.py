@@ -14,7 +14,7 @@ they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it g
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
 | experts | experts.GroupedMLP.forward | insists on bf16, as its CUDA kernel does; ours takes any type |
-| packed RoPE | rope_utils._apply_rotary_pos_emb_thd | one Python step a sequence, layer and tensor; ours has none |
+| packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
 | MLA | multi_latent_attention.HAVE_TE | true without TransformerEngine; its classes are then mocks, no types |
 | writer | filesystem_async, async_utils | they fork a process that holds gloo threads, and `.to("cpu")` copies nothing |
 
@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mindspeed_rl.adaptors import packed_rope
 from mindspeed_rl.adaptors.onednn_matmul import adapt_linear_layers, product
 from mindspeed_rl.adaptors.torch_facade import facade
 
@@ -241,43 +242,6 @@ def _writer(module: Any) -> None:
     writer.write_preloaded_data_multiproc = staticmethod(write)
 
 
-def _packed_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """[tokens / cp_size] position in its sequence of every packed token that a context-parallel rank holds (zigzag slices)."""
-    lengths = cu_seqlens.diff().long() // cp_size
-    starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-    if cp_size == 1:
-        return positions
-    half, whole = (lengths // 2).repeat_interleave(lengths), (lengths * cp_size).repeat_interleave(lengths)
-    second = whole - (cp_rank + 2) * half + positions  # chunk 2 * cp_size - 1 - cp_rank, less the half in front of it
-    return torch.where(positions < half, cp_rank * half + positions, second)
-
-
-def _rope(module: Any) -> None:
-    original = module._apply_rotary_pos_emb_thd
-
-    def apply_thd(
-        t: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        freqs: torch.Tensor,
-        rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
-        mscale: float = 1.0,
-        cp_group: Any = None,
-    ) -> torch.Tensor:
-        settings = {
-            "rotary_interleaved": rotary_interleaved,
-            "multi_latent_attention": multi_latent_attention,
-            "mscale": mscale,
-        }
-        if cp_group is None or freqs.size(0) == cu_seqlens[-1]:  # an error, or a table of all tokens instead of positions
-            return original(t, cu_seqlens, freqs, cp_group=cp_group, **settings)
-        positions = _packed_positions(cu_seqlens, cp_group.size(), cp_group.rank())
-        return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs.index_select(0, positions), **settings).squeeze(1)
-
-    module._apply_rotary_pos_emb_thd = apply_thd
-
-
 def _latent_attention(module: Any) -> None:
     if not isinstance(module.TELinear, type):
         module.HAVE_TE = False
@@ -306,7 +270,7 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "optimizer.optimizer": _optimizer,
     "optimizer.distrib_optimizer": _distributed_optimizer,
     "optimizer.clip_grads": _clip_grads,
-    "models.common.embeddings.rope_utils": _rope,
+    "models.common.embeddings.rope_utils": packed_rope.adapt,
     "transformer.multi_latent_attention": _latent_attention,
     "transformer.moe.experts": _experts,
     "transformer.moe.token_dispatcher": _token_dispatcher,

@@ -8,6 +8,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 |---|---|---|
 | argv | sys.argv while the adaptor is imported | it parses the command line at import and takes every `--flag` for its own |
 | resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
+| packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
 | scan | patch_utils.sys | every patch searches all modules; transformers' lazy ones then import half the package or fail |
 
 They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
@@ -38,7 +39,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mindspeed_rl.adaptors import hccl_buffers
+from mindspeed_rl.adaptors import hccl_buffers, packed_rope
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.process_groups import group_buffers
 from mindspeed_rl.registry import did_you_mean
@@ -250,6 +251,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
 
     check_keys(keys, vars(get_mindspeed_args(get_defaults=True)))
     repatch(keys)
+    packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     _load_every_form(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
     if buffers:
         hccl_buffers.apply(buffers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,17 +52,63 @@ def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"
     return reduction, (kept.amax() if reduction == "max" else kept.amin(), mask.sum())
 
 
+class PendingMetrics(Mapping[str, Metric]):
+    """Metrics that stay on the device until somebody looks; `read_together` reads those of several losses in one transfer."""
+
+    def __init__(self, terms: Mapping[str, Terms]) -> None:
+        self._terms = terms
+        self._read: dict[str, Metric] | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What has to be read, in order; nothing once it has been."""
+        return [part for _, parts in self._terms.values() for part in parts] if self._read is None else []
+
+    def fill(self, numbers: Iterator[float]) -> None:
+        """Takes the numbers of `parts` off the front; metrics over nothing are left out."""
+        if self._read is not None:
+            return
+        self._read = {}
+        for name, (reduction, parts) in self._terms.items():
+            value, count, *squares = [next(numbers) for _ in parts]
+            if count:
+                share = EffectiveShare("sum", value, count, *squares) if squares else None
+                self._read[name] = share or Metric(reduction, value, count)
+
+    def _metrics(self) -> dict[str, Metric]:
+        if self._read is None:
+            read_together([self])
+        assert self._read is not None
+        return self._read
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._metrics()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics())
+
+    def __len__(self) -> int:
+        return len(self._metrics())
+
+
+def read_together(pending: Iterable[Mapping[str, Metric]]) -> None:
+    """The metrics that are still on the device are plain floats afterwards, read in one transfer."""
+    waiting = [metrics for metrics in pending if isinstance(metrics, PendingMetrics)]
+    parts = [part for metrics in waiting for part in metrics.parts]
+    wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    # one cast for all parts of a type, not one for each
+    kinds = list(dict.fromkeys(part.dtype for part in parts))
+    places = [place for kind in kinds for place, part in enumerate(parts) if part.dtype == kind]
+    stacked = [torch.stack([part for part in parts if part.dtype == kind]).to(wide) for kind in kinds]
+    numbers = torch.cat(stacked).tolist() if stacked else []
+    ordered = iter([number for _, number in sorted(zip(places, numbers))])
+    for metrics in waiting:
+        metrics.fill(ordered)
+
+
 def read_metrics(terms: Mapping[str, Terms]) -> dict[str, Metric]:
     """Returns the metrics as plain floats, read from the device in one transfer; those over nothing are left out."""
-    flat = [part for _, parts in terms.values() for part in parts]
-    exact = any(part.dtype == torch.float64 for part in flat)
-    numbers = iter(torch.stack([part.to(torch.float64 if exact else torch.float32) for part in flat]).tolist() if flat else ())
-    metrics: dict[str, Metric] = {}
-    for name, (reduction, parts) in terms.items():
-        value, count, *squares = [next(numbers) for _ in parts]
-        if count:
-            metrics[name] = EffectiveShare("sum", value, count, *squares) if squares else Metric(reduction, value, count)
-    return metrics
+    return dict(PendingMetrics(terms))
 
 
 @dataclass(frozen=True)
@@ -75,12 +121,12 @@ class LossOutput:
     Attributes:
         loss_sum: 0-d, carries the gradient.
         count: 0-d int64: tokens, sequences, pairs, or rows * L_max, as the loss's normalizer says.
-        metrics: by the name under which they are logged.
+        metrics: by the name under which they are logged; `PendingMetrics` spare the host a wait in every micro-batch.
     """
 
     loss_sum: Tensor
     count: Tensor
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

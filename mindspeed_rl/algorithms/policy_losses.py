@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
 from mindspeed_rl.algorithms.corrections import mismatch_metrics, rollout_weights
-from mindspeed_rl.algorithms.interfaces import LossOutput, PolicyBatch, PolicyInputs, Terms, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import LossOutput, PendingMetrics, PolicyBatch, PolicyInputs, Terms, masked_mean
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import off_policy_keep
 
@@ -139,7 +139,7 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
         loss_sum = loss_sum - objective.entropy_coeff * entropy_sum
     if batch.entropy is not None:
         metrics["actor/entropy"] = masked_mean(batch.entropy, mask)
-    return LossOutput(loss_sum, count, read_metrics(metrics))
+    return LossOutput(loss_sum, count, PendingMetrics(metrics))
 
 
 @torch.no_grad()

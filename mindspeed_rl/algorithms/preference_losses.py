@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_rl.algorithms.interfaces import LossOutput, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import LossOutput, PendingMetrics, masked_mean
 from mindspeed_rl.catalogue.records import unknown_name
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def process_reward_loss(logits: Tensor, labels: Tensor, placeholder_mask: Tensor
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(labels)
     loss_sum, count = torch.where(placeholder_mask, losses, 0).sum(), placeholder_mask.sum()
     right = logits.argmax(dim=-1) == targets
-    return LossOutput(loss_sum, count, read_metrics({"rewards/accuracies": masked_mean(right, placeholder_mask)}))
+    return LossOutput(loss_sum, count, PendingMetrics({"rewards/accuracies": masked_mean(right, placeholder_mask)}))
 
 
 def _check_preference(stage: str, settings: DPOSettings | SimPOSettings) -> None:
@@ -177,4 +177,4 @@ def _pair_output(losses: Tensor, chosen: Tensor, rejected: Tensor) -> LossOutput
         "rewards/margins": masked_mean(chosen - rejected, everything),
         "rewards/accuracies": masked_mean(chosen > rejected, everything),
     }
-    return LossOutput(losses.sum(), everything.sum(), read_metrics(metrics))
+    return LossOutput(losses.sum(), everything.sum(), PendingMetrics(metrics))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.algorithms.aggregation import aggregate
-from mindspeed_rl.algorithms.interfaces import LossOutput, Terms, masked_extreme, masked_mean, read_metrics
+from mindspeed_rl.algorithms.interfaces import LossOutput, PendingMetrics, Terms, masked_extreme, masked_mean
 
 
 def value_loss(
@@ -45,4 +45,4 @@ def value_loss(
         "critic/values/max": masked_extreme(values, response_mask, "max"),
         "critic/values/min": masked_extreme(values, response_mask, "min"),
     }
-    return LossOutput(loss_sum, count, read_metrics(terms))
+    return LossOutput(loss_sum, count, PendingMetrics(terms))

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("mindspeed_rl.cli.diff", "say why log-probs of trainer and rollout engine differ"),
     "diff-dump": ("mindspeed_rl.cli.diff_dump", "name the first tensor that differs between two dumps"),
     "trace": ("mindspeed_rl.cli.trace", "show one sample of a run token by token"),
+    "npu-cost": ("mindspeed_rl.cli.npu_cost", "count what an iteration asks of an NPU, beside plain Megatron"),
     "doctor": ("mindspeed_rl.cli.doctor", "check this machine and read logs for known failures"),
     "launch": ("mindspeed_rl.cli.launch", "run a command on several nodes with Ray"),
 }

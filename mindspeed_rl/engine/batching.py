@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from mindspeed_rl import platform
 from mindspeed_rl.engine.balance import pack_within_budget, pad_within_budget
 from mindspeed_rl.engine.sequence_layout import PackedLayout, zigzag_positions
 
@@ -171,12 +172,12 @@ def _responses(ids: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat(pieces[1::2])
 
 
-def _align(values: list[Tensor], width: int, device: torch.device) -> Tensor:
+def _align(values: list[Tensor], width: int) -> Tensor:
     """[rows, width] from ragged rows, zero on padding; scalars give [rows]."""
     if values[0].dim() == 0:
-        return torch.stack(values).to(device)
+        return torch.stack(values)
     out = pad_sequence(values, batch_first=True)
-    return functional.pad(out, (0, width - out.size(1))).to(device)
+    return functional.pad(out, (0, width - out.size(1)))
 
 
 def _runs(starts: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -238,17 +239,22 @@ def build_micro_batch(
         held_slots, held_labels = slots.view(count, -1)[:, held].t().flatten(), labels.view(count, -1)[:, held].t().flatten()
     hidden_index = (held_slots >= 0).nonzero()[:, 0]
     mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
+    columns = {name: _align(values, width) for name, values in rows.columns.items()}
+    of_tokens = [input_ids, position_ids, hidden_index, held_labels[hidden_index], held_slots[hidden_index], mask]
+    input_ids, position_ids, hidden_index, held_labels, held_slots, mask, *held_columns = platform.current().to_device(
+        [*of_tokens, *columns.values()], device
+    )
     return MicroBatch(
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
+        input_ids=input_ids,
+        position_ids=position_ids,
         packed=layout,
-        hidden_index=hidden_index.to(device),
-        labels=held_labels[hidden_index].to(device),
-        slots=held_slots[hidden_index].to(device),
+        hidden_index=hidden_index,
+        labels=held_labels,
+        slots=held_slots,
         rows=len(rows),
         width=width,
-        predicted_mask=mask.to(device),
-        columns={name: _align(values, width, device) for name, values in rows.columns.items()},
+        predicted_mask=mask,
+        columns=dict(zip(columns, held_columns)),
         indexes=tuple(indexes),
         num_tokens=sum(lengths),
     )

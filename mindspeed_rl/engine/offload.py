@@ -53,13 +53,13 @@ class _Shelf:
             for (storage, _), host in zip(self._entries, self._hosts):
                 host.copy_(_bytes(storage), non_blocking=True)
 
-    def empty(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Frees the storages' device memory, after a copy to the host where the content matters."""
-        self.begin_emptying(storages)
-        if not self._begun:
-            return
-        # queued kernels and copies may still use what is about to be freed
-        platform.current().synchronize()
+    @property
+    def is_leaving(self) -> bool:
+        """True between `begin_emptying` and `drop`."""
+        return self._begun
+
+    def drop(self) -> None:
+        """Frees the storages' device memory. Queued kernels and copies may still use it: the caller waits for them first."""
         for storage, _ in self._entries:
             storage.resize_(0)
         self._begun = self._arriving = False
@@ -141,12 +141,20 @@ class Offloader:
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Takes the named parts off the device. Optimizer before params, because it is told apart by its storages."""
+        named: list[_Shelf] = []
         if optimizer and self._engine.optimizer is not None:
-            self._optimizer.empty(_storages(self._optimizer_tensors()).values())
+            self._optimizer.begin_emptying(_storages(self._optimizer_tensors()).values())
+            named.append(self._optimizer)
         if grads:
-            self._grads.empty(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values())
+            self._grads.begin_emptying(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values())
+            named.append(self._grads)
         if params:
-            self._params.empty(_storages(self._weight_tensors()).values())
+            self._params.begin_emptying(_storages(self._weight_tensors()).values())
+            named.append(self._params)
+        if leaving := [shelf for shelf in named if shelf.is_leaving]:
+            platform.current().synchronize()
+            for shelf in leaving:
+                shelf.drop()
         platform.current().empty_cache()
 
     def begin_onload(self, *, optimizer: bool) -> None:

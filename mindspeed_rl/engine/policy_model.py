@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +40,28 @@ class NextTokenRequest:
     everywhere: bool = False
 
 
-class _SumOverSlices(torch.autograd.Function):
-    """Sums disjoint context-parallel parts; each rank's gradient is its own part, because every rank computes the same loss."""
+class _Aligned(torch.autograd.Function):
+    """Values of tokens to their places, and the disjoint context-parallel parts summed.
+
+    Each rank's gradient is that of its own part, because every rank computes the same loss. What the loss does not use has no
+    gradient at all.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
-        # all_reduce works in place, and x belongs to the graph
-        out = x.clone()
-        dist.all_reduce(out, group=group)
-        return out
+    def forward(  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx: Any, slots: Tensor, rows: int, width: int, group: dist.ProcessGroup | None, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(slots)
+        flat = values[0].new_zeros(len(values), rows * width).index_copy_(1, slots, torch.stack(values))
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+        return tuple(flat.view(-1, rows, width))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]  (as above)
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
+        (slots,) = ctx.saved_tensors
+        return None, None, None, None, *(None if grad is None else grad.flatten().index_select(0, slots) for grad in grads)
 
 
 class _ResponseAligned:
@@ -59,21 +69,18 @@ class _ResponseAligned:
 
     config: TransformerConfig
 
-    def _to_response(self, values: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """[k, n] values of this rank's predicted tokens -> [k, rows, width] of the whole micro-batch."""
-        flat = values.new_zeros(values.size(0), micro_batch.rows * micro_batch.width)
-        flat = flat.index_copy(1, micro_batch.slots, values)
-        if self.config.context_parallel_size > 1:
-            flat = _SumOverSlices.apply(flat, parallel_state.get_context_parallel_group())
-        return flat.view(-1, micro_batch.rows, micro_batch.width)
+    def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        """[n] values of this rank's predicted tokens -> as many [rows, width] of the whole micro-batch."""
+        group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
+        return _Aligned.apply(micro_batch.slots, micro_batch.rows, micro_batch.width, group, *values)
 
 
 class PolicyModel(_ResponseAligned, GPTModel):
     """GPTModel whose last stage returns log-probs and entropies instead of logits.
 
     `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage,
-    [2, rows, width] float32: log-prob and entropy of each predicted token, 0 on padding; if the request names choices (token
-    ids), [len(choices), rows, width]: their logits. With `labels=NextTokenRequest()` it returns this rank's part of the logits
+    log-prob and entropy of each predicted token, [rows, width] float32 each, 0 on padding; if the request names choices (token
+    ids), so many [rows, width]: their logits. With `labels=NextTokenRequest()` it returns this rank's part of the logits
     behind the last token of each row, [rows, part of the vocabulary], or behind every token, [tokens * rows, ...]. Other stages
     return hidden states as GPTModel does.
 
@@ -93,7 +100,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
         labels: HeadRequest | NextTokenRequest,
         *args: Any,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         if not self.post_process:
             return hidden_states
         if isinstance(labels, NextTokenRequest):
@@ -120,7 +127,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
                 softcap=self.final_logit_softcapping,
                 group=group,
             )
-            return self._to_response(logits, micro_batch)
+            return self._to_response(logits.unbind(0), micro_batch)
         # padding ends the whole vocabulary, so it lies on the last rank, or on several
         end = weight.size(0) * (group.rank() + 1)
         results = vocab_log_probs(
@@ -133,15 +140,15 @@ class PolicyModel(_ResponseAligned, GPTModel):
             softcap=self.final_logit_softcapping,
             group=group,
         )
-        return self._to_response(torch.stack(results), micro_batch)
+        return self._to_response(results, micro_batch)
 
 
 class ValueModel(_ResponseAligned, GPTRewardModel):
-    """GPTRewardModel whose last stage returns [1, rows, width] float32: the value before each predicted token."""
+    """GPTRewardModel whose last stage returns one [rows, width] float32: the value before each predicted token."""
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         if not self.post_process:
             return hidden_states
         micro_batch = kwargs["labels"].micro_batch  # of a HeadRequest; GPTModel names every argument
         values = self.rm_head(hidden_states).flatten().float()
-        return self._to_response(values.index_select(0, micro_batch.hidden_index)[None], micro_batch)
+        return self._to_response([values.index_select(0, micro_batch.hidden_index)], micro_batch)

@@ -151,10 +151,10 @@ class ModelProbe(NoProbe):
         self._num_tokens[chunk] = _num_tokens(named["labels"].micro_batch)
         self._begun[chunk] += 1
 
-    def _leave(self, chunk: int, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _leave(self, chunk: int, module: nn.Module, inputs: Any, output: Any) -> None:
         self._inside.discard(chunk)
         if getattr(module, "post_process", False):
-            self._add(self._begun[chunk] - 1, _HEAD, "head", output)
+            self._add(self._begun[chunk] - 1, _HEAD, "head", torch.stack(output))
 
     def _hook(self, chunk: int, order: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from mindspeed_rl import platform
 
 #: a group of sequences is padded to its longest when that wastes at most this share of it
 _MAX_PADDING = 0.25
@@ -96,30 +99,33 @@ def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
 
 @dataclass(kw_only=True)
 class PackedLayout(PackedSeqParams):
-    """PackedSeqParams that also remembers host-side lengths, so that no layer has to read them back from the device.
+    """PackedSeqParams whose boundaries stay on the host, so that no layer has to read them back from the device.
 
     Attributes:
         lengths: full length in tokens of each sequence, padding included (before any context-parallel cut).
-        view: the dense view of the natural packed order.
+        device: where the tokens are.
         to_natural: with context parallelism, [tokens] int64: index into the rank-major order of each token in natural order.
         to_rank_major: the inverse.
     """
 
     lengths: tuple[int, ...]
-    view: DenseView
+    device: torch.device
     to_natural: Tensor | None = None
     to_rank_major: Tensor | None = None
+
+    @cached_property
+    def view(self) -> DenseView:
+        """The dense view of the natural packed order; made when it is asked for, which fused attention does not do."""
+        view = dense_view(self.lengths)
+        restore, *gathers = platform.current().to_device([view.restore, *(group.gather for group in view.groups)], self.device)
+        groups = (DenseGroup(group.rows, group.width, gather) for group, gather in zip(view.groups, gathers))
+        return DenseView(tuple(groups), restore)
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device, cp_size: int = 1) -> PackedLayout:
         """The layout of sequences with these padded lengths, in this order."""
-        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         longest = max(lengths)
-        view = dense_view(lengths)
-        view = DenseView(
-            groups=tuple(DenseGroup(group.rows, group.width, group.gather.to(device)) for group in view.groups),
-            restore=view.restore.to(device),
-        )
         layout = cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -130,13 +136,13 @@ class PackedLayout(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=tuple(lengths),
-            view=view,
+            device=device,
         )
         if cp_size > 1:
             rank_major = torch.cat([zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)])
-            layout.to_rank_major = rank_major.to(device)
             # sorting a permutation inverts it
-            layout.to_natural = torch.argsort(rank_major).to(device)
+            both = [rank_major, torch.argsort(rank_major)]
+            layout.to_rank_major, layout.to_natural = platform.current().to_device(both, device)
         return layout
 
     def natural(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, read_together
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_rows
@@ -140,33 +140,40 @@ class TrainEngine:
         with self._mode(training=False):
             micro_batches = self._micro_batches(rows, batching)
 
-            def keep(number: int, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, tuple[MicroBatch, Tensor]]:
+            device = platform.current()
+
+            def keep(
+                number: int, micro_batch: MicroBatch, outputs: tuple[Tensor, ...]
+            ) -> tuple[Tensor, Tensor, tuple[MicroBatch, list[Tensor]]]:
                 # the schedule asks for a sum and a count; results leave the device at once, so they do not pile up there
-                return output.new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, output.detach().cpu())
+                kept = [device.to_host(output.detach()) for output in outputs]
+                return outputs[0].new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, kept)
 
             results = get_forward_backward_func()(**self._schedule(micro_batches, keep, forward_only=True))
+        device.synchronize()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         first: list[Tensor] = [torch.empty(0)] * len(rows)
         second: list[Tensor] = [torch.empty(0)] * len(rows)
         lengths = rows.response_lengths
-        for micro_batch, output in results:
+        for micro_batch, outputs in results:
             for position, index in enumerate(micro_batch.indexes):
                 # the row of a filler
                 if index < 0:
                     continue
-                first[index] = output[0, position, : lengths[index]]
-                if output.size(0) > 1:
-                    second[index] = output[1, position, : lengths[index]]
+                first[index] = outputs[0][position, : lengths[index]]
+                if len(outputs) > 1:
+                    second[index] = outputs[1][position, : lengths[index]]
         return first, second
 
     @torch.no_grad()
     def measure(self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], LossOutput]) -> list[LossOutput]:
         """A loss on each of this rank's micro-batches, without gradients; none on ranks that do not hand results out."""
         with self._mode(training=False):
-            loss_step = partial(self.loss_step, loss, None, [])
+            loss_step = partial(self.loss_step, loss, None)
             micro_batches = self._micro_batches(rows, batching)
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=True))
+        read_together(one.metrics for one in losses)
         return losses if parallel.is_output_source() else []
 
     # ------------------------------------------------------------------ training
@@ -217,17 +224,16 @@ class TrainEngine:
         """
         optimizer, scheduler = self.optimizer, self.scheduler
         assert optimizer is not None and scheduler is not None  # start_training came first
-        broken: list[str] = []
         with self._mode(training=True):
             for chunk in self.model.ddp_chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            loss_step = partial(self.loss_step, loss, batch, broken)
+            loss_step = partial(self.loss_step, loss, batch)
             micro_batches = self._micro_batches(rows, batching)
             # called from here, not by a helper: from this line to the loss only Megatron's own frames lie between
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
             if not self.config.no_check_for_nan_in_loss_and_grad:
-                self._check_finite(broken)
+                self._check_finite(losses, micro_batches)
             if self.on_gradients is not None:
                 self.on_gradients()
             lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
@@ -241,48 +247,58 @@ class TrainEngine:
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
+            read_together(one.metrics for one in losses)
         return StepResult(losses if parallel.is_output_source() else [], float(grad_norm or 0.0), float(lr))
 
     def loss_step(
         self,
         loss: Callable[[Batch], LossOutput],
         batch: Callable[[LossInputs], Batch] | None,
-        broken: list[str],
         number: int,
         micro_batch: MicroBatch,
-        output: Tensor,
+        outputs: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, LossOutput]:
         """The loss of a micro-batch as Megatron's schedule wants it: sum, count, and what it is to return.
 
         Args:
-            broken: gets a sentence when the loss is not finite.
             number: of the micro-batch in this step.
-            output: [k, rows, width], what the head computed.
+            outputs: [rows, width] each, what the head computed.
         """
         if micro_batch.is_filler:
             # attached to the graph: backward has collectives in which every rank is awaited
-            result = LossOutput(output.sum() * 0.0, torch.zeros((), dtype=torch.int64, device=output.device))
+            nothing = torch.zeros((), dtype=torch.int64, device=outputs[0].device)
+            result = LossOutput(outputs[0].sum() * 0.0, nothing)
         else:
-            inputs = LossInputs(output.unbind(0), micro_batch.predicted_mask, micro_batch.columns)
+            inputs = LossInputs(outputs, micro_batch.predicted_mask, micro_batch.columns)
             # the overloads of train_step: without `batch`, Batch is LossInputs
             result = loss(cast(Batch, inputs) if batch is None else batch(inputs))
-        if not torch.isfinite(result.loss_sum):
-            broken.append(f"micro-batch {number} with rows {list(micro_batch.indexes)[:8]}: loss {result.loss_sum.item()}")
         # every context-parallel rank computes the whole loss; it counts once
         counted = parallel_state.get_context_parallel_rank() == 0
         count = result.count if counted else torch.zeros_like(result.count)
         # Megatron adds the counts up in int32
         return result.loss_sum, count.to(torch.int), replace(result, loss_sum=result.loss_sum.detach())
 
-    def _check_finite(self, broken: list[str]) -> None:
-        """Raises the same error on every rank when any rank has a non-finite loss or gradient."""
+    def _check_finite(self, losses: Sequence[LossOutput], micro_batches: Sequence[MicroBatch]) -> None:
+        """Raises the same error on every rank when any rank has a non-finite loss or gradient; the host waits once.
+
+        Args:
+            losses: of the micro-batches; none on other pipeline stages than the last.
+        """
         # NaN and infinity survive a sum: one number a buffer tells
-        finite = all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.gradient_buffers())
-        flag = torch.tensor([0.0 if finite and not broken else 1.0], device=self.device)
+        numbers = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.gradient_buffers())]
+        flag = torch.zeros(1, device=self.device)
+        if numbers:
+            flag += ~torch.stack([torch.isfinite(number) for number in numbers]).all()
         # all ranks learn of it here: one that raised alone would leave the others waiting in the optimizer
         dist.all_reduce(flag)
         if not flag.item():
             return
+        broken = [
+            f"micro-batch {number} with rows {list(micro_batch.indexes)[:8]}: loss {loss.loss_sum.item()}"
+            for number, (loss, micro_batch) in enumerate(zip(losses, micro_batches))
+            if not torch.isfinite(loss.loss_sum)
+        ]
+        finite = all(bool(torch.isfinite(number)) for number in numbers)
         rank = dist.get_rank()
         mine = f"rank {rank}: {broken[0]}" if broken else None if finite else f"rank {rank}: a gradient is not finite"
         everyone: list[str | None] = [None] * dist.get_world_size()
@@ -319,10 +335,11 @@ class TrainEngine:
         groups = split()
         if batching.token_budget is not None:
             # experts of other ranks take part in every micro-batch, so all must run equally many
-            count = torch.tensor([len(groups)], device=self.device)
-            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-            groups = split(int(count))
-            groups += [[]] * (int(count) - len(groups))
+            most = torch.tensor([len(groups)])  # on the host, which has to know it
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group_gloo())
+            count = int(most)
+            groups = split(count)
+            groups += [[]] * (count - len(groups))
         return [self._build(rows, group, width) for group, width in zip(groups, self._least_widths(rows, groups))]
 
     def _least_widths(self, rows: Rows, groups: Sequence[Sequence[int]]) -> list[int]:
@@ -352,25 +369,25 @@ class TrainEngine:
     def _schedule(
         self,
         micro_batches: list[MicroBatch],
-        on_output: Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
+        on_output: Callable[[int, MicroBatch, tuple[Tensor, ...]], tuple[Tensor, Tensor, Any]],
         *,
         forward_only: bool,
     ) -> dict[str, Any]:
         """Arguments of Megatron's schedule, which returns what `on_output` gave for each micro-batch, on the last stage.
 
         Args:
-            on_output: (number of the micro-batch, micro-batch, the head's output) -> loss sum, count, what is kept.
+            on_output: (number of the micro-batch, micro-batch, the head's outputs) -> loss sum, count, what is kept.
         """
 
         def forward_step(
             iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
-        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+        ) -> tuple[Any, Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Any]]]:
             number, micro_batch = next(iterator)
             request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
-            output = chunk(
+            outputs = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
             )
-            return output, partial(on_output, number, micro_batch)
+            return outputs, partial(on_output, number, micro_batch)
 
         # every virtual stage reads all micro-batches for itself
         iterators = [enumerate(micro_batches) for _ in self.chunks]

@@ -20,12 +20,12 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, softcap: float | None) -> Tensor:
-    """[n, v] float32; the last `padding` columns (vocabulary padding of this rank) get no probability."""
+    """[n, v] float32, nobody else's; the last `padding` columns (vocabulary padding of this rank) get no probability."""
     logits = adaptors.matmul(hidden, weight.t()).float()
     if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+        logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
-        logits = logits / temperature
+        logits.div_(temperature)
     if padding:
         logits[:, -padding:] = torch.finfo(torch.float32).min
     return logits
@@ -34,7 +34,8 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, so
 class _VocabLogProbs(torch.autograd.Function):
     """log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
 
-    Backward recomputes the logits of each chunk: memory is one chunk of [chunk, vocab / tp] float32 in either direction.
+    Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, vocab / tp] float32 in either direction, which
+    is why both work in place wherever the values are not needed again.
     """
 
     @staticmethod
@@ -62,12 +63,12 @@ class _VocabLogProbs(torch.autograd.Function):
             mine = (local >= 0) & (local < vocab)
             # one maximum for all ranks, or their sums of exponentials could not be added
             top = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
-            shifted = logits - top[:, None]
+            shifted = logits.sub_(top[:, None])
             weights = shifted.exp()
             # one rank holds the label, the others add 0
             picked = shifted.gather(1, local.clamp(0, vocab - 1)[:, None])[:, 0].masked_fill(~mine, 0.0)
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), picked])
+            sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), picked])
             total, weighted, picked = _all_reduce(sums, group).unbind(0)
             log_total = total.log()
             log_probs[part] = picked - log_total
@@ -75,39 +76,50 @@ class _VocabLogProbs(torch.autograd.Function):
             entropy[part] = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
         ctx.settings = (temperature, chunk_size, padding, softcap, first)
+        # what the loss does not use has no gradient, instead of one of zeros that the host would have to look at
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  (as above)
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  (as above)
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
         temperature, chunk_size, padding, softcap, first = ctx.settings
         vocab = weight.size(0)
         grad_hidden = torch.empty_like(hidden)
-        # chunks add up in float32 and are rounded once, at the end
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        # all 0 where entropy is only measured, which is the usual case
-        entropy_matters = bool(grad_entropy.any())
+        # several chunks add up in float32 and are rounded once, at the end
+        grad_weight: Tensor | None = None
+        if ctx.needs_input_grad[1] and not 0 < hidden.size(0) <= chunk_size:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
         for begin in range(0, hidden.size(0), chunk_size):
             part = slice(begin, begin + chunk_size)
             logits = _logits(hidden[part], weight, temperature, padding, softcap)
-            log_softmax = logits - log_z[part, None]
-            softmax = log_softmax.exp()
-            grad_logits = softmax * -grad_log_probs[part, None]
-            if entropy_matters:
+            slope = None
+            if softcap is not None:
+                # padding has no gradient, so its stand-in value does not matter here
+                slope = (logits * temperature).div_(softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
+            log_softmax = logits.sub_(log_z[part, None])
+            # None where entropy is only measured, which is the usual case
+            if grad_entropy is None:
+                grad_logits = log_softmax.exp_().mul_(-grad_log_probs[part, None])
+            else:
+                softmax = log_softmax.exp()
                 # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
-                grad_logits -= softmax * (log_softmax + entropy[part, None]) * grad_entropy[part, None]
+                of_entropy = log_softmax.add_(entropy[part, None]).mul_(softmax).mul_(grad_entropy[part, None])
+                grad_logits = softmax.mul_(-grad_log_probs[part, None]).sub_(of_entropy)
             local = labels[part] - first
             mine = (local >= 0) & (local < vocab)
             grad_logits.scatter_add_(1, local.clamp(0, vocab - 1)[:, None], (grad_log_probs[part] * mine)[:, None])
             if temperature != 1.0:
                 grad_logits /= temperature
-            if softcap is not None:
-                # padding has no gradient, so its stand-in value does not matter here
-                grad_logits *= 1.0 - (logits * temperature / softcap).clamp(-1.0, 1.0).square()
+            if slope is not None:
+                grad_logits *= slope
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = adaptors.matmul(grad_logits, weight)
-            if grad_weight is not None:
-                grad_weight += adaptors.matmul(grad_logits.t(), hidden[part])
+            if ctx.needs_input_grad[1]:
+                of_chunk = adaptors.matmul(grad_logits.t(), hidden[part])
+                grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None

@@ -6,8 +6,9 @@ import contextlib
 import datetime
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,9 @@ import torch
 
 from mindspeed_rl.observability.operators import OperatorTime, operator_table
 from mindspeed_rl.platform.streams import SideStream
+
+#: bytes between the beginnings of tensors that travel together: what device allocators align to
+_ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,27 @@ class Platform(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Waits until the device has done all work queued so far."""
+
+    def to_device(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """The host's tensors on the device, in one copy that the host does not wait for; where they are on a CPU device."""
+        if device.type == "cpu" or not tensors:
+            return list(tensors)
+        # queued copies need pinned memory, and one copy costs less than one a tensor
+        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+        host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self.pin_memory)
+        for tensor, start in zip(tensors, starts):
+            host[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
+        there = host.to(device, non_blocking=self.pin_memory)
+        return [
+            there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor, start in zip(tensors, starts)
+        ]
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, whole once `synchronize` has returned; the tensor itself where it lies there already."""
+        if tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin_memory)
+        return host.copy_(tensor, non_blocking=self.pin_memory)
 
     def side_stream(self) -> SideStream:
         """A stream of its own, for copies that overlap with what computes."""

@@ -67,7 +67,7 @@ class WorkerProcess:
         """This host's address and a free port on it, for the rendezvous of all ranks."""
         # not gethostbyname: on many machines a host's own name resolves to 127.0.1.1
         host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
-        return host, _free_port(host)
+        return host, free_port(host)
 
     def prepare(self, master: tuple[str, int]) -> None:
         """The libraries that the worker needs are imported and adapted.
@@ -137,7 +137,7 @@ def prepare_process(adapted: tuple[adaptors.Scope, ...], keys: MegatronConfig | 
         adaptors.configure(keys)
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """A port nobody listens on, below those the kernel gives to outgoing connections (32768 and up): one of these could take
     it in the seconds until the rendezvous listens there."""
     for port in random.SystemRandom().sample(range(20000, 32000), 200):

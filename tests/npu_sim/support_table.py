@@ -38,6 +38,8 @@ ROWS = (
      "单独运行 vllm-ascend 0.23：与 transformers 的对数概率一致、睡眠与唤醒、更新权重、TP2、专家", ("test_rollout.",)),
     ("GRPO as a command: Ray, MindSpeed, vllm-ascend, offload, proven pushes, resume",
      "以命令运行 GRPO：Ray、MindSpeed、vllm-ascend、卸载、有校验的权重更新、续训", ("test_training.",)),
+    ("Cost of a step, counted: no pass waits, forward asks for no more than plain Megatron",
+     "一步的开销计数：前向反向中主机不等待，前向不超过原版 Megatron", ("test_cost.",)),
     ("`tools/npu_smoke.sh`: device, HCCL, training steps", "`tools/npu_smoke.sh`：设备、HCCL、训练步", ("test_smoke.",)),
 )  # fmt: skip
 

@@ -1,0 +1,82 @@
+"""Megatron's rotary embedding of packed sequences, without reading their boundaries back and without a loop over them.
+
+| patch | symbol | why |
+|---|---|---|
+| rope | rope_utils._apply_rotary_pos_emb_thd | it cuts the angles sequence by sequence, for query and key of every layer |
+
+The boundaries lie on the host (`engine.sequence_layout.PackedLayout`), and the angles of a micro-batch are gathered once: as
+long as boundaries and table are the same, what was gathered is used again. It can go when Megatron gathers by positions itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl import platform
+
+
+def packed_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """[tokens / cp_size] position in its sequence of every packed token that a context-parallel rank holds (zigzag slices)."""
+    lengths = cu_seqlens.diff().long() // cp_size
+    starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+    if cp_size == 1:
+        return positions
+    half, whole = (lengths // 2).repeat_interleave(lengths), (lengths * cp_size).repeat_interleave(lengths)
+    second = whole - (cp_rank + 2) * half + positions  # chunk 2 * cp_size - 1 - cp_rank, less the half in front of it
+    return torch.where(positions < half, cp_rank * half + positions, second)
+
+
+class _Angles:
+    """The angles of the packed tokens of the micro-batch that was last asked for."""
+
+    def __init__(self) -> None:
+        self._bounds: Tensor | None = None
+        self._slice = 1, 0
+        self._positions: Tensor | None = None
+        self._table: Tensor | None = None
+        self._gathered: Tensor | None = None
+
+    def gathered(self, cu_seqlens: Tensor, table: Tensor, group: Any) -> Tensor:
+        """[tokens, ...] rows of the table [positions, ...]."""
+        cut = group.size(), group.rank()
+        if cu_seqlens is not self._bounds or cut != self._slice or self._positions is None:
+            (self._positions,) = platform.current().to_device([packed_positions(cu_seqlens, *cut)], table.device)
+            self._bounds, self._slice, self._table = cu_seqlens, cut, None
+        # a table that is held cannot be freed, so an equal address means the same one, also where it is sliced anew
+        same = self._table is not None and self._table.data_ptr() == table.data_ptr() and self._table.shape == table.shape
+        if not same or self._gathered is None:
+            self._table, self._gathered = table, table.index_select(0, self._positions)
+        return self._gathered
+
+
+def adapt(module: Any) -> None:
+    """Patches Megatron's `rope_utils`; a second call changes nothing."""
+    original, angles = module._apply_rotary_pos_emb_thd, _Angles()
+    if original.__module__ == __name__:
+        return
+
+    def apply_thd(
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+    ) -> Tensor:
+        settings = {
+            "rotary_interleaved": rotary_interleaved,
+            "multi_latent_attention": multi_latent_attention,
+            "mscale": mscale,
+        }
+        # an error, boundaries of somebody else, or a table of all tokens instead of positions
+        if cp_group is None or not cu_seqlens.is_cpu or (len(cu_seqlens) > 2 and freqs.size(0) == cu_seqlens[-1]):
+            return original(t, cu_seqlens, freqs, cp_group=cp_group, **settings)
+        packed = angles.gathered(cu_seqlens, freqs, cp_group)
+        return module._apply_rotary_pos_emb_bshd(t.unsqueeze(1), packed, **settings).squeeze(1)
+
+    module._apply_rotary_pos_emb_thd = apply_thd

@@ -1,0 +1,236 @@
+"""What a piece of work asks of a device, counted and not timed: kernels, collectives, copies, waits of the host, peak memory.
+
+A dispatch mode sees every operator call on its way to the device, so the counts are the same on hardware and on a simulator
+of it. A kernel here is one operator call that reaches the device; how many launches a library makes of it is not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mindspeed_rl import platform
+
+_HOST = "cpu"
+#: results whose size or value the host has to know before it can go on
+_READ_BACK = frozenset(
+    "_local_scalar_dense is_nonzero nonzero masked_select _unique2 unique_dim unique_consecutive equal".split()
+)
+#: calls about memory and metadata alone; views are told by their schema
+_FREE = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided set_ resize_ _unsafe_view lift_fresh record_stream is_pinned "
+    "_pin_memory _reshape_alias".split()
+)
+_INDEXED = frozenset("index index_put index_put_ _index_put_impl_".split())
+#: frames of these do not cause a wait: they are how one is made
+_MACHINERY = ("/torch/", "/torch_npu/", "/simulator/", "/contextlib.py", __file__)
+#: where the path of a source file begins, as it is shown
+_ROOTS = re.compile(r".*/(?=(?:mindspeed_rl|megatron|mindspeed|vllm|vllm_ascend|tests)/)")
+
+
+class CostLedger(TorchDispatchMode):
+    """Counts what happens inside `with ledger:`, by phase.
+
+    Attributes:
+        kernels: (phase, operator) -> calls.
+        collectives: (phase, operation, group) -> (calls, bytes of the larger side of each).
+        copies: (phase, what kind) -> (copies, bytes) between host and device.
+        waits: (phase, what the host waited for, source line) -> how often.
+        peak_bytes: phase -> the most memory that was allocated at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        device = platform.current()
+        self._kind = device.current_device().type
+        self.kernels: Counter[tuple[str, str]] = Counter()
+        self.collectives: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self.copies: dict[tuple[str, str], tuple[int, int]] = {}
+        self.waits: Counter[tuple[str, str, str]] = Counter()
+        self.peak_bytes: dict[str, int] = {}
+        self._phases: list[str] = ["outside"]
+        self._undo = contextlib.ExitStack()
+
+    # ------------------------------------------------------------------ phases
+
+    @property
+    def phase(self) -> str:
+        """What is counted now is of this phase."""
+        return self._phases[-1]
+
+    @contextlib.contextmanager
+    def at(self, phase: str) -> Iterator[None]:
+        """The block is of this phase; phases nest, and what is counted belongs to the innermost, memory to all of them.
+
+        A phase inside another is named after the outermost too: "update / forward".
+        """
+        self._measure()
+        self._phases.append(phase if len(self._phases) == 1 else f"{self._phases[1]} / {phase}")
+        try:
+            yield
+        finally:
+            self._measure()
+            self._phases.pop()
+
+    def around(self, owner: Any, name: str, phase: str) -> None:
+        """Calls of `owner.name` are of this phase, as long as the ledger counts; called inside `with ledger:`."""
+
+        def enclosed(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.at(phase):
+                    return original(*args, **kwargs)
+
+            return run
+
+        self._replace(owner, name, enclosed)
+
+    def _measure(self) -> None:
+        """What memory rose to belongs to all phases that are open."""
+        device = platform.current()
+        peak = round(device.memory_stats().peak_gib * 2**30)
+        for phase in self._phases:
+            self.peak_bytes[phase] = max(self.peak_bytes.get(phase, 0), peak)
+        device.reset_peak_memory()
+
+    # ------------------------------------------------------------------ what no operator tells
+
+    def __enter__(self) -> CostLedger:
+        self._undo = contextlib.ExitStack()
+        if self._kind != _HOST:
+            module = torch.get_device_module(self._kind)
+            self._waits_in(module, "synchronize", "device")
+            self._waits_in(module, "empty_cache", "emptied cache")
+            self._waits_in(module.Stream, "synchronize", "stream")
+            self._waits_in(module.Event, "synchronize", "event")
+        platform.current().reset_peak_memory()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._measure()
+        self._undo.close()
+
+    def _waits_in(self, owner: Any, name: str, what: str) -> None:
+        def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self._wait(what)
+                return original(*args, **kwargs)
+
+            return run
+
+        self._replace(owner, name, counted)
+
+    def _replace(self, owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        own = name in vars(owner)
+        original = getattr(owner, name)
+        setattr(owner, name, wrapped(original))
+        self._undo.callback(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+
+    # ------------------------------------------------------------------ operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "c10d":
+            self._collective(name, args, kwargs)
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if name in ("copy_", "_to_copy") and namespace == "aten":
+            self._copy(name, args, kwargs, made[0])
+            return result
+        kinds = {tensor.device.type for tensor in (*given, *made)}
+        if self._kind not in kinds or func.is_view or name in _FREE:
+            return result
+        if (
+            name in _READ_BACK
+            or (name in _INDEXED and _by_mask(args))
+            or (name == "repeat_interleave" and _by_tensor(args, kwargs))
+        ):
+            self._wait(name)
+        if name != "_local_scalar_dense":  # a copy of one element, no kernel
+            self.kernels[self.phase, f"{namespace}::{name}"] += 1
+        return result
+
+    def _copy(self, name: str, args: Any, kwargs: Any, made: torch.Tensor) -> None:
+        source, target = (args[1], args[0]) if name == "copy_" else (args[0], made)
+        kinds = source.device.type, target.device.type
+        if self._kind not in kinds:
+            return
+        if kinds[0] == kinds[1]:
+            self.kernels[self.phase, "aten::copy_"] += 1
+            return
+        queued = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)
+        host = source if kinds[0] == _HOST else target
+        pinned = host.is_pinned()
+        direction = "to the device" if kinds[0] == _HOST else "to the host"
+        manner = "queued" if queued and pinned else "queued, but not pinned" if queued else "blocking"
+        key = self.phase, f"{direction}, {manner}"
+        count, size = self.copies.get(key, (0, 0))
+        self.copies[key] = count + 1, size + source.numel() * source.element_size()
+        if manner != "queued":  # what is not pinned is copied to where it is while the host waits
+            self._wait(f"copy {direction}")
+
+    def _collective(self, name: str, args: Any, kwargs: Any) -> None:
+        group = "?"
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.ScriptObject):
+                with contextlib.suppress(Exception):  # options of a call are of this type too
+                    found = torch.distributed.ProcessGroup.unbox(leaf)
+                    group = f"{found.group_desc or found.group_name} ({found.size()})"
+                    break
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.device.type != self._kind for tensor in tensors):
+            group += " on the host"
+        key = self.phase, name.strip("_"), group
+        count, size = self.collectives.get(key, (0, 0))
+        largest = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
+        self.collectives[key] = count + 1, size + largest
+
+    def _wait(self, what: str) -> None:
+        self.waits[self.phase, what, _source_line()] += 1
+
+    # ------------------------------------------------------------------ what was counted
+
+    def record(self) -> dict[str, Any]:
+        """All counts as plain lists and numbers, for JSON."""
+        return {
+            "kernels": [[*key, count] for key, count in self.kernels.items()],
+            "collectives": [[*key, *value] for key, value in self.collectives.items()],
+            "copies": [[*key, *value] for key, value in self.copies.items()],
+            "waits": [[*key, count] for key, count in self.waits.items()],
+            "peak_bytes": dict(self.peak_bytes),
+        }
+
+
+def _by_mask(args: Any) -> bool:
+    """True where an index is a mask, whose true places have to be counted first."""
+    indexes = args[1] if len(args) > 1 else ()
+    return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indexes)
+
+
+def _by_tensor(args: Any, kwargs: Any) -> bool:
+    """True where repeats are a tensor and nobody has said how many there are in all."""
+    repeats = args[1] if len(args) > 1 else args[0]
+    return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
+
+
+def _source_line() -> str:
+    """The nearest line that is neither torch's nor of this file, such as "mindspeed_rl/engine/vocab.py:96"."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _MACHINERY):
+            return f"{_ROOTS.sub('', path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"

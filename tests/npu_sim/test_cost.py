@@ -1,0 +1,79 @@
+"""What a step asks of the device may only become less: `mindspeed-rl npu-cost` beside plain Megatron + MindSpeed.
+
+The counts are the tables' of docs/ascend.md. Who lowers one lowers it here and there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.cli import npu_cost
+
+SOURCE = os.environ.get("MINDSPEED_SRC")
+pytestmark = pytest.mark.skipif(not SOURCE, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed core_r0.16.0")
+
+COMMON = ("--config-name", "grpo_tiny_cpu", "--json", "megatron_training.bf16=true", "actor_config.micro_batch_size=2")
+#: wide enough for logits to be what memory is spent on
+VOCABULARY = "model.tiny_qwen25.padded_vocab_size=4096"
+ONE_RANK = "actor_config.tensor_model_parallel_size=1"
+#: two layers, two micro-batches, one rank
+MOST_KERNELS = {"log-probs": 185, "update": 775}
+#: Megatron's two (whether there are tokens, the norm), whether all is finite, and the metrics
+MOST_WAITS = {"log-probs": 1, "update": 4, "offload": 2, "onload": 0}
+#: phases of a step outside the passes of its micro-batches
+OUTSIDE = ("log-probs", "update", "update / gradients", "update / optimizer", "offload")
+#: columns of the loss, its terms, and blocks that the allocator does not cut
+MORE_MEMORY = 1.03
+
+
+def counted(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, Any]:
+    assert npu_cost.main([*COMMON, VOCABULARY, *overrides]) == 0
+    text = capsys.readouterr().out
+    return json.loads(text[text.index("{") :])
+
+
+def check(found: dict[str, Any]) -> None:
+    ours, plain = found["phases"]["ours"], found["phases"]["plain"]
+    waits = found["counted"]["ours"]["waits"]
+    assert [wait for wait in waits if wait[0] not in OUTSIDE] == []
+    assert {phase: ours[phase]["waits"] for phase in MOST_WAITS} == MOST_WAITS
+    blocking = [
+        (phase, kind) for phase, kind, _, _ in found["counted"]["ours"]["copies"] if "queued" not in kind or "not" in kind
+    ]
+    assert blocking == [("update", "to the host, blocking")]
+    for phase in ("log-probs / forward", "update / forward"):
+        assert ours[phase]["kernels"] <= plain[phase]["kernels"]
+    for phase in ("log-probs", "update"):
+        assert ours[phase]["collective_mib"] <= plain[phase]["collective_mib"] + 1e-4
+        assert ours[phase]["peak_mib"] <= MORE_MEMORY * plain[phase]["peak_mib"]
+        assert ours[phase]["copies"] <= plain[phase]["copies"]
+        assert ours[phase]["kernels"] >= found["least"][phase]["kernels"]
+
+
+def test_no_pass_waits_and_a_step_asks_for_no_more_than_it_did(capsys: pytest.CaptureFixture[str]) -> None:
+    found = counted(capsys, ONE_RANK)
+    assert found["counted on"].startswith("a simulated NPU")
+    check(found)
+    for phase, most in MOST_KERNELS.items():
+        assert found["phases"]["ours"][phase]["kernels"] <= most
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_exchange_no_more_than_plain_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    check(counted(capsys, "actor_config.sequence_parallel=true"))
+
+
+@pytest.mark.slow
+def test_a_layer_more_costs_no_more_kernels_than_in_plain_megatron(capsys: pytest.CaptureFixture[str]) -> None:
+    """The difference of two depths is free of what loss and head need."""
+    kernels = []
+    for layers in ("2", "3"):
+        phases = counted(capsys, ONE_RANK, "--layers", layers)["phases"]
+        kernels.append({who: {at: phases[who][at]["kernels"] for at in ("log-probs", "update")} for who in phases})
+    for phase in ("log-probs", "update"):
+        mine, theirs = (kernels[1][who][phase] - kernels[0][who][phase] for who in ("ours", "plain"))
+        assert 0 < mine <= theirs
