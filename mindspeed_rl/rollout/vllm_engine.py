@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm import LLM, RequestOutput, TokensPrompt
@@ -160,7 +161,8 @@ class VllmEngine:
             assert isinstance(output, RequestOutput)
             if output.finished:
                 sample = output.outputs[0]
-                completion = _completion(sample.token_ids, sample.logprobs, truncated=sample.finish_reason == "length")
+                truncated = sample.finish_reason == "length"
+                completion = _completion(sample.token_ids, sample.logprobs, truncated=truncated, routing=sample.routed_experts)
                 del self._ids[output.request_id]
                 ended.append((output.request_id, completion))
         return ended
@@ -169,7 +171,10 @@ class VllmEngine:
         """The tokens that a request has."""
         state = self._llm.llm_engine.output_processor.request_states[self._ids[name]]
         assert state.detokenizer is not None and state.logprobs_processor is not None  # both are there for generation
-        return _completion(list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs, truncated=False)
+        chunks = getattr(state, "routed_experts_chunks", None)  # vLLM's, from 0.21 on
+        routing = np.concatenate(chunks) if chunks else None
+        tokens = list(state.detokenizer.output_token_ids)
+        return _completion(tokens, state.logprobs_processor.logprobs, truncated=False, routing=routing)
 
     def drop(self, names: Iterable[str]) -> None:
         """These requests run no more; names of others are passed over."""
@@ -295,10 +300,10 @@ class VllmEngine:
         }
 
 
-def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool) -> Completion:
+def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool, routing: np.ndarray | None) -> Completion:
     assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
     log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
-    return Completion(list(token_ids), log_probs, truncated)
+    return Completion(list(token_ids), log_probs, truncated, routing)
 
 
 def _storage_bytes(held: Iterable[Any]) -> int:
