@@ -1,9 +1,9 @@
 """Routed experts out of vLLM's CPU build (0.32): there only Model Runner V2 hands them out, which needs Triton.
 
 - the refusal (config.VllmConfig._verify_aux_output_compatibility): asks for that runner and for prefix caching;
-- what a step routed (v1.worker.cpu_model_runner.CPUModelRunner.execute_model, sample_tokens): vLLM's own capturer is bound to the
-  model's routers, and its rows are kept by slot of the KV cache, as vLLM 0.21 to 0.23 keeps them: tokens of a cached prefix
-  have theirs in the slots that they share.
+- what a step routed (v1.worker.cpu_model_runner.CPUModelRunner.execute_model, sample_tokens): vLLM's own capturer is bound to
+  the model's routers, and its rows are kept by slot of the KV cache, as vLLM 0.21 to 0.23 keeps them: tokens of a cached
+  prefix have theirs in the slots that they share.
 
 The scheduler and all behind it are vLLM's. It can go when the CPU build has Triton or V1's runner hands routed experts out;
 `tests/unit/adaptors` fails when it is no longer needed.

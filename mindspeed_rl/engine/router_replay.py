@@ -183,6 +183,7 @@ class RoutedLayers:
                 for layer, chosen in enumerate(recording.chosen):
                     whole[places, layer] = chosen[number][real].to(torch.int32)
         group = parallel_state.get_tensor_and_context_parallel_group()
+        assert group is not None
         if group.size() > 1 and whole.numel():
             dist.all_reduce(whole, group=group)
         return list(whole.to(torch.int16).cpu().split(rows.lengths))

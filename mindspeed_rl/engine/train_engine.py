@@ -370,12 +370,14 @@ class TrainEngine:
             on_output: (number of the micro-batch, micro-batch, the head's output) -> loss sum, count, what is kept.
         """
 
+        numbers = {id(chunk): number for number, chunk in enumerate(self.chunks)}
+
         def forward_step(
             iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
             number, micro_batch = next(iterator)
             if self.routed is not None:
-                self.routed.begin(self.chunks.index(chunk), micro_batch)
+                self.routed.begin(numbers[id(chunk)], micro_batch)
             request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
             output = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed

@@ -31,8 +31,8 @@ class Generated:
         log_probs: of each token under the distribution it was drawn from.
         versions: of the weights that each token was drawn with.
         finish: "stop": a stop token; "length": max_tokens; "aborted": interrupted, and may go on as another call's `begun`.
-        routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to when the token behind
-            it was drawn; None where the engine does not say.
+        routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to when the token
+            behind it was drawn; None where the engine does not say.
     """
 
     token_ids: tuple[int, ...]

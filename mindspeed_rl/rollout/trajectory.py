@@ -68,6 +68,11 @@ class TokenSequence:
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
+    def is_drawn(self) -> bool:
+        """True where the model drew a token of it."""
+        return any(segment.sampled and segment.token_ids for segment in self.segments)
+
+    @property
     def routing(self) -> np.ndarray | None:
         """[tokens up to the last that was drawn, layers, k], the experts of each; None where nobody has said."""
         found = None

@@ -57,7 +57,7 @@ def forward_replayed(setting: Setting) -> list[Any]:
 
 
 def record(setting: Setting) -> dict[str, Any]:
-    """What a forward pass chose, by row and layer, on the first rank of each stage; then the loss of a step with and without it."""
+    """What a forward pass chose, by row and layer of this rank's stage; then the loss with and without it."""
     with engine_of(setting) as engine:
         engine.routed = RoutedLayers(engine.model)
         rows = my_rows(all_rows())

@@ -13,7 +13,9 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
 layer = torch.nn.Linear(64, 64, bias=False)
 before = layer.weight.numel()
@@ -27,6 +29,9 @@ print(
             "shared memory left behind": "unlink" not in inspect.getsource(_CPUSHMDistributed),
             "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # an argument alone
             "exchange": not {"all_gatherv", "reduce_scatterv"} & set(vars(CpuCommunicator)),
+            # V1's runners do not know of them, and V2's needs Triton
+            "routed experts": not HAS_TRITON
+            and not any("aux_output" in inspect.getsource(module) for module in (cpu_model_runner, gpu_model_runner)),
             "KV release": not current_platform.is_sleep_mode_available(),
         }
     )
