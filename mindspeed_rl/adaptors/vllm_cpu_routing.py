@@ -47,8 +47,8 @@ def apply() -> None:
 
     def sample_tokens(self: Any, *others: Any, **keywords: Any) -> Any:
         output = sample(self, *others, **keywords)
-        if self.vllm_config.aux_output_config.enabled:
-            output.aux_output_connector_output = self._routed_slots.take()
+        if self.vllm_config.aux_output_config.enabled and (found := self._routed_slots.take()):
+            output.aux_output_connector_output = found
         return output
 
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens

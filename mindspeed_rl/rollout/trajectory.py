@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.rollout.engine import Finish, Generated, continued_routing
@@ -109,6 +109,13 @@ class Trajectory:
     def single(cls, prompt_ids: Sequence[int], response: Generated) -> Trajectory:
         """A prompt and the one response to it."""
         return cls((TokenSequence(tuple(prompt_ids), (Segment.drawn(response),)),), response.finish)
+
+    def without_routing(self) -> Trajectory:
+        """The same for those who only read it: routing is many times as long as the tokens."""
+        sequences = [
+            replace(one, segments=tuple(replace(segment, routing=None) for segment in one.segments)) for one in self.sequences
+        ]
+        return replace(self, sequences=tuple(sequences))
 
     @property
     def response(self) -> Generated:

@@ -262,7 +262,8 @@ class RolloutReplica:
         tasks = item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
 
         async def answered() -> list[Trajectory]:
-            return list(await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks)))
+            found = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
+            return [one.without_routing() for one in found]
 
         return self.host.run(answered)
 

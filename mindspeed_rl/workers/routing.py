@@ -76,10 +76,10 @@ class _Replay:
 
     def _told(self, consumer: str, rows: Rows, numbers: Sequence[int]) -> Rows:
         batch = self._replica.fetch_stage(consumer, [self._column, ROUTED_LENGTHS], numbers)
-        shape = -1, self._layers.num_layers, self._topk
         routing = []
         for values, known, lengths in zip(batch[self._column], batch[ROUTED_LENGTHS], rows.sequence_lengths):
-            routing.append(_spread(values.to(torch.int16).view(shape), known.tolist(), lengths))
+            experts = values.to(torch.int16).view(int(known.sum()), self._layers.num_layers, self._topk)
+            routing.append(_spread(experts, known.tolist(), lengths))
         return replace(rows, routing=routing)
 
 

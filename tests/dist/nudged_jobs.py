@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from replay_jobs import LocalPlane
 from rollout_jobs import pair_of
 from torch import Tensor, nn
 from training_jobs import Setting
 
 from mindspeed_rl.dataplane.columns import pack
-from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.requests import GenerationRequest
@@ -25,21 +25,6 @@ from mindspeed_rl.workers.rows import to_rows
 
 _PROMPTS = ([5, 9, 40, 17, 22, 61, 3, 77, 30, 31] * 30, [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38])
 _TOLD = [12, 90, 55]
-
-
-class LocalPlane:
-    """A transfer dock without an actor around it."""
-
-    def __init__(self, num_rows: int, columns: Sequence[str]) -> None:
-        self._dock = TransferDock(num_rows, 1, {"rollout": tuple(columns), "actor_log_prob": (), "actor_train": ()})
-
-    def put(self, data: Any, indexes: Sequence[int]) -> None:
-        self._dock.put(data, indexes)
-
-    def get(self, consumer: str, columns: Sequence[str], *, indexes: Sequence[int], timeout_s: float) -> Any:
-        found = self._dock.get(consumer, columns, indexes=indexes)
-        assert found[0] is not None
-        return found
 
 
 def nudge(model: nn.Module) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, parallel_state, summary, weighted_loss
 
+from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.workers.columns import ROUTED_LENGTHS, routed_column
+from mindspeed_rl.workers.replica import Replica
+from mindspeed_rl.workers.routing import RecordedRouting
 
 NUM_EXPERTS, TOPK = 4, 2
 #: of the tiny model `moe_mixed`
@@ -78,6 +83,39 @@ def record(setting: Setting) -> dict[str, Any]:
             },
             "losses": [[float(one.loss_sum) for one in losses] for losses in (replay, plain)],
             "agreement": engine.routed.take_agreement(),
+        }
+
+
+class LocalPlane:
+    """A transfer dock without an actor around it."""
+
+    def __init__(self, num_rows: int, columns: Sequence[str]) -> None:
+        self._dock = TransferDock(num_rows, 1, {"rollout": tuple(columns), "actor_log_prob": (), "actor_train": ()})
+
+    def put(self, data: Any, indexes: Sequence[int]) -> None:
+        self._dock.put(data, indexes)
+
+    def get(self, consumer: str, columns: Sequence[str], *, indexes: Sequence[int], timeout_s: float) -> Any:
+        found = self._dock.get(consumer, columns, indexes=indexes)
+        assert found[0] is not None
+        return found
+
+
+def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
+    """What R2 hands to the update, of rows in another order, by row and layer; through a transfer dock, in one process."""
+    with engine_of(setting) as engine:
+        rows, numbers = all_rows(), list(range(8))
+        plane = LocalPlane(8, [ROUTED_LENGTHS, routed_column(0)])
+        routing = RecordedRouting(engine, Replica(plane, 10.0))  # pyrefly: ignore[bad-argument-type]
+        routing.forward(engine, rows, setting.batching, numbers)
+        order = [5, 2, 7, 0, 1, 3, 6, 4]
+        chosen = rows.select(order)
+        told = routing.for_update(replace(chosen, columns={"row": [torch.tensor(number) for number in order]}))
+        assert told.routing is not None
+        return {
+            (number, layer): sorted_experts(one[:, place])
+            for number, one in zip(order, told.routing)
+            for place, layer in enumerate(ROUTED_LAYERS)
         }
 
 

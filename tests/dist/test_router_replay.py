@@ -137,6 +137,13 @@ def test_what_a_pass_records_is_what_transformers_chooses_and_changes_nothing_wh
     assert merged == expected
 
 
+def test_what_the_old_pass_chose_reaches_the_rows_of_the_update_in_whatever_order(
+    ranks: Callable[[int], Ranks], folder: str
+) -> None:
+    (found,) = ranks(1).run(jobs.travel, setting=Setting(folder, micro_batch_size=3))
+    assert found == _chosen_by_transformers()
+
+
 @pytest.mark.parametrize("changes", [{"packed": False}, {"token_budget": 700}], ids=["padded", "token budget"])
 def test_trainer_agrees_with_an_engine_whose_routing_was_nudged_only_by_replay(
     ranks: Callable[[int], Ranks], models: dict[str, Path], changes: dict[str, Any]

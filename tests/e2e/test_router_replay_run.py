@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
-from tiny_task import make_expert_task
+from tiny_task import make_expert_task, make_task
 
 _MODEL = ["+model.tiny_qwen25.num_experts=4", "megatron_training.train_iters=2"]
 _STEPS = ["rl_config.mini_batch_size=4"]  # two optimizer steps an iteration: there is a pass of the old log-probs
@@ -30,7 +30,7 @@ def _check(command: Command, replays: bool) -> None:
         assert record["rollout/log_probs_diff_max"] < 1e-4
         assert record["actor/grad_norm"] > 0.0
         # the engine computes what the trainer does, and two steps of a small rate hardly move a router
-        assert (0.95 < record["router/agreement"] <= 1.0) if replays else "router/agreement" not in record
+        assert (0.9 < record["router/agreement"] <= 1.0) if replays else "router/agreement" not in record
 
 
 @pytest.mark.slow
@@ -48,9 +48,9 @@ def test_each_pipeline_stage_gets_the_experts_of_its_layers(task: Path, tmp_path
     _check(command, True)
 
 
-def test_a_model_without_experts_is_refused_before_ray_starts(task: Path, tmp_path: Path) -> None:
-    changes = ["rl_config.router_replay.mode=R3", "model.tiny_qwen25.num_layers=2"]
-    with running(task, tmp_path / "run", *ONE_PROCESS, *changes) as command:
+def test_a_model_without_experts_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    dense = make_task(tmp_path)
+    with running(dense, tmp_path / "run", *ONE_PROCESS, "rl_config.router_replay.mode=R3") as command:
         assert command.wait(120) == 2
         assert "rl_config.router_replay.mode (R3) cannot be used here: the model has no experts" in command.output
         assert "starting" not in command.output
