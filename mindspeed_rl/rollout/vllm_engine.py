@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import vllm
 from torch import Tensor
 from vllm import LLM, RequestOutput, TokensPrompt
 from vllm.config import ParallelConfig
@@ -162,7 +163,8 @@ class VllmEngine:
             if output.finished:
                 sample = output.outputs[0]
                 truncated = sample.finish_reason == "length"
-                completion = _completion(sample.token_ids, sample.logprobs, truncated=truncated, routing=sample.routed_experts)
+                routing = _whole_routing(sample.routed_experts, len(output.prompt_token_ids or ()) + len(sample.token_ids) - 1)
+                completion = _completion(sample.token_ids, sample.logprobs, truncated=truncated, routing=routing)
                 del self._ids[output.request_id]
                 ended.append((output.request_id, completion))
         return ended
@@ -304,6 +306,20 @@ def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool, routin
     assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
     log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
     return Completion(list(token_ids), log_probs, truncated, routing)
+
+
+def _whole_routing(found: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+    """What an engine says of a response, which must be about every token but the last.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if found is not None and len(found) != num_tokens:
+        raise RuntimeError(
+            f"this vLLM ({vllm.__version__}) returned the experts of {len(found)} tokens where {num_tokens} were computed; "
+            "rl_config.router_replay.mode R2 needs none of it"
+        )
+    return found
 
 
 def _storage_bytes(held: Iterable[Any]) -> int:

@@ -78,6 +78,7 @@ class RolloutReplica:
         self.run = run
         sampling = training_sampling(config.sampling_config, source, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        replays = run.rl.router_replay.mode == "R3"
         self.engine = VllmEngine(
             source.hf_folder,
             config,
@@ -86,10 +87,11 @@ class RolloutReplica:
             kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
             engine_arguments={
                 **(adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
-                **(routing_arguments() if run.rl.router_replay.mode == "R3" else {}),
+                **(routing_arguments() if replays else {}),
             },
         )
-        self._actor_folder = source.hf_folder
+        # of the actor, whose pipeline stages each get the experts of their own layers
+        self._plan = plan_model(run.config.actor_config, source.hf_folder) if replays else None
         self.rank, layout = dist.get_rank(), self.engine.layout
         self.layout = layout
         self.replica, replica_rank = divmod(self.rank, layout.tensor)
@@ -227,9 +229,8 @@ class RolloutReplica:
         trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
         assert self.plane is not None
         columns = response_columns(trajectories)
-        if self.run.rl.router_replay.mode == "R3":
-            plan = plan_model(self.run.config.actor_config, self._actor_folder)
-            columns |= rollout_routing(plan, trajectories)
+        if self._plan is not None:
+            columns |= rollout_routing(self._plan, trajectories)
         self.plane.put(columns, indexes)
         return response_metrics(trajectories)
 

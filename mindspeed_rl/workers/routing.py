@@ -93,9 +93,10 @@ class RecordedRouting(_Replay):
     def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, numbers: Sequence[int]) -> Output:
         with self._layers.recording() as recording:
             output = engine.forward(rows, batching)
-        routing = self._layers.recorded_rows(recording, rows)
-        self._replica.put_stage({self._column: [one.flatten().to(self._dtype) for one in routing]}, numbers)
-        self._replica.put({ROUTED_LENGTHS: [torch.tensor(lengths) for lengths in rows.sequence_lengths]}, numbers)
+        experts = [one.flatten().to(self._dtype) for one in self._layers.recorded_rows(recording, rows)]
+        self._replica.put_stage({self._column: experts}, numbers)
+        known = [torch.tensor(lengths) for lengths in rows.sequence_lengths]
+        self._replica.put(dict.fromkeys([ROUTED_LENGTHS], known), numbers)
         return output
 
 
