@@ -22,6 +22,7 @@ ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.llvmlite_names",
         "mindspeed_rl.adaptors.vllm_cpu",
         "mindspeed_rl.adaptors.vllm_cpu_experts",
+        "mindspeed_rl.adaptors.vllm_cpu_routing",
     ),
     ("npu", "train"): ("mindspeed_rl.adaptors.mindspeed",),
     ("npu", "rollout"): ("mindspeed_rl.adaptors.vllm_ascend",),

@@ -12,7 +12,7 @@ from mindspeed_rl.config.megatron import RL_STAGES, SUPERVISED_STAGES, MegatronC
 from mindspeed_rl.config.objective import Objective, formula, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
 from mindspeed_rl.config.resolve import Run, resolve
-from mindspeed_rl.config.rl import IntegratedModeConfig, Resource, RLConfig
+from mindspeed_rl.config.rl import IntegratedModeConfig, Resource, RLConfig, RouterReplay
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import (
     num_devices,
@@ -44,6 +44,7 @@ __all__ = [
     "ProfilerGroups",
     "RLConfig",
     "Resource",
+    "RouterReplay",
     "Run",
     "RunConfig",
     "SamplingConfig",

@@ -60,6 +60,7 @@ RENAMED: dict[str, str] = {
     "data.train_batch_size": "megatron_training.global_batch_size",
     "num_samples_per_prompt": "rl_config.n_samples_per_prompt",
     "group_size": "rl_config.n_samples_per_prompt",
+    "router_replay.mode": "rl_config.router_replay.mode",
     "rollout.n": "rl_config.n_samples_per_prompt",
     "rollout_n": "rl_config.n_samples_per_prompt",
     "ppo_epochs": "rl_config.epochs",

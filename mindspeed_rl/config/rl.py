@@ -53,6 +53,17 @@ class IntegratedModeConfig:
 
 
 @dataclass(kw_only=True)
+class RouterReplay:
+    """Which experts the actor sends the tokens of a rollout to; docs/router_replay.md."""
+
+    mode: Literal["disabled", "R2", "R3"] = key(
+        "disabled",
+        "R2: the update sends tokens where the pass of the old log-probabilities did; R3: both send them where the rollout "
+        "engine did; models with experts only",
+    )
+
+
+@dataclass(kw_only=True)
 class BatchKeys:
     """Sizes. Prompt-level and completion-level keys say the same plan in two ways; `build_batch_plan` derives the rest."""
 
@@ -229,6 +240,10 @@ class LossKeys:
     log_probs_diff_limit: float | None = key(
         None, "stop when trainer and rollout log-probabilities differ by more; off when unset"
     )
+    router_replay: RouterReplay = key(RouterReplay, "which experts the actor sends the tokens of a rollout to")
+    use_routing_replay: bool | None = key(None, "true is router_replay.mode R2, in the words of slime")
+    use_rollout_routing_replay: bool | None = key(None, "true is router_replay.mode R3, in the words of slime")
+    enable_rollout_routing_replay: bool | None = key(None, "true is router_replay.mode R3, in the words of verl")
 
 
 @dataclass(kw_only=True)

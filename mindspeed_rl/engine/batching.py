@@ -31,6 +31,8 @@ class Rows:
             count groups. None: every row is on its own.
         sequences: (prompt, response) lengths of each sequence of each row; no token sees one of another sequence. The row
             predicts the responses, one after the other. None: every row is one sequence.
+        routing: one [length, routed layers of this stage, experts a token] int16 tensor a row: the experts that its tokens are
+            sent to; a token with -1 goes where the model's own routers send it. None: all do.
     """
 
     input_ids: list[Tensor]
@@ -39,6 +41,7 @@ class Rows:
     targets: list[Tensor] | None = None
     group_sizes: list[int] | None = None
     sequences: list[list[tuple[int, int]]] | None = None
+    routing: list[Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -84,6 +87,7 @@ class Rows:
             columns={name: [values[i] for i in indexes] for name, values in self.columns.items()},
             targets=None if self.targets is None else [self.targets[i] for i in indexes],
             sequences=None if self.sequences is None else [self.sequences[i] for i in indexes],
+            routing=None if self.routing is None else [self.routing[i] for i in indexes],
         )
 
 
@@ -141,6 +145,9 @@ class MicroBatch:
         columns: name -> [rows, width] or [rows].
         indexes: rows of the batch this micro-batch was cut from.
         num_tokens: real tokens, prompts included.
+        tokens: [n] int64 on the host; which token of the rows, end to end, lies at each position of the hidden states as
+            `hidden_index` counts them; -1 for padding.
+        routing: [n, routed layers, experts a token] int16, the rows' routing in that order, -1 for padding; None without.
     """
 
     input_ids: Tensor
@@ -155,6 +162,8 @@ class MicroBatch:
     columns: dict[str, Tensor]
     indexes: tuple[int, ...]
     num_tokens: int
+    tokens: Tensor
+    routing: Tensor | None = None
 
     @property
     def is_filler(self) -> bool:
@@ -225,18 +234,22 @@ def build_micro_batch(
     predicting = _runs(starts + torch.tensor([prompt for prompt, _ in parts]) - 1, [response for _, response in parts])
     labels[predicting] = torch.cat(predicted)
     slots[predicting] = _runs(torch.arange(len(rows)) * width, predicted_lengths)
+    tokens = torch.full((total,), -1, dtype=torch.int64)
+    tokens[_runs(starts, lengths)] = torch.arange(sum(lengths))
     if shape.packed:
         held = _held_positions(padded, shape)
         layout = PackedLayout.build(padded, device, shape.cp_size)
         input_ids, position_ids = ids[held][None], positions[held][None]
-        held_slots, held_labels = slots[held], labels[held]  # hidden states are [t, 1, h]
+        held_slots, held_labels, held_tokens = slots[held], labels[held], tokens[held]  # hidden states are [t, 1, h]
     else:
         layout = None
         # rows are equally wide, so one row's slice is that of all
         held = _held_positions(padded[:1], shape)
         input_ids, position_ids = ids.view(count, -1)[:, held], positions.view(count, -1)[:, held]
         # hidden states are [s, b, h]: position-major
-        held_slots, held_labels = slots.view(count, -1)[:, held].t().flatten(), labels.view(count, -1)[:, held].t().flatten()
+        held_slots, held_labels, held_tokens = (
+            values.view(count, -1)[:, held].t().flatten() for values in (slots, labels, tokens)
+        )
     hidden_index = (held_slots >= 0).nonzero()[:, 0]
     mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
     columns = {name: _align(values, width) for name, values in rows.columns.items()}
@@ -257,7 +270,16 @@ def build_micro_batch(
         columns=dict(zip(columns, held_columns)),
         indexes=tuple(indexes),
         num_tokens=sum(lengths),
+        tokens=held_tokens,
+        routing=None if rows.routing is None else _routing_of(rows.routing, held_tokens).to(device),
     )
+
+
+def _routing_of(rows: Sequence[Tensor], tokens: Tensor) -> Tensor:
+    """The routing of the tokens with these numbers, counted over the rows end to end; -1 for those below 0."""
+    found = torch.cat(list(rows))[tokens.clamp(min=0)]
+    found[tokens < 0] = -1
+    return found
 
 
 def _held_positions(padded: Sequence[int], shape: BatchShape) -> Tensor:

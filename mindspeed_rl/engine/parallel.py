@@ -147,6 +147,11 @@ def is_data_source() -> bool:
     )
 
 
+def is_stage_source() -> bool:
+    """True on the first TP and CP rank of each pipeline stage of a model replica."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+
+
 def is_output_source() -> bool:
     """True on the one rank of each model replica that hands results out (first TP and CP rank of the last stage)."""
     return (
@@ -159,12 +164,17 @@ def is_output_source() -> bool:
 class ControlGroup:
     """Small Python objects between the ranks of one model replica, over gloo whatever the device backend is."""
 
-    def __init__(self) -> None:
-        """Collective over the world: every rank takes part in creating every replica's group."""
-        replicas: dict[int, list[int]] = {}
-        mine = parallel_state.get_data_parallel_rank()
+    def __init__(self, *, of_stage: bool = False) -> None:
+        """Collective over the world: every rank takes part in creating every group.
+
+        Args:
+            of_stage: between the ranks of one pipeline stage of the replica alone, from its first TP and CP rank.
+        """
+        replicas: dict[tuple[int, int], list[int]] = {}
+        stage = parallel_state.get_pipeline_model_parallel_rank() if of_stage else 0
+        mine = parallel_state.get_data_parallel_rank(), stage
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (mine, is_data_source()))
+        dist.all_gather_object(ranks, (mine, is_stage_source() if of_stage else is_data_source()))
         for rank, (replica, _) in enumerate(ranks):
             replicas.setdefault(replica, []).append(rank)
         self.source = next(rank for rank, (replica, source) in enumerate(ranks) if replica == mine and source)
@@ -176,7 +186,7 @@ class ControlGroup:
                 self.group, self.size = group, len(members)
 
     def broadcast(self, value: Any) -> Any:
-        """The object that the replica's data source passed; collective over the replica."""
+        """The object that the source of the group passed; collective over the group."""
         if self.size == 1:
             return value
         box = [value]

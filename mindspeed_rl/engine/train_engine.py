@@ -28,6 +28,7 @@ from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rl.engine.policy_model import HeadRequest
+from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.observability.metrics import Metrics, merge
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class TrainEngine:
     Attributes:
         choices: token ids whose logits losses get instead of log-probs and entropies; None for those.
         on_gradients: called in every step between the backward pass and the optimizer; None for nobody.
+        routed: the routers, where rows may say which experts their tokens go to; None where they may not.
     """
 
     def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -101,6 +103,7 @@ class TrainEngine:
         self.temperature = temperature
         self.choices: tuple[int, ...] | None = None
         self.on_gradients: Callable[[], None] | None = None
+        self.routed: RoutedLayers | None = None
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
         )
@@ -317,7 +320,11 @@ class TrainEngine:
     def _mode(self, *, training: bool) -> Iterator[None]:
         for chunk in self.chunks:
             chunk.train(training)
-        yield
+        try:
+            yield
+        finally:
+            if self.routed is not None:
+                self.routed.reset()
 
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """This rank's micro-batches; equally many on all data-parallel ranks (empty ones carry no loss)."""
@@ -362,6 +369,7 @@ class TrainEngine:
             input_ids=[torch.full((2,), self.shape.pad_id)],
             prompt_lengths=[2],
             columns={name: [values[0] if values[0].dim() == 0 else values[0][:0]] for name, values in rows.columns.items()},
+            routing=None if rows.routing is None else [rows.routing[0].new_full((2, *rows.routing[0].shape[1:]), -1)],
         )
         micro_batch = build_micro_batch(filler, [0], self.shape, self.device, least_width=least_width)
         return replace(micro_batch, indexes=(-1,), num_tokens=0)
@@ -379,10 +387,14 @@ class TrainEngine:
             on_output: (number of the micro-batch, micro-batch, the head's outputs) -> loss sum, count, what is kept.
         """
 
+        numbers = {id(chunk): number for number, chunk in enumerate(self.chunks)}
+
         def forward_step(
             iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
         ) -> tuple[Any, Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Any]]]:
             number, micro_batch = next(iterator)
+            if self.routed is not None:
+                self.routed.begin(numbers[id(chunk)], micro_batch)
             request = HeadRequest(micro_batch, self.temperature, self.config.loss_chunk_size, self.choices)
             outputs = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed

@@ -30,6 +30,11 @@ class ModelPlan:
     layout: Layout
     hf_config: dict[str, Any]
 
+    def routed_layers(self, pp_rank: int) -> list[list[int]]:
+        """Numbers, from 0, of the layers with experts in each model chunk of a pipeline stage."""
+        chunks = [self.layout.chunk_layers(pp_rank, stage) for stage in range(self.layout.vpp)]
+        return [[layer for layer in chunk if layer is not None and self.network.is_moe_layer(layer)] for chunk in chunks]
+
 
 def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["lm", "reward"] = "lm") -> ModelPlan:
     """Reads config.json and places its layers.

@@ -5,6 +5,7 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vllm import SamplingParams, envs
+import vllm
+from vllm import EngineArgs, SamplingParams, envs
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
@@ -77,6 +79,21 @@ def engine_arguments(
     if hooks.sleeps:
         arguments["enable_sleep_mode"] = True
     return arguments | dict(changes or {})
+
+
+def routing_arguments() -> dict[str, Any]:
+    """With these an engine says to which experts it sent each token.
+
+    Raises:
+        ValueError: this vLLM cannot.
+    """
+    name = "enable_return_routed_experts"
+    if name not in inspect.signature(EngineArgs).parameters:
+        raise ValueError(
+            f"rl_config.router_replay.mode (R3) needs a vLLM that has {name}, from 0.21 on, and this is {vllm.__version__}; R2 "
+            "works with every one."
+        )
+    return {name: True}
 
 
 def sampling_params(sampling: Sampling, seed: int, **more: Any) -> SamplingParams:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
 
 from mindspeed_rl.rollout.requests import Sampling
 
@@ -29,12 +31,15 @@ class Generated:
         log_probs: of each token under the distribution it was drawn from.
         versions: of the weights that each token was drawn with.
         finish: "stop": a stop token; "length": max_tokens; "aborted": interrupted, and may go on as another call's `begun`.
+        routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to when the token
+            behind it was drawn; None where the engine does not say.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: Finish
+    routing: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
@@ -46,8 +51,22 @@ class Generated:
     def followed_by(self, rest: Generated) -> Generated:
         """The whole response, of which `rest` is what came after these tokens."""
         return Generated(
-            self.token_ids + rest.token_ids, self.log_probs + rest.log_probs, self.versions + rest.versions, rest.finish
+            self.token_ids + rest.token_ids,
+            self.log_probs + rest.log_probs,
+            self.versions + rest.versions,
+            rest.finish,
+            continued_routing(self.routing, rest.routing),
         )
+
+
+def continued_routing(first: np.ndarray | None, whole: np.ndarray | None) -> np.ndarray | None:
+    """The routing of a context that went on: what was said of its beginning stays, the rest is from `whole`, which has it all.
+
+    So every token keeps the experts with which the one behind it was drawn, also where a later request computed it anew.
+    """
+    if first is None or whole is None:
+        return whole if first is None else first
+    return np.concatenate([first, whole[len(first) :]])
 
 
 #: a response that has no token yet

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import pickle
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -196,7 +196,7 @@ class InProcessEngine:
         request = continuation(prompt_ids, sampling, seed, begun)
         if request is None:
             assert begun is not None
-            return Generated(begun.token_ids, begun.log_probs, begun.versions, "length")
+            return replace(begun, finish="length")
         self.engine.check(len(request.prompt_ids))
         await self._open.wait()
         number = str(next(iter(self._numbers)))
@@ -276,4 +276,4 @@ def _with_versions(completion: Completion, spans: list[tuple[int, int]], finish:
     ends = [start for start, _ in spans[1:]] + [len(completion.token_ids)]
     for (_, version), end in zip(spans, ends):
         versions += [version] * (end - len(versions))
-    return Generated(tuple(completion.token_ids), tuple(completion.log_probs), tuple(versions), finish)
+    return Generated(tuple(completion.token_ids), tuple(completion.log_probs), tuple(versions), finish, completion.routing)

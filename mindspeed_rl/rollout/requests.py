@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,11 @@ class Completion:
         token_ids: with the stop token, if one ended it.
         log_probs: of each token under the distribution it was drawn from.
         truncated: True when max_tokens ended it.
+        routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to; None where the
+            engine does not say.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     truncated: bool
+    routing: np.ndarray | None = field(default=None, compare=False, repr=False)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.rollout.engine import Finish, Generated
+from mindspeed_rl.rollout.engine import Finish, Generated, continued_routing
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: version of the weights that a token which was not drawn comes from
 NO_VERSION = -1
@@ -20,12 +23,14 @@ class Segment:
         log_probs: of each token under the distribution it was drawn from; 0.0 where it was not drawn.
         versions: of the weights that each token was drawn with; NO_VERSION where it was not drawn.
         sampled: the actor drew them. Otherwise they were told to it, and never train.
+        routing: of tokens that were drawn, that of everything before the last of them; see `Generated`.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: tuple[int, ...]
     sampled: bool
+    routing: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
@@ -37,7 +42,7 @@ class Segment:
     @classmethod
     def drawn(cls, found: Generated) -> Segment:
         """What an engine drew."""
-        return cls(found.token_ids, found.log_probs, found.versions, True)
+        return cls(found.token_ids, found.log_probs, found.versions, True, found.routing)
 
     @classmethod
     def told(cls, token_ids: Iterable[int]) -> Segment:
@@ -61,6 +66,19 @@ class TokenSequence:
     def num_response_tokens(self) -> int:
         """Tokens behind the prompt."""
         return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where the model drew a token of it."""
+        return any(segment.sampled and segment.token_ids for segment in self.segments)
+
+    @property
+    def routing(self) -> np.ndarray | None:
+        """[tokens up to the last that was drawn, layers, k], the experts of each; None where nobody has said."""
+        found = None
+        for segment in self.segments:
+            found = continued_routing(found, segment.routing)
+        return found
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,13 @@ class Trajectory:
         """A prompt and the one response to it."""
         return cls((TokenSequence(tuple(prompt_ids), (Segment.drawn(response),)),), response.finish)
 
+    def without_routing(self) -> Trajectory:
+        """The same for those who only read it: routing is many times as long as the tokens."""
+        sequences = [
+            replace(one, segments=tuple(replace(segment, routing=None) for segment in one.segments)) for one in self.sequences
+        ]
+        return replace(self, sequences=tuple(sequences))
+
     @property
     def response(self) -> Generated:
         """The one response, which may go on where it was aborted.
@@ -105,7 +130,7 @@ class Trajectory:
                 f"a trajectory of {len(self.sequences)} sequences and {len(segments)} segments is no single response"
             )
         (segment,) = segments
-        return Generated(segment.token_ids, segment.log_probs, segment.versions, self.finish)
+        return Generated(segment.token_ids, segment.log_probs, segment.versions, self.finish, segment.routing)
 
     @property
     def segments(self) -> list[Segment]:

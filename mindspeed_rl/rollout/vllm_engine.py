@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
+import vllm
 from torch import Tensor
 from vllm import LLM, RequestOutput, TokensPrompt
 from vllm.config import ParallelConfig
@@ -160,7 +162,9 @@ class VllmEngine:
             assert isinstance(output, RequestOutput)
             if output.finished:
                 sample = output.outputs[0]
-                completion = _completion(sample.token_ids, sample.logprobs, truncated=sample.finish_reason == "length")
+                truncated = sample.finish_reason == "length"
+                routing = _whole_routing(sample.routed_experts, len(output.prompt_token_ids or ()) + len(sample.token_ids) - 1)
+                completion = _completion(sample.token_ids, sample.logprobs, truncated=truncated, routing=routing)
                 del self._ids[output.request_id]
                 ended.append((output.request_id, completion))
         return ended
@@ -169,7 +173,10 @@ class VllmEngine:
         """The tokens that a request has."""
         state = self._llm.llm_engine.output_processor.request_states[self._ids[name]]
         assert state.detokenizer is not None and state.logprobs_processor is not None  # both are there for generation
-        return _completion(list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs, truncated=False)
+        chunks = getattr(state, "routed_experts_chunks", None)  # vLLM's, from 0.21 on
+        routing = np.concatenate(chunks) if chunks else None
+        tokens = list(state.detokenizer.output_token_ids)
+        return _completion(tokens, state.logprobs_processor.logprobs, truncated=False, routing=routing)
 
     def drop(self, names: Iterable[str]) -> None:
         """These requests run no more; names of others are passed over."""
@@ -295,10 +302,24 @@ class VllmEngine:
         }
 
 
-def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool) -> Completion:
+def _completion(token_ids: Sequence[int], found: Any, *, truncated: bool, routing: np.ndarray | None) -> Completion:
     assert isinstance(found, FlatLogprobs)  # flat_logprobs asks for it
     log_probs = [found.logprobs[index] for index in found.start_indices]  # the drawn token is first
-    return Completion(list(token_ids), log_probs, truncated)
+    return Completion(list(token_ids), log_probs, truncated, routing)
+
+
+def _whole_routing(found: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+    """What an engine says of a response, which must be about every token but the last.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if found is not None and len(found) != num_tokens:
+        raise RuntimeError(
+            f"this vLLM ({vllm.__version__}) returned the experts of {len(found)} tokens where {num_tokens} were computed; "
+            "rl_config.router_replay.mode R2 needs none of it"
+        )
+    return found
 
 
 def _storage_bytes(held: Iterable[Any]) -> int:

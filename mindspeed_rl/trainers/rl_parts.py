@@ -50,7 +50,7 @@ from mindspeed_rl.trainers.wrong_files import check_all
 from mindspeed_rl.workers.agents import check_agents, tool_schemas
 from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
 from mindspeed_rl.workers.cluster import worker_environment
-from mindspeed_rl.workers.columns import WORKER_COLUMNS
+from mindspeed_rl.workers.columns import WORKER_COLUMNS, worker_columns
 from mindspeed_rl.workers.groups import RewardModelGroup, ScoringGroup
 from mindspeed_rl.workers.model_source import (
     ModelSource,
@@ -357,7 +357,8 @@ def open_data_plane(run: Run) -> DataPlane:
     options: dict[str, Any] = {"answer_timeout_s": run.deadlines.seconds["data_plane"]}
     if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":  # its sockets have limits of their own
         options = {"num_storage_units": rl.transfer_queue_data_shard_num}
-    return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, DATA_PLANE_USERS, **options)
+    users = {**DATA_PLANE_USERS, **worker_columns(run.config)}
+    return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, users, **options)
 
 
 def assemble(run: Run, services: Services, inputs: Inputs, logger: RolloutLogger, resumed: Mapping[str, Any]) -> RLTrainer:

@@ -15,7 +15,7 @@ from mindspeed_rl.trainers.group_filter import GroupFilter
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.prompt_groups import prompt_rows
 from mindspeed_rl.trainers.services import Services
-from mindspeed_rl.workers.columns import WORKER_COLUMNS
+from mindspeed_rl.workers.columns import WORKER_COLUMNS, worker_columns
 from mindspeed_rl.workers.reports import WorkerReport
 
 #: what `PromptFeed` puts into the data plane
@@ -119,6 +119,8 @@ class FilteredRollout:
         self._plan, self._plane, self._synchronous, self._model_rewards = run.plan, plane, draws, model_rewards
         self._filter = GroupFilter(run)
         self._timeout_s = run.deadlines.rows_s
+        rollout = worker_columns(run.config)["actor_rollout"]
+        self._columns = [*SCORED_COLUMNS, *(name for name in rollout if name not in SCORED_COLUMNS)]
         self._draws = 0
 
     def before_push(self, iteration: int) -> int:
@@ -139,7 +141,7 @@ class FilteredRollout:
             reports += self._model_rewards.run(self._plan.num_samples)
             self._draws, draws = self._draws + 1, draws + 1
             batch, _ = self._plane.get(
-                "dynamic_sampling", list(SCORED_COLUMNS), indexes=range(self._plan.num_samples), timeout_s=self._timeout_s
+                "dynamic_sampling", self._columns, indexes=range(self._plan.num_samples), timeout_s=self._timeout_s
             )
             good, rest = self._filter.split(batch)
             kept.append(good)
@@ -149,7 +151,7 @@ class FilteredRollout:
             self._filter.give_up(iteration, f"{draws} rollouts", num_kept, wanted)
         size = self._plan.num_train_samples
         parts = kept + spare
-        merged = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in SCORED_COLUMNS}
+        merged = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in self._columns}
         self._plane.clear(wanted)
         self._plane.put(merged, range(size))
         metrics = Metrics()

@@ -39,6 +39,7 @@ from mindspeed_rl.workers.reward_model import RewardModel
 from mindspeed_rl.workers.role import Role
 from mindspeed_rl.workers.roles import build_roles
 from mindspeed_rl.workers.rollout import RolloutReplica
+from mindspeed_rl.workers.routing import make_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,7 @@ class ActorWorker(ModelWorker):
         self.replica = Replica(plane, run.deadlines.rows_s)
         tokenizer = load_tokenizer_of(cfg.actor_config, source)
         self.roles = build_roles(run, source, model_plan, tokenizer)
+        self.routing = make_routing(run, self.roles.actor.engine, self.replica)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
         self._open_rollout(plane, source, model_plan.network, tokenizer, run_id)
         self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
@@ -95,6 +97,7 @@ class ActorWorker(ModelWorker):
         self.run = run
         self.replica.follow(plane, run.deadlines.rows_s)
         self.rollout.follow(run, plane)
+        self.routing = make_routing(run, self.roles.actor.engine, self.replica)
         self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
 
     def _rests(self, role: Role) -> bool:
@@ -206,9 +209,9 @@ class ActorWorker(ModelWorker):
             batching = self._batching("actor", rl.actor_forward_micro_batch_size)
             names = ("old_log_probs", "entropies")
             with self.profiler("actor_compute_log_prob"), self.memory("log-probs", "activations", metrics):
-                self._forward(
-                    "old_log_p", self.roles.actor, "actor_log_prob", names, batching, count, "actor_logprob_dispatch_size"
-                )
+                key = "actor_logprob_dispatch_size"
+                self._forward("old_log_p", self.roles.actor, "actor_log_prob", names, batching, count, key, self.routing)
+            self.routing.add_to(metrics)
             return self._report(metrics)
         target = self.roles.reference or self.roles.actor
         batching = self._batching("ref", rl.ref_forward_micro_batch_size)
@@ -249,7 +252,9 @@ class ActorWorker(ModelWorker):
         with self.profiler("actor_update"), self.timers("update"), measured, dump as probe:
             for rows in self._mini_batches("actor_train", order.steps, order.columns):
                 self._prepare_step(actor)
-                add_step(metrics, "actor", actor.engine.train_step(rows, batching, probe.loss(loss), probe.inputs(batch)))
+                told = self.routing.for_update(rows)
+                add_step(metrics, "actor", actor.engine.train_step(told, batching, probe.loss(loss), probe.inputs(batch)))
+            self.routing.add_to(metrics)
             actor.poll_save()
             # weights are pushed next, which needs none of it
             actor.offloader.begin_offload(optimizer=self.run.generate.offload_train_optimizer)

@@ -18,7 +18,10 @@ from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.role import Role
+from mindspeed_rl.workers.routing import OwnRouting, Routing
 from mindspeed_rl.workers.rows import ROW_COLUMNS, to_rows
+
+_OWN_ROUTING = OwnRouting()
 
 
 class ModelWorker(DeviceWorker):
@@ -43,6 +46,7 @@ class ModelWorker(DeviceWorker):
         batching: MicroBatching,
         count: int,
         dispatch_key: str,
+        routing: Routing = _OWN_ROUTING,
     ) -> None:
         """This replica's rows have these columns; waits for rows that are not ready.
 
@@ -53,7 +57,7 @@ class ModelWorker(DeviceWorker):
         for part in self.replica.dispatches(count, self.run.plan.dispatch_sizes[dispatch_key]):
             batch = self.replica.fetch(consumer, list(ROW_COLUMNS), part)
             with self.timers(phase):
-                output = role.engine.forward(to_rows(batch), batching)
+                output = routing.forward(role.engine, to_rows(batch), batching, part)
                 self.replica.put(dict(zip(names, output or ())), part)
         if self._rests(role):
             self._rest(role)

@@ -24,6 +24,7 @@ class Replica:
     def __init__(self, plane: DataPlane, timeout_s: float) -> None:
         """Collective over the training world."""
         self._control = parallel.ControlGroup()
+        self._stage: parallel.ControlGroup | None = None
         self._is_source, self.is_output = parallel.is_data_source(), parallel.is_output_source()
         self.number = parallel_state.get_data_parallel_rank()
         self.count = parallel_state.get_data_parallel_world_size()
@@ -43,6 +44,23 @@ class Replica:
         if self._is_source:
             batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
         return self._control.broadcast(batch)
+
+    def divide_by_stage(self) -> None:
+        """Pipeline stages can fetch and put for themselves; collective over the training world."""
+        self._stage = parallel.ControlGroup(of_stage=True)
+
+    def fetch_stage(self, consumer: str, columns: Sequence[str], rows: Sequence[int]) -> Batch:
+        """Rows of the data plane on every rank of this pipeline stage, which no other stage gets; otherwise as `fetch`."""
+        batch = None
+        if parallel.is_stage_source():
+            batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
+        assert self._stage is not None  # divide_by_stage came first
+        return self._stage.broadcast(batch)
+
+    def put_stage(self, columns: Mapping[str, Any], rows: Sequence[int]) -> None:
+        """What this pipeline stage computed for these rows lies in the data plane; nothing happens on its other ranks."""
+        if parallel.is_stage_source():
+            self._plane.put(dict(columns), rows)
 
     def put(self, columns: Mapping[str, Any], rows: Sequence[int]) -> None:
         """What the ranks computed for these rows lies in the data plane; nothing happens on ranks that hand nothing out."""

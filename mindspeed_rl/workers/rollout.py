@@ -19,6 +19,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.resharding.destinations import read_destinations
@@ -33,6 +34,7 @@ from mindspeed_rl.resharding.exchange import world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.rollout.arguments import routing_arguments
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.loading import LoadsWeights
@@ -42,6 +44,7 @@ from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, r
 from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.reports import add_bytes
 from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
+from mindspeed_rl.workers.routing import rollout_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,14 +78,20 @@ class RolloutReplica:
         self.run = run
         sampling = training_sampling(config.sampling_config, source, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        replays = run.rl.router_replay.mode == "R3"
         self.engine = VllmEngine(
             source.hf_folder,
             config,
             sampling,
             run_id=run_id,
             kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
-            engine_arguments=adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else None,
+            engine_arguments={
+                **(adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
+                **(routing_arguments() if replays else {}),
+            },
         )
+        # of the actor, whose pipeline stages each get the experts of their own layers
+        self._plan = plan_model(run.config.actor_config, source.hf_folder) if replays else None
         self.rank, layout = dist.get_rank(), self.engine.layout
         self.layout = layout
         self.replica, replica_rank = divmod(self.rank, layout.tensor)
@@ -219,7 +228,10 @@ class RolloutReplica:
         tasks = row_tasks(self.run, batch, indexes, draw, self.engine.sampling)
         trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
         assert self.plane is not None
-        self.plane.put(response_columns(trajectories), indexes)
+        columns = response_columns(trajectories)
+        if self._plan is not None:
+            columns |= rollout_routing(self._plan, trajectories)
+        self.plane.put(columns, indexes)
         return response_metrics(trajectories)
 
     def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
@@ -251,7 +263,8 @@ class RolloutReplica:
         tasks = item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
 
         async def answered() -> list[Trajectory]:
-            return list(await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks)))
+            found = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
+            return [one.without_routing() for one in found]
 
         return self.host.run(answered)
 

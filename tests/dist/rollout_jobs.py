@@ -36,6 +36,7 @@ from mindspeed_rl.resharding.exchange import world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.rollout.arguments import routing_arguments
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -117,20 +118,28 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
     return LossOutput((per_token * mask).sum(), mask.sum(), read_metrics({"loss": masked_mean(per_token, mask)}))
 
 
-def _rollout_of(folder: str, infer_tp: int, sharing: int | None) -> VllmEngine:
+def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -> VllmEngine:
     if folder not in _engines:
         config = GenerateConfig(
             infer_tensor_parallel_size=infer_tp,
             infer_expert_parallel_size=sharing or 1,
             enable_expert_parallel=sharing is not None,
             max_num_seqs=16,
-            max_model_len=64,
-            max_num_batched_tokens=256,
+            max_model_len=512 if routed else 64,
+            max_num_batched_tokens=2048 if routed else 256,
+            enable_prefix_caching=routed,
             dtype="float32",
             kv_cache_memory_gib=0.03,
         )
         run_id = f"test-{_shared_number()}"
-        _engines[folder] = VllmEngine(folder, config, Sampling(TEMPERATURE, 8, (1,)), run_id=run_id, kv_bytes_per_token=4096)
+        _engines[folder] = VllmEngine(
+            folder,
+            config,
+            Sampling(TEMPERATURE, 8, (1,)),
+            run_id=run_id,
+            kv_bytes_per_token=4096,
+            engine_arguments=routing_arguments() if routed else None,
+        )
     return _engines[folder]
 
 
@@ -142,11 +151,12 @@ def _shared_number() -> int:
 
 
 @contextlib.contextmanager
-def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None) -> Iterator[Pair]:
+def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None, *, routed: bool = False) -> Iterator[Pair]:
     """A fresh training engine of this layout beside the rollout engine of this process; collective.
 
     Args:
         sharing: replicas that share experts, with expert parallelism; None without.
+        routed: the rollout engine says where it sent tokens; it has room for long prompts and keeps them.
     """
     config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)
@@ -159,7 +169,7 @@ def pair_of(setting: Setting, infer_tp: int, sharing: int | None = None) -> Iter
         shape = batch_shape(config, packed=setting.packed, pad_id=0)
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
-        rollout = _rollout_of(setting.folder, infer_tp, sharing)
+        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed)
         yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp)
         dist.barrier()
     finally:

@@ -33,6 +33,17 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         norm_topk_prob=True,
         tie_word_embeddings=False,
     ),
+    # four layers, of which the second has no experts
+    "moe_mixed": transformers.Qwen3MoeConfig(
+        **_DENSE | {"vocab_size": 128},
+        head_dim=32,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        tie_word_embeddings=False,
+    ),
     # its latent sizes are those that vLLM's CPU kernel is built for
     "deepseek": transformers.DeepseekV3Config(
         **_DENSE | {"num_hidden_layers": 2, "vocab_size": 128, "num_key_value_heads": 4},

@@ -15,7 +15,9 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
 with set_current_vllm_config(VllmConfig()):
     rope = RotaryEmbedding(64, 64, 512, 10000, False, torch.float32)
@@ -36,6 +38,9 @@ print(
             "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # an argument alone
             "exchange": not {"all_gatherv", "reduce_scatterv"} & set(vars(CpuCommunicator)),
             "heads of tokens": not torch.allclose(turned, rope.forward_native(positions, heads, key)[0]),
+            # V1's runners do not know of them, and V2's needs Triton
+            "routed experts": not HAS_TRITON
+            and not any("aux_output" in inspect.getsource(module) for module in (cpu_model_runner, gpu_model_runner)),
             "KV release": not current_platform.is_sleep_mode_available(),
         }
     )

@@ -22,6 +22,7 @@ def test_the_base_run_is_sound() -> None:
 
 
 M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
+EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
 CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
@@ -210,6 +211,42 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["filter_groups_enable", "dynamic_sample"],
     ),
     ({M: {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}}, "one_warmup", ["lr_warmup_fraction (0.1)", "lr_warmup_iters (5)"]),
+    (
+        {R: {"router_replay": {"mode": "R3"}}},
+        "router_replay",
+        ["rl_config.router_replay.mode (R3)", "the model has no experts"],
+    ),
+    ({R: {"use_routing_replay": True}}, "router_replay", ["rl_config.router_replay.mode (R2)", "the model has no experts"]),
+    (
+        {M: EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, R: {"router_replay": {"mode": "R3"}}},
+        "router_replay",
+        ["sinkhorn"],
+    ),
+    (
+        {M: EXPERTS, R: {"router_replay": {"mode": "R2"}, "mini_batch_size": 32}},
+        "router_replay",
+        ["mode (R2)", "one optimizer step", "R3 needs no such pass"],
+    ),
+    (
+        {M: EXPERTS, R: {"router_replay": {"mode": "R3"}, "partial_rollout_max_split": 2, "guarantee_order": False}},
+        "router_replay",
+        ["mode (R3)", "partial_rollout_max_split (2)"],
+    ),
+    (
+        {M: EXPERTS, R: {"router_replay": {"mode": "R3"}}, G: {"expert_map_path": "map.json"}},
+        "router_replay",
+        ["mode (R3)", "expert_map_path", "0.26"],
+    ),
+    (
+        {M: EXPERTS, R: {"router_replay": {"mode": "R3"}}, G: {"vllm_server_host": "there"}},
+        "router_replay",
+        ["mode (R3)", "servers", "R2 works with them"],
+    ),
+    (
+        {M: EXPERTS, R: {"router_replay": {"mode": "R3"}, "enable_rollout_routing_replay": False}},
+        "replay_spelling",
+        ["enable_rollout_routing_replay (false)", "router_replay.mode (R3)"],
+    ),
     ({M: {"pack": True, "neat_pack": True}}, "neat_pack", ["neat_pack", "reset_attention_mask"]),
     (
         {M: {"stage": "ray_dapo", "lora_target_modules": ["linear_qkv"]}, R: {"share_backbone": True}},

@@ -88,7 +88,8 @@ ELSEWHERE: dict[str, str] = {
     "config/sizes.py": "reference_resource reward_resource critic_resource rollout_resource use_integrated_worker "
     "vllm_server_port infer_pipeline_parallel_size num_npus "
     "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
-    "config/spellings.py": "reward_weights report_to beta max_completion_length async_generate",
+    "config/spellings.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
+    "use_rollout_routing_replay enable_rollout_routing_replay",
     "config/turns.py": "multi_turn_enable agent_loop environment multi_turn_scheduler max_total_response_length",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
@@ -143,6 +144,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/roles.py": "share_backbone process_reward_aggregation use_remove_padding",
     "workers/model_worker.py": "use_dp_batch_balance",
     "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
+    "workers/routing.py": "router_replay",
     "workers/rollout.py": "guarantee_order update_weights_bucket_mb update_weight_mode lora_push",
     "workers/server_links.py": "vllm_server_token_file",
     "workers/servers.py": "rollout_server_restarts",

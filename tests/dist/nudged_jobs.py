@@ -1,0 +1,118 @@
+"""Jobs in which the rollout engine's routers are nudged, so that it sends tokens elsewhere than the trainer would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from replay_jobs import LocalPlane
+from rollout_jobs import pair_of
+from torch import Tensor, nn
+from training_jobs import Setting
+
+from mindspeed_rl.dataplane.columns import pack
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.requests import GenerationRequest
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.workers.columns import ROUTED_LENGTHS, routed_column
+from mindspeed_rl.workers.replica import Replica
+from mindspeed_rl.workers.responses import response_columns
+from mindspeed_rl.workers.routing import RolloutRouting, rollout_routing
+from mindspeed_rl.workers.rows import to_rows
+
+_PROMPTS = ([5, 9, 40, 17, 22, 61, 3, 77, 30, 31] * 30, [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38])
+_TOLD = [12, 90, 55]
+
+
+def nudge(model: nn.Module) -> None:
+    """From now on the routers of this engine choose by other logits, and weigh what they chose as ever.
+
+    A token that is computed anew, because a later turn has it in its prompt, goes where it went before.
+    """
+    for module in model.modules():
+        router = getattr(module, "router", None)
+        if router is None or not hasattr(router, "_compute_routing"):
+            continue
+        count = router.top_k
+
+        def compute(hidden: Tensor, logits: Tensor, dtype: Any, *, count: int = count, **others: Any) -> tuple[Tensor, Tensor]:
+            chosen = (logits + 2.0 * torch.sin(7.0 * logits)).topk(count, -1).indices
+            weights = logits.float().softmax(-1).gather(1, chosen)
+            weights = weights / weights.sum(-1, keepdim=True)
+            return weights, chosen.to(dtype or torch.int32)
+
+        router._compute_routing = compute
+
+
+def _answered(engine: VllmEngine, prompts: Sequence[Sequence[int]], seed: int) -> list[Generated]:
+    completions = engine.generate([GenerationRequest(list(prompt), seed + number) for number, prompt in enumerate(prompts)])
+    return [
+        Generated(tuple(one.token_ids), tuple(one.log_probs), (0,) * len(one.token_ids), "length", one.routing)
+        for one in completions
+    ]
+
+
+def _trajectories(engine: VllmEngine) -> list[Trajectory]:
+    """Two responses to each prompt, a single turn the first and two turns the second."""
+    first, second = _answered(engine, _PROMPTS, 100), _answered(engine, _PROMPTS, 200)
+    contexts = [[*prompt, *one.token_ids, *_TOLD] for prompt, one in zip(_PROMPTS, second)]
+    later = _answered(engine, contexts, 300)
+    found = [Trajectory.single(prompt, one) for prompt, one in zip(_PROMPTS, first)]
+    for prompt, one, two in zip(_PROMPTS, second, later):
+        segments = Segment.drawn(one), Segment.told(_TOLD), Segment.drawn(two), Segment.told(_TOLD)
+        found.append(Trajectory((TokenSequence(tuple(prompt), segments),), "stop"))
+    return found
+
+
+def agree(setting: Setting) -> dict[str, Any]:
+    """The largest difference of log-probs between trainer and nudged engine, with its routing and without."""
+    with pair_of(setting, 1, routed=True) as pair:
+        pair.push()
+        nudge(pair.rollout.read_model())
+        cached = _count_cached(pair.rollout)
+        trajectories = _trajectories(pair.rollout)
+        routing = rollout_routing(pair.engine.model.plan, trajectories)
+        plane = LocalPlane(len(trajectories), [ROUTED_LENGTHS, routed_column(0)])
+        numbers = list(range(len(trajectories)))
+        plane.put(routing, numbers)
+        rows = to_rows(
+            {name: pack(values) for name, values in response_columns(trajectories).items() if name != "trajectories"}
+        )
+        own = pair.engine.forward(rows, setting.batching)
+        replay = RolloutRouting(pair.engine, Replica(plane, 10.0))  # pyrefly: ignore[bad-argument-type]
+        replayed = replay.forward(pair.engine, rows, setting.batching, numbers)
+        metrics = Metrics()
+        replay.add_to(metrics)
+        assert own is not None and replayed is not None
+        return {
+            "own": _differences(trajectories, own[0]),
+            "replayed": _differences(trajectories, replayed[0]),
+            "cached": cached,
+            "metrics": metrics.results(),
+            "types": {name: str(values[0].dtype) for name, values in routing.items()},
+        }
+
+
+def _count_cached(engine: VllmEngine) -> list[int]:
+    """Gets the number of cached tokens of each request that ends."""
+    found: list[int] = []
+    step = engine._llm.llm_engine.step
+
+    def counted() -> Any:
+        outputs = step()
+        found.extend(one.num_cached_tokens for one in outputs if one.finished)
+        return outputs
+
+    engine._llm.llm_engine.step = counted
+    return found
+
+
+def _differences(trajectories: Sequence[Trajectory], log_probs: Sequence[Tensor]) -> list[float]:
+    apart = []
+    for one, ours in zip(trajectories, log_probs):
+        sampled = torch.tensor(one.sampled)
+        apart.append((ours - torch.tensor(one.log_probs))[sampled].abs().max().item())
+    return apart

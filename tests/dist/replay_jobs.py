@@ -1,0 +1,123 @@
+"""Jobs that train on the engine with the routing of tokens given, or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, parallel_state, summary, weighted_loss
+
+from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.router_replay import RoutedLayers
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.workers.columns import ROUTED_LENGTHS, routed_column
+from mindspeed_rl.workers.replica import Replica
+from mindspeed_rl.workers.routing import RecordedRouting
+
+NUM_EXPERTS, TOPK = 4, 2
+#: of the tiny model `moe_mixed`
+ROUTED_LAYERS = [0, 2, 3]
+
+
+def given_routing() -> list[torch.Tensor]:
+    """[tokens, routed layers, 2] for each row: experts drawn at random, and nothing said of the last token."""
+    generator = torch.Generator().manual_seed(11)
+    found = []
+    for length in all_rows().lengths:
+        chances = torch.rand(length, len(ROUTED_LAYERS), NUM_EXPERTS, generator=generator)
+        routing = chances.argsort(-1)[..., :TOPK].to(torch.int16)
+        routing[-1] = -1
+        found.append(routing)
+    return found
+
+
+def _with_routing(engine: TrainEngine) -> Rows:
+    """This rank's rows with the routing of its stage's layers."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
+    columns = [ROUTED_LAYERS.index(layer) for layer in layers]
+    rows = replace(all_rows(), routing=[one[:, columns] for one in given_routing()])
+    return my_rows(rows)
+
+
+def train_replayed(setting: Setting, steps: int = 3) -> dict[str, Any]:
+    """Trains with the given routing; reports it all, and how much of it the routers agreed with."""
+    with engine_of(setting) as engine:
+        engine.routed = RoutedLayers(engine.model)
+        rows = _with_routing(engine)
+        results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
+        return summary(results, full_weights(engine)) | {"agreement": engine.routed.take_agreement()}
+
+
+def forward_replayed(setting: Setting) -> list[Any]:
+    """Log-probs of all rows with the given routing, in one process."""
+    with engine_of(setting) as engine:
+        engine.routed = RoutedLayers(engine.model)
+        output = engine.forward(_with_routing(engine), setting.batching)
+        assert output is not None
+        return [one.numpy() for one in output[0]]
+
+
+def record(setting: Setting) -> dict[str, Any]:
+    """What a forward pass chose, by row and layer of this rank's stage; then the loss with and without it."""
+    with engine_of(setting) as engine:
+        engine.routed = RoutedLayers(engine.model)
+        rows = my_rows(all_rows())
+        with engine.routed.recording() as recording:
+            engine.forward(rows, setting.batching)
+        routing = engine.routed.recorded_rows(recording, rows)
+        replay = engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
+        plain = engine.measure(rows, setting.batching, weighted_loss)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
+        first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        numbers = range(first, 8, step)
+        return {
+            "routing": {
+                (number, layer): sorted_experts(one[:, place])
+                for number, one in zip(numbers, routing)
+                for place, layer in enumerate(layers)
+            },
+            "losses": [[float(one.loss_sum) for one in losses] for losses in (replay, plain)],
+            "agreement": engine.routed.take_agreement(),
+        }
+
+
+class LocalPlane:
+    """A transfer dock without an actor around it."""
+
+    def __init__(self, num_rows: int, columns: Sequence[str]) -> None:
+        self._dock = TransferDock(num_rows, 1, {"rollout": tuple(columns), "actor_log_prob": (), "actor_train": ()})
+
+    def put(self, data: Any, indexes: Sequence[int]) -> None:
+        self._dock.put(data, indexes)
+
+    def get(self, consumer: str, columns: Sequence[str], *, indexes: Sequence[int], timeout_s: float) -> Any:
+        found = self._dock.get(consumer, columns, indexes=indexes)
+        assert found[0] is not None
+        return found
+
+
+def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
+    """What R2 hands to the update, of rows in another order, by row and layer; through a transfer dock, in one process."""
+    with engine_of(setting) as engine:
+        rows, numbers = all_rows(), list(range(8))
+        plane = LocalPlane(8, [ROUTED_LENGTHS, routed_column(0)])
+        routing = RecordedRouting(engine, Replica(plane, 10.0))  # pyrefly: ignore[bad-argument-type]
+        routing.forward(engine, rows, setting.batching, numbers)
+        order = [5, 2, 7, 0, 1, 3, 6, 4]
+        chosen = rows.select(order)
+        told = routing.for_update(replace(chosen, columns={"row": [torch.tensor(number) for number in order]}))
+        assert told.routing is not None
+        return {
+            (number, layer): sorted_experts(one[:, place])
+            for number, one in zip(order, told.routing)
+            for place, layer in enumerate(ROUTED_LAYERS)
+        }
+
+
+def sorted_experts(values: torch.Tensor) -> list[list[int]]:
+    return values.sort(-1).values.tolist()

@@ -1,0 +1,56 @@
+"""`mindspeed-rl train` on a model with experts, with each mode of router replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from grpo_command import ONE_PROCESS, Command, finished, running
+from tiny_task import make_expert_task, make_task
+
+_MODEL = ["+model.tiny_qwen25.num_experts=4", "megatron_training.train_iters=2"]
+_STEPS = ["rl_config.mini_batch_size=4"]  # two optimizer steps an iteration: there is a pass of the old log-probs
+_STAGES = [
+    "rl_config.actor_resource.num_npus=2",
+    "actor_config.tensor_model_parallel_size=1",
+    "actor_config.pipeline_model_parallel_size=2",
+    "generate_config.infer_tensor_parallel_size=2",
+    "rl_config.use_remove_padding=true",
+]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_expert_task(tmp_path_factory.mktemp("experts"), "qwen3-moe")
+
+
+def _check(command: Command, replays: bool) -> None:
+    assert len(command.metrics) == 2
+    for record in command.metrics:
+        assert record["rollout/log_probs_diff_max"] < 1e-4
+        assert record["actor/grad_norm"] > 0.0
+        # the engine computes what the trainer does, and two steps of a small rate hardly move a router
+        assert (0.9 < record["router/agreement"] <= 1.0) if replays else "router/agreement" not in record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+def test_a_run_in_each_mode(task: Path, tmp_path: Path, mode: str) -> None:
+    command = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *_STEPS, f"rl_config.router_replay.mode={mode}")
+    _check(command, mode != "disabled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_each_pipeline_stage_gets_the_experts_of_its_layers(task: Path, tmp_path: Path, mode: str) -> None:
+    changes = ["rl_config.use_dynamic_bsz=true", "rl_config.max_packing_token_size=256", "rl_config.data_strategy=tq"]
+    command = finished(task, tmp_path / "run", *_STAGES, *_MODEL, *_STEPS, *changes, f"rl_config.router_replay.mode={mode}")
+    _check(command, True)
+
+
+def test_a_model_without_experts_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    dense = make_task(tmp_path)
+    with running(dense, tmp_path / "run", *ONE_PROCESS, "rl_config.router_replay.mode=R3") as command:
+        assert command.wait(120) == 2
+        assert "rl_config.router_replay.mode (R3) cannot be used here: the model has no experts" in command.output
+        assert "starting" not in command.output
