@@ -17,7 +17,7 @@ from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.agents import make_tool_box
+from mindspeed_rl.workers.agents import make_tool_box, parser_name
 
 if TYPE_CHECKING:
     from mindspeed_rl.rollout.engine import RolloutEngine
@@ -78,7 +78,13 @@ class AgentEngine:
         box = None if settings.tools is None else make_tool_box(rl, prompt_format.tokenizer, turns)
         limits = Limits(max_model_len, max_model_len, max_model_len, settings.max_turns)
         loop_settings = LoopSettings(
-            prompt_format.tokenizer, turns, limits, box, settings.multi_turn_scheduler, settings.environment
+            prompt_format.tokenizer,
+            turns,
+            limits,
+            box,
+            settings.multi_turn_scheduler,
+            settings.environment,
+            parser_name(rl, turns),
         )
         self._agents = Agents(agent_loop_class(agent_loop_of(rl))(loop_settings), box)
         self._inner: Engine | None = None

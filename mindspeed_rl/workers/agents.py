@@ -20,7 +20,7 @@ from mindspeed_rl.rollout.agents.single_turn import SingleTurn
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.tools.interface import ToolBox
-from mindspeed_rl.tools.parsers import check_parser_name, make_parser
+from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
 from mindspeed_rl.workers.responses import sampling_seed
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 #: columns of the data plane that a task is made of; a loop of one turn needs the first alone
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
-
-#: how calls are written where neither run file nor template says: MindSpeed-RL's own format
-DEFAULT_PARSER = "hermes"
 
 
 def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
@@ -54,6 +51,7 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
         tool_box=tool_box,
         multi_turn_scheduler=rl.multi_turn_scheduler,
         environment=rl.environment,
+        tool_parser=parser_name(rl, turns),
     )
     return Agents(agent_loop_class(name)(settings), tool_box)
 
@@ -68,9 +66,8 @@ def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
         ValueError: the file, or the name of the parser, is wrong.
     """
     assert rl.tool_config_path is not None
-    name = rl.tool_parser_format or (None if turns is None else turns.tool_format) or DEFAULT_PARSER
+    name = parser_name(rl, turns)
     thinks = turns is not None and turns.opens_thought
-    check_parser_name(name)
     limits = CallLimits(
         rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
     )
@@ -80,6 +77,17 @@ def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
         limits,
         lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
     )
+
+
+def parser_name(rl: RLConfig, turns: ChatTurns | None) -> str:
+    """How the model writes calls: as the run file says, else as the chat template does.
+
+    Raises:
+        ValueError: the name is surely wrong.
+    """
+    name = rl.tool_parser_format or (None if turns is None else turns.tool_format) or DEFAULT_PARSER
+    check_parser_name(name)
+    return name
 
 
 def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:

@@ -41,11 +41,15 @@ class Turn:
         text: decoded with special tokens, without the one that ended it.
         token_ids: with that one.
         ended: by an end token; otherwise for lack of room, and no other turn follows.
+        prompt_ids: what the model read.
+        log_probs: of each token.
     """
 
     text: str
     token_ids: tuple[int, ...]
     ended: bool
+    prompt_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
 
 
 class Dialogue:
@@ -88,20 +92,29 @@ class Dialogue:
         most = self._limits.max_turns
         return turn.ended and (most is None or self.num_turns < most)
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """The conversation begins with another prompt than the task's; before the first turn.
+    def begin(self, prompt_ids: Sequence[int], turns: ChatTurns | None = None) -> bool:
+        """The conversation begins with another prompt than the task's, or anew; False where it has no room.
+
+        Args:
+            turns: of the chat template from now on, where prompts with tools and without differ.
 
         Raises:
-            ValueError: it is too long.
+            ValueError: the first prompt is too long.
         """
-        assert not self._rewards
         most = self._limits.max_prompt_tokens
-        if len(prompt_ids) > most:
+        if not self._rewards and len(prompt_ids) > most:
             raise ValueError(f"the first messages are {len(prompt_ids)} tokens, and rl_config.max_prompt_length is {most}")
+        self._turns = self._turns if turns is None else turns
+        if self._rewards and not self._begin_sequence(tuple(prompt_ids), [], has_thought=False):
+            return False
         self._prompt_ids = self._begins = tuple(prompt_ids)
+        return True
 
-    async def reply(self) -> Turn:
+    async def reply(self, max_tokens: int | None = None) -> Turn:
         """The model's next turn.
+
+        Args:
+            max_tokens: of this turn, where the run allows as many.
 
         Raises:
             ValueError: the engine cannot answer: the prompt is too long.
@@ -109,6 +122,7 @@ class Dialogue:
         context = self._context(self._segments)
         limits = self._limits
         room = min(self._sampling.max_tokens, limits.max_tokens - self._used, limits.max_context_tokens - len(context))
+        room = room if max_tokens is None else min(room, max_tokens)
         sampling = replace(self._sampling, max_tokens=max(1, room))
         found = await _whole(self._engine, context, sampling, turn_seed(self._seed, self.num_turns))
         self._segments.append(Segment.drawn(found))
@@ -123,7 +137,7 @@ class Dialogue:
         if self.messages and self.messages[-1]["role"] == "assistant":  # it was reopened
             text = self.messages.pop()["content"] + text
         self.messages.append({"role": "assistant", "content": text})
-        return Turn(text, found.token_ids, ended)
+        return Turn(text, found.token_ids, ended, context, found.log_probs)
 
     def tell(self, messages: Sequence[ChatMessage]) -> bool:
         """The model has been told these messages, and is to answer; False where there is no room for an answer.
@@ -152,8 +166,10 @@ class Dialogue:
         What only adds to what was said is told; anything else begins a new sequence.
         """
         said = len(self.messages)
-        if [dict(message) for message in messages[:said]] == self.messages and len(messages) > said:
-            return self.tell(messages[said:])
+        new = messages[said:]
+        is_told = bool(new) and all(message["role"] != "assistant" for message in new)
+        if is_told and [dict(message) for message in messages[:said]] == self.messages:
+            return self.tell(new)
         return self._write_anew([dict(message) for message in messages])
 
     def reopen(self, content: str) -> bool:

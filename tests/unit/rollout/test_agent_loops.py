@@ -68,7 +68,7 @@ class Speaker:
 
 
 def settings(**changes: Any) -> LoopSettings:
-    return LoopSettings(TOKENIZER, TURNS, **{"limits": Limits(2000, 1000, 4000), **changes})
+    return LoopSettings(TOKENIZER, **{"turns": TURNS, "limits": Limits(2000, 1000, 4000), **changes})
 
 
 def task(**columns: Any) -> Task:
