@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config import RLConfig, Run, agent_loop_of, response_limit
-from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.dataplane.columns import Batch, objects
@@ -22,7 +22,7 @@ from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.tools.interface import ToolBox
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
+from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, LoadedToolBox
 from mindspeed_rl.workers.responses import sampling_seed
 
 if TYPE_CHECKING:
@@ -108,6 +108,31 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
         turns.check_prompt(prompt_ids)
     role = "tool" if run.rl.tool_config_path is not None else "user"
     turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
+
+
+def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:
+    """Reads what the rows say of tools, where they say anything.
+
+    Raises:
+        ValueError: a row names a tool, an option or an argument that there is not; says where, and what there is.
+    """
+    columns = set(prompts[0]["columns"])
+    if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(TOOL_COLUMNS):
+        return
+
+    async def look() -> None:
+        box = make_tool_box(rl, tokenizer)
+        await box.start()
+        try:
+            for number in range(len(prompts)):
+                try:
+                    box.read_row(prompts[number]["columns"])
+                except ValueError as error:
+                    raise ValueError(f"{prompts.where(number)}: {error}") from error
+        finally:
+            await box.close()
+
+    asyncio.run(look())
 
 
 def tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -67,9 +67,9 @@ def test_an_episode_is_a_trajectory_with_the_programs_reward(with_library: None,
 
 
 def test_what_a_program_does_wrong_fails_its_own_sample(with_library: None, tmp_path: Path) -> None:
-    rows = [{"prompt": "hang"}, {}, {"prompt": QUESTION}]
-    late, without, good = played(tmp_path, rows, "2", timeout_s=1.5)
-    assert "the episode took longer than 1.5 s" in late.failure
+    (late,) = played(tmp_path, [{"prompt": "hang"}], "2", timeout_s=0.5)
+    assert "the episode took longer than 0.5 s" in late.failure
+    without, good = played(tmp_path, [{}, {"prompt": QUESTION}], "2")
     assert "no column 'prompt'" in without.failure and "dataset_additional_keys" in without.failure
     assert good.final_reward == 1.0 and not good.failure
 
