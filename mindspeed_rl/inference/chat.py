@@ -83,12 +83,17 @@ def stream_answer(
         if piece.finish == "stop" and token_ids and token_ids[-1] in sampling.stop_token_ids:
             token_ids = token_ids[:-1]
         if piece.aside:
-            yield from [*splitter.feed(text.finish()), *splitter.finish(), ("aside", prompt_format.decode(token_ids))]
+            yield from splitter.feed(text.finish())
+            yield from splitter.finish()
+            yield "aside", prompt_format.decode(token_ids)
             # the next turn begins as the first one did
             text = IncrementalText(prompt_format.decoder)
             splitter = ThoughtSplitter(prompt_format.thought_marks, thinking=thinking)
             continue
-        yield from splitter.feed(text.feed(token_ids)) or [("answer", "")]
+        parts = splitter.feed(text.feed(token_ids))
+        yield from parts
+        if not parts:
+            yield "answer", ""
     yield from splitter.feed(text.finish())
     yield from splitter.finish()
 

@@ -294,8 +294,8 @@ def _check_options(tool: str, said: Mapping[str, Any], takes: TakenOptions) -> N
         if not isinstance(words, Mapping):
             raise ValueError(f"{where}.{option} must be a mapping of arguments, not {str(words)[:120]!r}")
         known = takes.get(option)
-        for word in words if known is not None else ():
-            if word not in known:
+        for word in words:
+            if known is not None and word not in known:
                 hint = registry.did_you_mean(word, known)
                 names = ", ".join(sorted(known)) or "no arguments"
                 raise ValueError(f"{where}.{option}: there is no argument {word!r}{hint or '.'} It takes {names}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -147,7 +149,7 @@ class Dialogue:
         Raises:
             BadRow: the template cannot write them.
         """
-        last = self._segments[-1].token_ids[-1]
+        last = self._context(self._segments)[-1]
         num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
         between = self._turns.between(messages, last, num_before=num_before, has_thought=self._has_thought)
         told = [dict(message) for message in messages]
@@ -180,6 +182,42 @@ class Dialogue:
         begins = (*self._context(self._segments[:-1]), *self._tokenizer.encode(content, add_special_tokens=False))
         said = [*self.messages[:-1], {"role": "assistant", "content": content}]
         return self._begin_sequence(begins, said, has_thought=self._has_thought)
+
+    def amend(self, token_ids: Sequence[int], trains: Sequence[bool], content: str) -> bool:
+        """The model's last turn reads so from now on, in these tokens; False where there is no room.
+
+        Tokens behind those that were drawn are told. Where one of those is changed or left out, a new sequence begins, and what
+        was drawn stays as it was drawn in the one before.
+
+        Args:
+            trains: False for drawn tokens that shall not train: they count as told.
+            content: the turn as text.
+
+        Raises:
+            ValueError: a token shall train that was not drawn there.
+        """
+        *before, drawn = self._segments
+        same = len(os.path.commonprefix([drawn.token_ids, tuple(token_ids)]))
+        for place, token in enumerate(token_ids):
+            if place >= same and trains[place]:
+                raise ValueError(f"token {place} of the turn ({token}) shall train, but the model did not draw it there")
+        said = [*self.messages[:-1], {"role": "assistant", "content": content}]
+        is_whole = same == len(drawn.token_ids)
+        added = tuple(token_ids[same:])
+        context = (*self._context(before), *token_ids)
+        if is_whole and added and not self._has_room(len(added), len(context)):
+            return False
+        drawn_parts = _parts(drawn, [*trains[:same], *(True for _ in drawn.token_ids[same:])])
+        if not is_whole:
+            kept, self._segments = self._segments, [*before, *drawn_parts]
+            if not self._begin_sequence(context, said, has_thought=self._has_thought):
+                self._segments = kept
+                return False
+            return True
+        self._segments = [*before, *drawn_parts, *([Segment.told(added)] if added else [])]
+        self._used += len(added)
+        self.messages = said
+        return True
 
     def _write_anew(self, messages: list[dict[str, Any]]) -> bool:
         # what the template dropped is gone, and what it kept it keeps
@@ -216,7 +254,7 @@ class Dialogue:
     def end(self, *, final_reward: float | None = None, failure: str = "") -> Trajectory:
         """The trajectory."""
         segments = list(self._segments)
-        if segments and not segments[-1].sampled:
+        while segments and not segments[-1].sampled:
             segments.pop()  # what nobody answered
         last = [TokenSequence(self._begins, tuple(segments))] if segments or not self._done else []
         return Trajectory(
@@ -227,6 +265,17 @@ class Dialogue:
             metrics={"turns": float(self.num_turns), **self.metrics},
             failure=failure,
         )
+
+
+def _parts(drawn: Segment, trains: Sequence[bool]) -> list[Segment]:
+    """A drawn segment as those of its tokens that train and those that count as told, in their order."""
+    found, start = [], 0
+    for does, run in itertools.groupby(trains):
+        part = slice(start, start + len(list(run)))
+        ids = drawn.token_ids[part]
+        found.append(Segment(ids, drawn.log_probs[part], drawn.versions[part], sampled=True) if does else Segment.told(ids))
+        start = part.stop
+    return found
 
 
 async def _whole(engine: RolloutEngine, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:

@@ -51,7 +51,7 @@ def played(folder: Path, rows: Sequence[dict[str, Any]], *texts: str, **more: An
         finally:
             await agents.close()
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 180))
 
 
 def test_an_episode_is_a_trajectory_with_the_programs_reward(with_library: None, tmp_path: Path) -> None:
