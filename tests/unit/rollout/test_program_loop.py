@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from test_agent_loops import CALL, END, PROMPT, SAMPLING, TOKENIZER, Speaker, settings, told
+from test_in_process import Stepped
 
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
@@ -18,6 +19,8 @@ from mindspeed_rl.rollout.agents.dialogue import Dialogue, Limits
 from mindspeed_rl.rollout.agents.loop import Task
 from mindspeed_rl.rollout.agents.program import TokenSession
 from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.requests import Completion
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.endpoint import NoRoom
 
@@ -72,6 +75,46 @@ def test_what_a_program_does_wrong_fails_its_own_sample(with_library: None, tmp_
     without, good = played(tmp_path, [{}, {"prompt": QUESTION}], "2")
     assert "no column 'prompt'" in without.failure and "dataset_additional_keys" in without.failure
     assert good.final_reward == 1.0 and not good.failure
+
+
+class Stubborn(Stepped):
+    """Stands where vLLM's engine does, and says 1 whatever it is told."""
+
+    def check(self, num_prompt_tokens: int) -> None:
+        pass
+
+    def step(self) -> list[tuple[str, Completion]]:
+        self.steps.append(len(self._running))
+        ended = []
+        for name, (*_, tokens) in list(self._running.items()):
+            tokens.append(END if tokens else TOKENIZER.encode("1")[0])
+            if len(tokens) == 2:
+                ended.append((name, Completion(list(tokens), [-1.0, -1.0], truncated=False)))
+                del self._running[name]
+        return ended
+
+
+def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_library: None, tmp_path: Path) -> None:
+    file = tmp_path / "guess.yaml"
+    file.write_text(yaml.safe_dump({"environment": "verifiers:guess", "args": {"number": 2}}))
+    stepped: Any = Stubborn()
+    host = InProcessEngine(stepped)
+    agents = Agents(agent_loop_class("environment")(settings(turns=ALONE, environment=str(file))))
+    host.aside(agents.start)
+
+    async def rollout() -> list[Trajectory]:
+        tasks = [Task(PROMPT, SAMPLING, seed, "2", {"prompt": QUESTION}) for seed in range(4)]
+        return list(await asyncio.gather(*(agents.sample(host, task) for task in tasks)))
+
+    for _ in range(2):
+        found = host.run(rollout)
+        assert found is not None
+        # three turns, none of them right, and two tokens a turn
+        assert [one.final_reward for one in found] == [pytest.approx(1 / 3)] * 4
+        assert all(sum(one.sampled) == 6 and one.metrics["turns"] == 3 and not one.failure for one in found)
+    host.aside(agents.close)
+    host.close()
+    assert sum(stepped.steps) == 2 * 4 * 3 * 2 and all(stepped.steps)  # no step without work
 
 
 def session_with(*texts: str, limits: Limits | None = None) -> tuple[TokenSession, Dialogue, Speaker]:
