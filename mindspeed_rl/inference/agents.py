@@ -17,6 +17,8 @@ from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.tools.environments import read_environment
+from mindspeed_rl.tools.verifiers_program import PREFIX
 from mindspeed_rl.workers.agents import make_tool_box, parser_name
 
 if TYPE_CHECKING:
@@ -75,6 +77,10 @@ class AgentEngine:
         Raises:
             ValueError: the loop, a tool or the parser is wrong, or there is no chat template.
         """
+        if settings.environment is not None and read_environment(settings.environment).target.startswith(PREFIX):
+            raise ValueError(
+                f"--environment {settings.environment}: an environment of verifiers plays its own rows, not prompts"
+            )
         rl = settings.rl()
         turns = prompt_format.turns(has_tools=settings.tools is not None)
         box = None if settings.tools is None else make_tool_box(rl, prompt_format.tokenizer, turns)

@@ -99,15 +99,24 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
     Raises:
         ValueError: names what is wrong.
     """
-    make_agents(run, tokenizer)
+    agents = make_agents(run, tokenizer)
     loop = agent_loop_of(run.rl)
     if loop == "single_turn":
         return
+    if loop == "environment":
+        asyncio.run(_started_and_ended(agents))  # a program that does not load
     turns = chat_turns(run, tokenizer)
     if loop != "environment":  # which may begin with messages of its own
         turns.check_prompt(prompt_ids)
     role = "tool" if run.rl.tool_config_path is not None else "user"
     turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
+
+
+async def _started_and_ended(agents: Agents) -> None:
+    try:
+        await agents.start()
+    finally:
+        await agents.close()
 
 
 def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:

@@ -150,6 +150,8 @@ def test_a_tool_file_that_is_none_and_answers_of_one_token_are_told(
         AgentEngine(AgentSettings(str(tmp_path / "none.yaml"), None, None, None, None, None), prompt_format, 100)
     with pytest.raises(ValueError, match="chat template"):
         AgentEngine(CALCULATOR, PromptFormat(tokenizer, None), 100)
+    with pytest.raises(ValueError, match="plays its own rows"):
+        AgentEngine(AgentSettings(None, None, None, None, "verifiers:guess", None), prompt_format, 100)
     with pytest.raises(ValueError, match="--stop"):
         next(iter(agents.stream([Request([1])], sampling(prompt_format), ["x"])))
 
