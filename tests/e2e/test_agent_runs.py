@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from grpo_command import ONE_PROCESS, finished
+from grpo_command import ONE_PROCESS, Command, finished, running
 from safetensors.torch import load_file
+from test_grpo_run import figures
+from test_rollout_modes import consumed, responses, same_figures
 
 HERE = Path(__file__).parent
 SERVER = [
@@ -99,3 +102,78 @@ def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
             first = "".join(map(chr, tokens[: int((~drawn).nonzero()[0]) - 1].tolist()))
             assert said == f"{first[::-1]}=" if first.isdigit() else said.startswith("Error")
     assert told
+
+
+# --- killed in the middle -------------------------------------------------------------------------------------------------
+
+TURNS = [
+    "rl_config.multi_turn_enable=true",
+    "rl_config.environment=agent_plugins:HeldUp",
+    "rl_config.max_total_response_length=24",
+    "rl_config.use_remove_padding=true",
+    "rl_config.log_completions=true",
+    "rl_config.log_completions_keep=1000",
+    "rl_config.rule_reward=false",
+    "rl_config.verifier_function=[]",
+    "rl_config.verifier_weight=[]",
+    "actor_config.lr_decay_style=constant",
+    "megatron_training.train_iters=4",
+]
+
+
+def killed_and_resumed(task: Path, folder: Path, hold: Path, *keys: str) -> Command:
+    """A run that was killed while samples were between two turns, and then ended by the same command."""
+    with running(task, folder, *keys) as command:
+        command.wait_until(lambda: len(command.metrics) >= 2 and list((folder / "save").glob("iter_*2*")))
+        hold.touch()
+        waits = hold.with_suffix(".waits")
+        command.wait_until(lambda: waits.exists() and len(waits.read_text().splitlines()) >= 4)
+        before = command.metrics
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.process.wait()
+        assert command.leftovers() == []
+    assert 2 <= len(before) < 4
+    hold.unlink()
+    return finished(task, folder, *keys)
+
+
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file; while it is there, no environment answers."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("AGENT_HOLD", str(tmp_path / "hold"))
+    return tmp_path / "hold"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in process", "one_step_off"])
+def test_a_run_that_is_killed_between_turns_goes_on_as_if_it_had_not_been(
+    task: Path, tmp_path: Path, hold: Path, mode: str
+) -> None:
+    where = ONE_PROCESS if mode == "in process" else [*SERVER, f"rl_config.trainer_mode={mode}"]
+    whole = finished(task, tmp_path / "whole", *where, *TURNS)
+    command = killed_and_resumed(task, tmp_path / "parts", hold, *where, *TURNS)
+    assert [record["iteration"] for record in command.metrics] == [1, 2, 3, 4]
+    # a killed run may have logged an iteration that it had not saved, and which is then made again
+    assert responses(command)[-32:] == responses(whole)[-32:]
+    assert set(responses(command)) == set(responses(whole))
+    for found, expected in zip(command.metrics, whole.metrics, strict=True):
+        if mode == "in process":
+            assert figures(found) == figures(expected)
+        else:
+            same_figures(found, expected)
+    assert whole.metrics[-1]["turns/max"] == 2.0
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_that_is_killed_between_turns_loses_no_prompt(task: Path, tmp_path: Path, hold: Path) -> None:
+    keys = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1"]
+    command = killed_and_resumed(task, tmp_path, hold, *SERVER, *keys, *TURNS)
+    records = consumed(command)
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4]
+    taken = [one["prompt"] for record in records for one in record["prompts"]]
+    assert len(set(taken)) == len(taken) == 4 * 8
+    for record in records:
+        versions = [span[0] for one in record["prompts"] for sample in one["samples"] for span in sample["versions"]]
+        assert max(record["version"] - version for version in versions) <= 1
+    assert all(record["turns/max"] == 2.0 for record in command.metrics)
