@@ -104,7 +104,7 @@ def add_agent_options(parser: Parser) -> None:
     add("--tool-parser", help="how the model writes calls; default hermes")
     add("--agent-loop", help="tool_agent (the default with --tools), scheduler, environment, or module:Class")
     add("--multi-turn-scheduler", help="module:Class or module:function that goes on with the conversation")
-    add("--environment", help="module:Class that answers the model")
+    add("--environment", help="module:Class that answers the model, or a YAML file with its args")
     add("--max-turns", type=int, help="turns of the model in an answer; default: as many as fit")
 
 

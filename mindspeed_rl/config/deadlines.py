@@ -49,7 +49,11 @@ class DeadlineKeys:
     data_plane: float | None = key(None, "the data plane's answer, beside what rows may take; 120 when unset")
     collective: float | None = key(None, "ranks wait for each other in a collective; fixed when they start; 1800 when unset")
     server: float | None = key(None, "silence of a rollout server; vllm_server_timeout when unset")
-    tool: float | None = key(None, "a call of a tool", no_effect="there are no tools in this version")
+    tool: float | None = key(
+        None,
+        "a call of a tool",
+        no_effect="the tool file says it for each tool (limits.timeout_s), the environment's file for a step (timeout_s)",
+    )
 
 
 @dataclass(kw_only=True)

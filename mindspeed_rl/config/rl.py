@@ -342,7 +342,12 @@ class ToolKeys:
         needs=_TOOLS,
     )
     max_turns: int | None = key(None, "turns of the model in one sample; as many as fit when unset", needs=_TOOLS)
-    environment: str | None = key(None, "module:Class of an environment with reset, step and close", needs=_TOOLS)
+    environment: str | None = key(
+        None,
+        "module:Class of an environment with reset, step and close, verifiers:NAME of that library, or a YAML file that names "
+        "one under environment, with args, python and timeout_s",
+        needs=_TOOLS,
+    )
     multi_turn_scheduler: str | None = key(
         None,
         "module:Class with step and check_finished, or module:function of a list of rows, as ms-swift has them",

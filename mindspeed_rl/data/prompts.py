@@ -96,6 +96,10 @@ class PromptDataset:
     def __getitem__(self, index: int) -> PromptItem:
         return self._rows[int(self._kept[index]) + self._first]
 
+    def where(self, index: int) -> str:
+        """File and row of a prompt, for messages."""
+        return self._rows.where(int(self._kept[index]) + self._first)
+
     def part(self, first: float, end: float) -> PromptDataset:
         """The prompts from one share of them to another, in their order; parts that share a bound have no prompt in common.
 
@@ -121,6 +125,7 @@ class _IndexedPrompts:
     def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, additional_keys: Sequence[str] | None) -> None:
         wanted = additional_keys or ()
         self.rows = IndexedColumns(prefix, ["input_ids", *wanted])
+        self._prefix = prefix
         self._tokenizer = tokenizer
         self._extra = [key for key in wanted if key != LABELS]
         # An SFT dataset has labels too, but as a mask over input_ids.
@@ -128,6 +133,9 @@ class _IndexedPrompts:
         self._has_label = has_labels and IGNORE_INDEX not in self.rows.row(0, LABELS)
         if LABELS in wanted and not self._has_label:
             raise ValueError(f"{prefix}_packed_labels_document holds the labels of supervised tuning, not reference answers")
+
+    def where(self, index: int) -> str:
+        return f"{self._prefix}, row {index}"
 
     def _text(self, index: int, column: str) -> str:
         text = self._tokenizer.decode(self.rows.row(index, column).tolist(), skip_special_tokens=True)
@@ -149,11 +157,17 @@ class _RawPrompts:
         self._tokens: list[np.ndarray] = []
         self._labels: list[str | None] = []
         self._columns: list[dict[str, Any]] = []
+        self._origins: list[tuple[str, int]] = []  # file and row
 
-    def append(self, tokens: Sequence[int], values: Mapping[str, Any]) -> None:
+    def append(self, tokens: Sequence[int], values: Mapping[str, Any], origin: tuple[str, int]) -> None:
         self._tokens.append(np.array(tokens, dtype=np.int32))
+        self._origins.append(origin)
         self._labels.append(as_text(values[LABELS]) if LABELS in values else None)
         self._columns.append({name: value for name, value in values.items() if name != LABELS})
+
+    def where(self, index: int) -> str:
+        path, number = self._origins[index]
+        return f"{path}, row {number}"
 
     def lengths(self) -> np.ndarray:
         return np.array([len(tokens) for tokens in self._tokens], dtype=np.int32)
@@ -286,11 +300,13 @@ def _load_raw(
             except DroppedRow as drop:
                 dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
         encoded = handler.encoder.encode_renderings([rendering for _, rendering, _ in drafts])
+        path = str(chunk.path)
         for turns, (number, _, values) in zip(encoded, drafts, strict=True):
             if isinstance(turns, BadRow):
                 bad.append((number, turns))
             else:
-                rows.append([token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)], values)
+                tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+                rows.append(tokens, values, (path, number))
         if bad and settings.on_bad_row == "error":
             number, error = min(bad, key=lambda entry: entry[0])
             raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error

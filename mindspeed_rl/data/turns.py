@@ -102,6 +102,8 @@ class ChatTurns:
         self._writer: _Writer = (
             _HfWriter(template, thinking) if isinstance(template, HfTemplate) else _FileWriter(template, thinking)
         )
+        self._template, self._thinking = template, thinking
+        self.has_tools = has_tools
         self._encoder = TextEncoder(tokenizer)
         added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
@@ -118,6 +120,12 @@ class ChatTurns:
         """An answer begins inside a thought, which the template has opened."""
         asking = self._encoder.tokenizer.decode(list(self._asking))
         return "<think>" in asking and "</think>" not in asking
+
+    def telling(self, *, has_tools: bool) -> ChatTurns:
+        """The turns of the same template where prompts have the schemas of tools, or have none."""
+        if has_tools == self.has_tools:
+            return self
+        return ChatTurns(self._template, self._encoder.tokenizer, thinking=self._thinking, has_tools=has_tools)
 
     # ------------------------------------------------------------------ whole conversations
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mindspeed_rl.config import RLConfig, agent_loop_of
 from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.requests import Engine, Piece, Request
+from mindspeed_rl.inference.requests import Engine, Finish, Piece, Request
 from mindspeed_rl.rollout.agents import agent_loop_class
 from mindspeed_rl.rollout.agents.dialogue import Limits
 from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.agents import make_tool_box
+from mindspeed_rl.tools.environments import read_environment
+from mindspeed_rl.tools.verifiers_program import PREFIX
+from mindspeed_rl.workers.agents import make_tool_box, parser_name
 
 if TYPE_CHECKING:
     from mindspeed_rl.rollout.engine import RolloutEngine
     from mindspeed_rl.tools.interface import ToolBox
 
 _Found = TypeVar("_Found")
+#: how long nothing may come before whoever reads is given the word
+_LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,22 @@ class AgentEngine:
         Raises:
             ValueError: the loop, a tool or the parser is wrong, or there is no chat template.
         """
+        if settings.environment is not None and read_environment(settings.environment).target.startswith(PREFIX):
+            raise ValueError(
+                f"--environment {settings.environment}: an environment of verifiers plays its own rows, not prompts"
+            )
         rl = settings.rl()
         turns = prompt_format.turns(has_tools=settings.tools is not None)
         box = None if settings.tools is None else make_tool_box(rl, prompt_format.tokenizer, turns)
         limits = Limits(max_model_len, max_model_len, max_model_len, settings.max_turns)
         loop_settings = LoopSettings(
-            prompt_format.tokenizer, turns, limits, box, settings.multi_turn_scheduler, settings.environment
+            prompt_format.tokenizer,
+            turns,
+            limits,
+            box,
+            settings.multi_turn_scheduler,
+            settings.environment,
+            parser_name(rl, turns),
         )
         self._agents = Agents(agent_loop_class(agent_loop_of(rl))(loop_settings), box)
         self._inner: Engine | None = None
@@ -97,7 +111,9 @@ class AgentEngine:
         return self
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
-        """See `Engine.stream`. An answer comes once it is whole: what led to it as an aside, then its last turn.
+        """See `Engine.stream`. Tokens come as they are drawn; an aside tells that what came of that answer was an earlier turn.
+
+        While nobody but tools works, empty pieces come, so that whoever reads can break off.
 
         Raises:
             ValueError: stop strings or a choice of tokens are asked for, which turns with calls do not go with.
@@ -105,35 +121,36 @@ class AgentEngine:
         """
         if stop_strings or any(request.allowed_ids for request in requests):
             raise ValueError("--tools and --agent-loop do not go with --stop, nor with answers of one token")
-        batches = _Batches(self._engine, sampling)
-        yield from self._pieces(batches, requests, sampling)
+        return self._pieces(requests, sampling)
 
-    def _pieces(self, batches: _Batches, requests: Sequence[Request], sampling: Sampling) -> Generator[Piece, None, None]:
-        async def begun() -> list[asyncio.Task[tuple[int, Trajectory]]]:
-            return [asyncio.ensure_future(self._one(batches, *numbered, sampling)) for numbered in enumerate(requests)]
+    def _pieces(self, requests: Sequence[Request], sampling: Sampling) -> Generator[Piece, None, None]:
+        batches, news = _Batches(self._engine, sampling), _News()
+
+        async def begun() -> list[asyncio.Task[None]]:
+            spoken = [_Spoken(batches, number, news.add) for number in range(len(requests))]
+            return [asyncio.ensure_future(self._one(*pair, sampling)) for pair in zip(spoken, requests)]
 
         tasks = self._run(begun())
         serving = self._events.create_task(batches.serve())
-        waiting: set[asyncio.Future[Any]] = {*tasks}
+        for task in (*tasks, serving):
+            task.add_done_callback(lambda _: news.changed.set())
         try:
-            while waiting:
-                done = self._run(_some_of({*waiting, serving}))
-                if serving in done:
-                    serving.result()  # the engine failed
-                waiting -= done
-                for task in done:
-                    yield from _pieces_of(*task.result())
+            while (pieces := self._run(news.next(tasks, serving))) is not None:
+                yield from pieces
         finally:
             left = [task for task in (*tasks, serving) if not task.done()]
             for task in left:
                 task.cancel()
             self._run(_ended(left))
 
-    async def _one(self, batches: _Batches, index: int, request: Request, sampling: Sampling) -> tuple[int, Trajectory]:
+    async def _one(self, spoken: _Spoken, request: Request, sampling: Sampling) -> None:
         most = sampling.max_tokens if request.max_tokens is None else request.max_tokens
         task = Task(tuple(request.prompt_ids), replace(sampling, max_tokens=most), request.seed)
         # of an engine, loops use `generate` alone; nothing is pushed here
-        return index, await self._agents.sample(cast("RolloutEngine", batches), task)
+        found = await self._agents.sample(cast("RolloutEngine", spoken), task)
+        if found.failure:
+            raise RuntimeError(found.failure)
+        spoken.end("length" if found.finish == "length" else "stop")
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
@@ -161,21 +178,87 @@ class AgentEngine:
         return self._events.run_until_complete(coroutine)
 
 
-class _Batches:
-    """What agent loops see of the inner engine: a request at a time."""
+class _News:
+    """Pieces that were not handed out yet."""
 
-    def __init__(self, engine: Engine, sampling: Sampling) -> None:
-        self._engine, self._sampling = engine, sampling
-        self._waiting: list[tuple[Request, asyncio.Future[Generated]]] = []
-        self._asked = asyncio.Event()
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self.changed = asyncio.Event()
+
+    def add(self, piece: Piece) -> None:
+        """It is to be handed out."""
+        self._pieces.append(piece)
+        self.changed.set()
+
+    async def next(self, tasks: Sequence[asyncio.Task[None]], serving: asyncio.Task[None]) -> list[Piece] | None:
+        """Those that have come, an empty one where none comes for a while; None once all tasks have ended.
+
+        Raises:
+            Exception: what a task, or the engine, failed with.
+        """
+        if not self._pieces:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), _LOOK_EVERY_S)
+            self.changed.clear()
+        for task in (*tasks, serving):
+            if task.done():
+                task.result()
+        pieces, self._pieces = self._pieces, []
+        if not pieces and all(task.done() for task in tasks):
+            return None
+        return pieces or [Piece(0, [], [], None)]
+
+
+class _Spoken:
+    """What one trajectory sees of the inner engine: a request at a time, whose tokens go out as they are drawn.
+
+    The end of a turn waits until it is known what follows: another turn, or the answer's end.
+    """
+
+    def __init__(self, batches: _Batches, index: int, hand_out: Callable[[Piece], None]) -> None:
+        self._batches, self._index, self._hand_out = batches, index, hand_out
+        self._read: tuple[int, ...] = ()  # what the model has read and drawn
+        self._last: Piece | None = None
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
     ) -> Generated:
         """See `rollout.engine.RolloutEngine`."""
         assert begun is None  # nothing is interrupted here
+        if self._last is not None:
+            self._hand_out(self._last)
+            read = len(self._read)
+            told = prompt_ids[read:] if prompt_ids[:read] == self._read else ()  # else the template wrote it all anew
+            self._hand_out(Piece(self._index, list(told), [0.0] * len(told), None, aside=True))
+        found = await self._batches.generate(Request(list(prompt_ids), seed, max_tokens=sampling.max_tokens), self._hear)
+        self._read = (*prompt_ids, *found.token_ids)
+        return found
+
+    def end(self, finish: Finish) -> None:
+        """The last turn was the answer."""
+        last = Piece(self._index, [], [], None) if self._last is None else self._last
+        self._hand_out(replace(last, finish=finish))
+
+    def _hear(self, piece: Piece) -> None:
+        piece = replace(piece, index=self._index)
+        if piece.finish is None:
+            self._hand_out(piece)
+        else:
+            self._last = replace(piece, finish=None)
+
+
+class _Batches:
+    """Requests that wait at the same time go to the inner engine together."""
+
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._waiting: list[tuple[Request, Callable[[Piece], None], asyncio.Future[Generated]]] = []
+        self._asked = asyncio.Event()
+
+    async def generate(self, request: Request, hear: Callable[[Piece], None]) -> Generated:
+        """The whole answer, of which `hear` gets every piece."""
         answered: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
-        self._waiting.append((Request(list(prompt_ids), seed, max_tokens=sampling.max_tokens), answered))
+        self._waiting.append((request, hear, answered))
         self._asked.set()
         return await answered
 
@@ -186,23 +269,16 @@ class _Batches:
             self._asked.clear()
             batch, self._waiting = self._waiting, []
             drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
-            for piece in self._engine.stream([request for request, _ in batch], self._sampling):
+            for piece in self._engine.stream([request for request, _, _ in batch], self._sampling):
                 tokens, log_probs = drawn[piece.index]
                 tokens += piece.token_ids
                 log_probs += piece.log_probs
-                if piece.finish is not None and not (answered := batch[piece.index][1]).done():
-                    answered.set_result(Generated(tuple(tokens), tuple(log_probs), (0,) * len(tokens), piece.finish))
-                await asyncio.sleep(0)  # tools go on while the engine works
-
-
-def _pieces_of(index: int, found: Trajectory) -> Iterator[Piece]:
-    if found.failure:
-        raise RuntimeError(found.failure)
-    last = found.facts().get("last_turn_start", 0)
-    tokens, log_probs = found.token_ids, found.log_probs
-    if last:
-        yield Piece(index, tokens[:last], log_probs[:last], None, aside=True)
-    yield Piece(index, tokens[last:], log_probs[last:], "length" if found.finish == "length" else "stop")
+                _, hear, answered = batch[piece.index]
+                if not answered.done():
+                    hear(piece)
+                    if piece.finish is not None:
+                        answered.set_result(Generated(tuple(tokens), tuple(log_probs), (0,) * len(tokens), piece.finish))
+                await asyncio.sleep(0)  # tools go on, and pieces are read, while the engine works
 
 
 async def _schemas(box: ToolBox) -> list[dict[str, Any]]:
@@ -210,11 +286,6 @@ async def _schemas(box: ToolBox) -> list[dict[str, Any]]:
     schemas = tools.schemas
     await tools.close()
     return schemas
-
-
-async def _some_of(waiting: set[asyncio.Future[Any]]) -> set[asyncio.Future[Any]]:
-    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    return done
 
 
 async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:

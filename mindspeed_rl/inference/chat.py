@@ -75,17 +75,25 @@ class History:
 def stream_answer(
     engine: Engine, prompt_format: PromptFormat, prompt_ids: list[int], sampling: Sampling, seed: int
 ) -> Generator[tuple[Kind, str], None, None]:
-    """The answer in parts as they are made, thoughts told apart."""
-    text = IncrementalText(prompt_format.decoder)
-    splitter = ThoughtSplitter(prompt_format.thought_marks, thinking=prompt_format.opens_thought(prompt_ids))
+    """The answer in parts as they are made, thoughts told apart; an empty part where nothing comes for a while."""
+    thinking = prompt_format.opens_thought(prompt_ids)
+    text, splitter = IncrementalText(prompt_format.decoder), ThoughtSplitter(prompt_format.thought_marks, thinking=thinking)
     for piece in engine.stream([Request(prompt_ids, seed)], sampling):
         token_ids = piece.token_ids
         if piece.finish == "stop" and token_ids and token_ids[-1] in sampling.stop_token_ids:
             token_ids = token_ids[:-1]
         if piece.aside:
+            yield from splitter.feed(text.finish())
+            yield from splitter.finish()
             yield "aside", prompt_format.decode(token_ids)
+            # the next turn begins as the first one did
+            text = IncrementalText(prompt_format.decoder)
+            splitter = ThoughtSplitter(prompt_format.thought_marks, thinking=thinking)
             continue
-        yield from splitter.feed(text.feed(token_ids))
+        parts = splitter.feed(text.feed(token_ids))
+        yield from parts
+        if not parts:
+            yield "answer", ""
     yield from splitter.feed(text.finish())
     yield from splitter.finish()
 
@@ -147,16 +155,18 @@ def run_chat(
 
 
 def _show_answer(parts: Generator[tuple[Kind, str], None, None], write: Callable[[str], None], show_thinking: bool) -> str:
-    """Writes the parts as they come and returns the answer without thoughts."""
+    """Writes the parts as they come and returns the last turn without thoughts."""
     answer = ""
     last: Kind = "answer"
     with _interrupts_noted() as interrupts:
         for kind, text in parts:
             if kind == "answer":
                 answer += text
-            if kind != "thought" or show_thinking:
+            elif kind == "aside":
+                answer = ""
+            if text and (kind != "thought" or show_thinking):
                 if kind != last:
-                    write({"thought": "[thinking] ", "aside": "[tools] "}.get(kind, "\n[answer] "))
+                    write({"thought": "[thinking] ", "aside": "\n[tools] "}.get(kind, "\n[answer] "))
                     last = kind
                 write(text)
             if interrupts:

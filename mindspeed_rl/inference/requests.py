@@ -37,7 +37,7 @@ class Piece:
         token_ids: new tokens; the stop token is among them.
         log_probs: of these tokens under the untempered model.
         finish: why the answer ends here, None while it goes on.
-        aside: it came before the answer: earlier turns, and what tools replied.
+        aside: what tools replied; all of this answer that came before it was an earlier turn.
     """
 
     index: int
@@ -89,6 +89,7 @@ def collect(pieces: Iterator[Piece], count: int, *, asides: bool = False) -> lis
     answers = [Answer([], 0.0, "stop") for _ in range(count)]
     for piece in pieces:
         if piece.aside and not asides:
+            answers[piece.index] = Answer([], 0.0, "stop")
             continue
         answer = answers[piece.index]
         answer.token_ids += piece.token_ids

@@ -21,7 +21,7 @@ from mindspeed_rl.tools.processes import ProcessPool, ToolProcess
 from mindspeed_rl.tools.python_tool import PythonTool, answer_from, refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, ToolError, answer_of
+from mindspeed_rl.tools.tool import Answer, CallSettings, Session, TakenOptions, ToolError, answer_of, arguments_of
 
 _METHODS = ("create", "execute", "release")
 _RELEASE_LIMIT_S = 10.0
@@ -98,7 +98,7 @@ class ClassTool(PythonTool):
             except Exception as error:  # the user's own code
                 raise ValueError(f"{where}: {target} cannot be made: {type(error).__name__}: {error}") from error
             view = SchemaView(checked_schema(_plain(given), where))
-        super().__init__(view.model_dump(), settings)
+        super().__init__(view.model_dump(), settings, _taken(kind))
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`; the options are create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs."""
@@ -191,6 +191,17 @@ class _ProcessSession:
         finally:
             with contextlib.suppress(ToolError):
                 process.kill("its conversation has ended")
+
+
+def _taken(kind: type) -> TakenOptions:
+    create = arguments_of(kind.create)
+    found = {
+        "create_kwargs": None if create is None or "create_kwargs" in create else create,
+        "execute_kwargs": arguments_of(kind.execute, "instance_id", "parameters"),
+        "release_kwargs": arguments_of(kind.release, "instance_id"),
+    }
+    rewards = getattr(kind, "calc_reward", None)
+    return found | ({} if rewards is None else {"calc_reward_kwargs": arguments_of(rewards, "instance_id")})
 
 
 def _create(tool: Any, words: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.options import Options
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, ToolError
+from mindspeed_rl.tools.tool import NOTHING_TO_CREATE, Answer, CallSettings, Session, TakenOptions, ToolError
 
 _LOG = logging.getLogger(__name__)
 _SCHEMA = {
@@ -94,6 +94,7 @@ class CodeInterpreter:
     """
 
     modules: tuple[str, ...] = (__name__,)
+    takes: TakenOptions = NOTHING_TO_CREATE
 
     def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
         options = Options(config, where)

@@ -169,23 +169,8 @@ class RecordingEndpoint:
             await _send(send, 200, self._completion(reply))
 
     def _completion(self, reply: ChatReply) -> dict[str, Any]:
-        turn = reply.turn
-        message: dict[str, Any] = {"role": "assistant", "content": turn.content}
-        if turn.reasoning is not None:
-            message["reasoning_content"] = turn.reasoning
-        calls = [call for call in turn.calls if not isinstance(call, BrokenCall)]
-        broken = "".join(call.text for call in turn.calls if isinstance(call, BrokenCall))
-        message["content"] += broken  # the client sees what the model wrote, and says what is wrong with it
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
-                for call in calls
-            ]
-        finish = "length" if not reply.ended else "tool_calls" if calls else "stop"
+        message = chat_message(reply.turn)
+        finish = "length" if not reply.ended else "tool_calls" if message.get("tool_calls") else "stop"
         logprobs = [
             {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
             for token, value in zip(reply.token_ids, reply.log_probs)
@@ -201,6 +186,25 @@ class RecordingEndpoint:
             "prompt_token_ids": list(reply.prompt_ids),
             "usage": counts | {"total_tokens": sum(counts.values())},
         }
+
+
+def chat_message(turn: ParsedTurn) -> dict[str, Any]:
+    """A turn of the model as a message in OpenAI's form."""
+    # the client sees a broken call as the model wrote it, and says what is wrong with it
+    broken = "".join(call.text for call in turn.calls if isinstance(call, BrokenCall))
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content + broken}
+    if turn.reasoning is not None:
+        message["reasoning_content"] = turn.reasoning
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in turn.calls
+        if not isinstance(call, BrokenCall)
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _read(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int | None]:

@@ -1,7 +1,8 @@
-"""Environments of the user's own: `module:Class` with reset and step, plain methods or coroutines, made ready for a loop.
+"""What `rl_config.environment` names, and environments of the user's own, made ready for a loop.
 
-What they return is checked, so that a mistake in an environment is told in its own words and not as a crash behind it. Each
-method has a deadline. Plain methods run in a thread.
+The latter are `module:Class` with reset and step, plain methods or coroutines. What they return is checked, so that a mistake
+in an environment is told in its own words and not as a crash behind it. Each method has a deadline. Plain methods run in a
+thread.
 """
 
 from __future__ import annotations
@@ -9,26 +10,76 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import registry
+from mindspeed_rl.config.yaml_limits import check_yaml
 from mindspeed_rl.tools.interface import Environment
+from mindspeed_rl.tools.options import Options
 from mindspeed_rl.tools.running import in_thread
 
 _SUBJECT = "rl_config.environment"
 _ROLES = ("system", "user", "assistant", "tool")
 _CLOSE_LIMIT_S = 15.0
+_LONGEST_S = 86400.0
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """What a run file says of its environment.
+
+    Attributes:
+        target: module:Class, or verifiers:NAME.
+        args: of the class, or of the library's load_environment.
+        python: an interpreter that has the library; None for this one.
+        timeout_s: of one reset or step, or of an episode that a program plays; None for the usual.
+    """
+
+    target: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    python: str | None = None
+    timeout_s: float | None = None
+
+
+def read_environment(said: str) -> EnvironmentSpec:
+    """What `rl_config.environment` says: a target, or a YAML file with environment, args, python and timeout_s.
+
+    Raises:
+        ValueError: there is no such file, or it has other keys or values.
+    """
+    if not said.endswith((".yaml", ".yml")):
+        return EnvironmentSpec(said)
+    import yaml
+
+    path = Path(said)
+    if not path.is_file():
+        raise ValueError(f"{_SUBJECT}: there is no file '{path}'")
+    check_yaml(path)
+    options = Options(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+    target, args, python = options.text("environment"), options.take("args", {}), options.text("python")
+    timeout_s = options.number("timeout_s", 0.0, 0.0, _LONGEST_S)
+    options.end()
+    if target is None:
+        raise ValueError(f"{path}: it has no key 'environment', module:Class or verifiers:NAME")
+    if not isinstance(args, Mapping):
+        raise ValueError(f"{path}.args must be a mapping, not {type(args).__name__}")
+    return EnvironmentSpec(target, dict(args), python, timeout_s or None)
 
 
 class BadEnvironment(RuntimeError):
     """An environment took too long, or returned what it should not."""
 
 
-def environment_maker(target: str, *, timeout_s: float = 120.0) -> Callable[[], Environment]:
+def environment_maker(
+    target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
+) -> Callable[[], Environment]:
     """What makes an environment for a trajectory.
 
     Args:
-        target: module:Class, or any callable that makes one; it gets no arguments.
+        target: module:Class, or any callable that makes one.
+        args: its arguments.
         timeout_s: of one reset or step.
 
     Raises:
@@ -41,7 +92,7 @@ def environment_maker(target: str, *, timeout_s: float = 120.0) -> Callable[[], 
         lacking = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
         if lacking:
             raise ValueError(f"{_SUBJECT}: {target} has no {' and no '.join(lacking)}")
-    return lambda: CheckedEnvironment(made(), target, timeout_s)
+    return lambda: CheckedEnvironment(made(**(args or {})), target, timeout_s)
 
 
 class CheckedEnvironment:

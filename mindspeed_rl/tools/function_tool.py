@@ -13,7 +13,7 @@ from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.python_tool import PythonTool, answer_from, refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import checked_schema, schema_of
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, answer_of
+from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, answer_of, arguments_of
 
 
 class FunctionTool(PythonTool):
@@ -40,7 +40,8 @@ class FunctionTool(PythonTool):
             raise ValueError(f"{where}: run_in is {self.run_in!r}, but {target} is {kind}")
         self.modules: tuple[str, ...] = (target.partition(":")[0],) if self.run_in == "process" else ()
         self._target, self._function = target, function
-        super().__init__(schema_of(function, where) if schema is None else checked_schema(schema, where), settings)
+        made = schema_of(function, where) if schema is None else checked_schema(schema, where)
+        super().__init__(made, settings, {"execute_kwargs": arguments_of(function)})
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`; the option execute_kwargs adds arguments that the model does not see."""

@@ -137,6 +137,14 @@ class ToolBox(Protocol):
         """
         ...
 
+    def read_row(self, extra: Mapping[str, Any]) -> Any:
+        """Takes the columns of a data set's row that concern tools.
+
+        Raises:
+            ValueError: they are not understood, or name what there is not.
+        """
+        ...
+
     def open(self, extra: Mapping[str, Any]) -> Tools:
         """Returns the tools of a new trajectory; starts nothing yet.
 

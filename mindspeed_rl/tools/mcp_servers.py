@@ -26,7 +26,7 @@ from mindspeed_rl.tools.options import Options
 from mindspeed_rl.tools.process_worker import cut_middle
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, ToolError
+from mindspeed_rl.tools.tool import NOTHING_TO_CREATE, Answer, CallSettings, Session, TakenOptions, ToolError
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -104,6 +104,7 @@ class McpServers:
     """
 
     modules: tuple[str, ...] = ()
+    takes: TakenOptions = NOTHING_TO_CREATE
 
     def __init__(self, config: Mapping[str, Any], settings: CallSettings, where: str) -> None:
         options = Options(config, where)

@@ -7,14 +7,14 @@ from typing import Any
 
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads
-from mindspeed_rl.tools.tool import Answer, CallSettings, ToolError
+from mindspeed_rl.tools.tool import Answer, CallSettings, TakenOptions, ToolError
 
 
 class PythonTool:
     """A tool of one function, whose calls run in the event loop, in threads or in processes; subclasses have `open`."""
 
-    def __init__(self, schema: dict[str, Any], settings: CallSettings) -> None:
-        self.settings = settings
+    def __init__(self, schema: dict[str, Any], settings: CallSettings, takes: TakenOptions) -> None:
+        self.settings, self.takes = settings, takes
         self._schema = schema
         self._processes: ProcessPool | None = None
         self._threads = HungThreads(settings.max_parallel)

@@ -17,7 +17,7 @@ from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.python_tool import refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, in_thread
 from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, ToolError
+from mindspeed_rl.tools.tool import NOTHING_TO_CREATE, Answer, CallSettings, Session, Stateless, TakenOptions, ToolError
 
 _SCHEMA = {
     "name": "search",
@@ -41,6 +41,7 @@ class Search:
     """
 
     modules: tuple[str, ...] = ()
+    takes: TakenOptions = NOTHING_TO_CREATE
 
     def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
         options = Options(config, where)

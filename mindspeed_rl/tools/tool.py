@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,16 +71,35 @@ class Session(Protocol):
         ...
 
 
+#: what a row may say of a tool in its column tools_kwargs, under verl's names -> the arguments it may hold, None for any
+TakenOptions = Mapping[str, frozenset[str] | None]
+
+OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+
+#: rows of verl have these for tools that are built in here, where nothing is created
+NOTHING_TO_CREATE: TakenOptions = {"create_kwargs": None, "calc_reward_kwargs": None, "release_kwargs": None}
+
+
+def arguments_of(method: Callable[..., Any], *given: str) -> frozenset[str] | None:
+    """The names of a method's arguments but those that are given anyway; None where it takes any."""
+    known = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return None
+    return frozenset(known) - {"self", *given}
+
+
 class Tool(Protocol):
     """One entry of a tool file.
 
     Attributes:
         settings: for each of its functions.
+        takes: what rows may say of it.
         modules: what its processes import before the first call; empty if it has none.
     """
 
     settings: CallSettings
     modules: tuple[str, ...]
+    takes: TakenOptions
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -121,6 +141,7 @@ class Unshared:
     """A tool that needs no preparation and holds nothing for all; subclasses have the rest of `Tool`."""
 
     modules: tuple[str, ...] = ()
+    takes: TakenOptions = NOTHING_TO_CREATE
 
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`."""

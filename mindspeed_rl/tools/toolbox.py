@@ -16,9 +16,11 @@ from mindspeed_rl.tools.cutting import Side, cut
 from mindspeed_rl.tools.interface import BrokenCall, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import ArgumentCheck
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Tool, ToolError
+from mindspeed_rl.tools.tool import OPTIONS, Answer, CallSettings, Session, TakenOptions, Tool, ToolError
 
 _LOG = logging.getLogger(__name__)
+#: columns of a data set that may change the tools of its row
+TOOL_COLUMNS = ("tools_kwargs", "tool_selection", "extra_info")
 _FIRST_PAUSE_S = 0.1
 _CLOSE_LIMIT_S = 15.0
 #: what a second attempt may mend
@@ -97,14 +99,22 @@ class LoadedToolBox:
             await self.close()
             raise
 
-    def open(self, extra: Mapping[str, Any]) -> TrajectoryTools:
+    def read_row(self, extra: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
         """See `ToolBox`. Of the row's columns, tools_kwargs has options by tool, tool_selection the names that may be called;
         both may be JSON text, and may stand in verl's column extra_info.
-
-        Raises:
-            ValueError: the columns are not of that form, or name a tool that there is not.
         """
         options, chosen = _columns(extra, list(self._functions))
+        for name, said in options.items():
+            _check_options(name, said, self._functions[name].tool.takes)
+        return options, chosen
+
+    def open(self, extra: Mapping[str, Any]) -> TrajectoryTools:
+        """See `ToolBox`.
+
+        Raises:
+            ValueError: see `read_row`.
+        """
+        options, chosen = self.read_row(extra)
         functions = {name: self._functions[name] for name in chosen}
         tools = TrajectoryTools(functions, options, self._limits, self._count, self._open.discard)
         self._open.add(tools)
@@ -270,6 +280,25 @@ def _columns(extra: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, 
             hint = registry.did_you_mean(name, names)
             raise ValueError(f"the row names the tool {name!r}, which there is not{hint or '.'} There are {', '.join(names)}")
     return {str(name): value for name, value in options.items() if value is not None}, [n for n in names if n in chosen]
+
+
+def _check_options(tool: str, said: Mapping[str, Any], takes: TakenOptions) -> None:
+    """Raises ValueError unless the tool takes what a row says of it."""
+    for option, words in said.items():
+        where = f"the column tools_kwargs, {tool}"
+        if option not in takes and (words or option not in OPTIONS):
+            hint = registry.did_you_mean(option, takes)
+            raise ValueError(f"{where}: {option!r} is unknown or does nothing for it{hint or '.'} It takes {', '.join(takes)}")
+        if words is None:
+            continue
+        if not isinstance(words, Mapping):
+            raise ValueError(f"{where}.{option} must be a mapping of arguments, not {str(words)[:120]!r}")
+        known = takes.get(option)
+        for word in words:
+            if known is not None and word not in known:
+                hint = registry.did_you_mean(word, known)
+                names = ", ".join(sorted(known)) or "no arguments"
+                raise ValueError(f"{where}.{option}: there is no argument {word!r}{hint or '.'} It takes {names}")
 
 
 def _value(extra: Mapping[str, Any], column: str, default: Any) -> Any:

@@ -65,7 +65,7 @@ class Host:
         return {
             "reward": float(reward) if _is_number(reward) else None,
             "metrics": metrics,
-            "error": None if error is None else str(error)[:2000],
+            "error": None if error is None else _in_words(error)[:2000],
         }
 
     def tell(self, value: dict[str, Any]) -> None:
@@ -73,6 +73,14 @@ class Host:
         line = (json.dumps(value) + "\n").encode()
         while line:
             line = line[os.write(self._answers, line) :]
+
+
+def _in_words(error: Any) -> str:
+    """What the library says of a failure: a mapping, in newer releases with a message of its own."""
+    if not isinstance(error, dict):
+        return str(error)
+    said = error.get("message") or error.get("error_chain_str")
+    return ": ".join(str(part) for part in (error.get("error"), said) if part)
 
 
 def _is_number(value: Any) -> bool:
@@ -104,8 +112,12 @@ def main() -> None:
     os.environ.setdefault("VERIFIERS_KEY", "none")
     host = Host(None, answers)
     try:
-        from verifiers import load_environment
-
+        try:
+            from verifiers import load_environment
+        except ModuleNotFoundError:
+            raise
+        except ImportError as error:
+            raise ImportError(f"{error}; the releases from 0.1.11 to 0.3.1 have it") from None
         environment = load_environment(arguments.name, **json.loads(arguments.arguments))
     except Exception as error:  # of the environment, or of the library
         host.tell({"id": -1, "error": f"{type(error).__name__}: {error}"[:2000]})

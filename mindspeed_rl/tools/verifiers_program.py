@@ -45,7 +45,7 @@ class Outcome:
 
 
 class VerifiersProgram:
-    """One process a run; many episodes at a time, in one event loop.
+    """One process at a time; many episodes at a time, in one event loop. Where it has ended, the next episode starts it again.
 
     Args:
         target: "verifiers:NAME".
@@ -68,6 +68,7 @@ class VerifiersProgram:
         self._open: dict[int, asyncio.Future[Outcome]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """The environment is loaded.
@@ -103,8 +104,13 @@ class VerifiersProgram:
             base_url: of the trajectory, which hears the model's turns.
 
         Raises:
-            ProgramEnded: the program is no more.
+            ProgramEnded: the program has ended meanwhile.
+            ValueError: it had ended, and cannot be started again.
         """
+        async with self._starting:
+            if self._reading is not None and self._reading.done():
+                await self.close()
+                await self.start()
         number = next(self._numbers)
         ending = self._open[number] = asyncio.get_running_loop().create_future()
         try:
@@ -133,6 +139,7 @@ class VerifiersProgram:
         await process.wait()
         if self._reading is not None:
             self._reading.cancel()
+            self._reading = None
         self._end()
 
     def _send(self, message: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ from mindspeed_rl.trainers.rollout_modes import make_rollout
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.services import OwnEngine, Services
 from mindspeed_rl.trainers.wrong_files import check_all
-from mindspeed_rl.workers.agents import check_agents, tool_schemas
+from mindspeed_rl.workers.agents import check_agents, check_tool_columns, tool_schemas
 from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
 from mindspeed_rl.workers.cluster import worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS, worker_columns
@@ -115,6 +115,8 @@ class RLParts:
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts, held_out = run_prompts(run, tokenizer)
         check_agents(run, tokenizer, prompts[0]["prompt_ids"])
+        for part in filter(None, (prompts, held_out)):
+            check_tool_columns(run.rl, tokenizer, part)
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         self._run = run = with_length(run, len(prompts))
         self.beginning = find_beginning(run, source)

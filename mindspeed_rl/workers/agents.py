@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config import RLConfig, Run, agent_loop_of, response_limit
-from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.dataplane.columns import Batch, objects
@@ -20,9 +20,9 @@ from mindspeed_rl.rollout.agents.single_turn import SingleTurn
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
 from mindspeed_rl.tools.interface import ToolBox
-from mindspeed_rl.tools.parsers import check_parser_name, make_parser
+from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import CallLimits, LoadedToolBox
+from mindspeed_rl.tools.toolbox import TOOL_COLUMNS, CallLimits, LoadedToolBox
 from mindspeed_rl.workers.responses import sampling_seed
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 #: columns of the data plane that a task is made of; a loop of one turn needs the first alone
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
-
-#: how calls are written where neither run file nor template says: MindSpeed-RL's own format
-DEFAULT_PARSER = "hermes"
 
 
 def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
@@ -54,6 +51,7 @@ def make_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> Agents:
         tool_box=tool_box,
         multi_turn_scheduler=rl.multi_turn_scheduler,
         environment=rl.environment,
+        tool_parser=parser_name(rl, turns),
     )
     return Agents(agent_loop_class(name)(settings), tool_box)
 
@@ -68,9 +66,8 @@ def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
         ValueError: the file, or the name of the parser, is wrong.
     """
     assert rl.tool_config_path is not None
-    name = rl.tool_parser_format or (None if turns is None else turns.tool_format) or DEFAULT_PARSER
+    name = parser_name(rl, turns)
     thinks = turns is not None and turns.opens_thought
-    check_parser_name(name)
     limits = CallLimits(
         rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
     )
@@ -82,6 +79,17 @@ def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
     )
 
 
+def parser_name(rl: RLConfig, turns: ChatTurns | None) -> str:
+    """How the model writes calls: as the run file says, else as the chat template does.
+
+    Raises:
+        ValueError: the name is surely wrong.
+    """
+    name = rl.tool_parser_format or (None if turns is None else turns.tool_format) or DEFAULT_PARSER
+    check_parser_name(name)
+    return name
+
+
 def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
     """Looks for whatever would only be found out in the first rollout: loop, plug-ins, chat template, how prompts end.
 
@@ -91,15 +99,49 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
     Raises:
         ValueError: names what is wrong.
     """
-    make_agents(run, tokenizer)
+    agents = make_agents(run, tokenizer)
     loop = agent_loop_of(run.rl)
     if loop == "single_turn":
         return
+    if loop == "environment":
+        asyncio.run(_started_and_ended(agents))  # a program that does not load
     turns = chat_turns(run, tokenizer)
     if loop != "environment":  # which may begin with messages of its own
         turns.check_prompt(prompt_ids)
     role = "tool" if run.rl.tool_config_path is not None else "user"
     turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
+
+
+async def _started_and_ended(agents: Agents) -> None:
+    try:
+        await agents.start()
+    finally:
+        await agents.close()
+
+
+def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:
+    """Reads what the rows say of tools, where they say anything.
+
+    Raises:
+        ValueError: a row names a tool, an option or an argument that there is not; says where, and what there is.
+    """
+    columns = set(prompts[0]["columns"])
+    if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(TOOL_COLUMNS):
+        return
+
+    async def look() -> None:
+        box = make_tool_box(rl, tokenizer)
+        await box.start()
+        try:
+            for number in range(len(prompts)):
+                try:
+                    box.read_row(prompts[number]["columns"])
+                except ValueError as error:
+                    raise ValueError(f"{prompts.where(number)}: {error}") from error
+        finally:
+            await box.close()
+
+    asyncio.run(look())
 
 
 def tool_schemas(rl: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
@@ -27,6 +30,19 @@ class TwoQuestions:
 
     async def close(self) -> None:
         pass
+
+
+class HeldUp(TwoQuestions):
+    """Does not answer while the file AGENT_HOLD is there, and notes beside it who waits."""
+
+    async def step(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float | None, bool]:
+        hold = Path(os.environ["AGENT_HOLD"])
+        if hold.exists():
+            with hold.with_suffix(".waits").open("a") as waits:
+                waits.write(f"{self._wanted}\n")
+        while hold.exists():
+            await asyncio.sleep(0.05)
+        return await super().step(messages)
 
 
 class EveryTurn:

@@ -1,19 +1,28 @@
-"""`train` with tools: the run file's keys lead from a tool file to rows in which no token of a tool trains."""
+"""`train` with tools: the run file's keys lead from a tool file to rows in which no token of a tool trains, in every mode."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from grpo_command import ONE_PROCESS, Command
+from grpo_command import ONE_PROCESS, Command, finished, running
 from safetensors.torch import load_file
+from test_grpo_run import figures
+from test_rollout_modes import consumed, responses, same_figures
 
 HERE = Path(__file__).parent
+SERVER = [
+    *ONE_PROCESS,
+    "rl_config.use_integrated_worker=false",
+    "rl_config.rollout_resource.num_npus=1",
+    "generate_config.vllm_server_timeout=100",
+]
 #: whatever is said stands as it is; tools may speak, and the digits they give are to be copied
 TEMPLATE = {
     "name": "bare",
@@ -23,14 +32,11 @@ TEMPLATE = {
 }
 
 
-@pytest.mark.slow
-def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
-    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-    (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
-    (tmp_path / "tools.yaml").write_text("tools:\n  - agent_plugins:flipped\n")
-    words = ["--input", str(task / "train.jsonl"), "--output-prefix", str(tmp_path / "prompts"), "--prompt-type", "empty"]
+@pytest.fixture(scope="module")
+def prompts(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix of the task's prompts as `preprocess` writes them."""
+    prefix = tmp_path_factory.mktemp("prompts") / "prompts"
+    words = ["--input", str(task / "train.jsonl"), "--output-prefix", str(prefix), "--prompt-type", "empty"]
     words += ["--tokenizer-name-or-path", str(task / "model"), "--handler-name", "R1AlpacaStyleInstructionHandler"]
     words += ["--map-keys", json.dumps({"prompt": "prompt", "query": "", "response": "labels", "system": ""})]
     words += ["--dataset-additional-keys", "labels"]
@@ -38,12 +44,25 @@ def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
         [sys.executable, "-m", "mindspeed_rl.cli.main", "preprocess", *words], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    command = Command(
+    return prefix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in process", "sync", "one_step_off", "async"])
+def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
+    task: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
+    (tmp_path / "tools.yaml").write_text("tools:\n  - agent_plugins:flipped\n")
+    where = ONE_PROCESS if mode == "in process" else [*SERVER, f"rl_config.trainer_mode={mode}"]
+    command = finished(
         task,
         tmp_path / "run",
-        *ONE_PROCESS,
-        f"megatron_training.data_path={tmp_path / 'prompts'}",
-        "megatron_training.train_iters=2",
+        *where,
+        *(["rl_config.max_off_policy_threshold=1"] if mode == "async" else []),
+        f"megatron_training.data_path={prompts}",
+        "megatron_training.train_iters=3",
         "megatron_training.prompt_type=bare",
         f"megatron_training.prompt_type_path={tmp_path / 'bare.json'}",
         "rl_config.multi_turn_enable=true",
@@ -55,26 +74,106 @@ def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
         "rl_config.save_rollouts_interval=1",
         "rl_config.log_completions=true",
     )
-    assert command.wait(400) == 0, command.output[-4000:]
-    folder = tmp_path / "run/run"
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(records) == 2
-    assert all(record["tool_call_num/max"] == 1 and 0 < record["turns/mean"] <= 2 for record in records)
-    batch = load_file(folder / "rollouts/iteration_0000002.safetensors")
+    folder = command.folder / "run"
+    assert len(command.metrics) == 3
+    assert all(record["tool_call_num/max"] == 1 and 0 < record["turns/mean"] <= 2 for record in command.metrics)
+    num_iteration = 3
+    batch = load_file(folder / f"rollouts/iteration_{num_iteration:07}.safetensors")
     mask = batch["response_mask"]
     prompt = 3  # two digits and "="
     told = 0
+    age = {"one_step_off": 1, "async": 1}.get(mode, 0)
     for row in range(len(mask)):
         width = int((batch["weight_versions"][row] >= 0).nonzero().max()) + 1
         tokens = batch["input_ids"][row, prompt : prompt + width]
         drawn = mask[row, :width]
+        versions = batch["weight_versions"][row, :width]
         assert not batch["rollout_log_probs"][row, :width][~drawn].any()
-        assert (batch["weight_versions"][row, :width][~drawn] == -1).all()
-        # the trainer's log-probs of what was drawn are the sampler's
-        assert torch.allclose(batch["log_probs"][row, :width][drawn], batch["rollout_log_probs"][row, :width][drawn], atol=1e-3)
+        assert (versions[~drawn] == -1).all() and (versions[drawn] >= num_iteration - 1 - age).all()
+        if mode == "one_step_off":
+            assert (versions[drawn] == num_iteration - 2).all()
+        # where the same weights drew and train, their log-probs are the same
+        fresh = versions == num_iteration - 1
+        ours, theirs = (batch[name][row, :width][fresh] for name in ("log_probs", "rollout_log_probs"))
+        assert torch.allclose(ours, theirs, atol=1e-3)
         said = "".join(map(chr, tokens[~drawn].tolist()))
         if said:
             told += 1
             first = "".join(map(chr, tokens[: int((~drawn).nonzero()[0]) - 1].tolist()))
             assert said == f"{first[::-1]}=" if first.isdigit() else said.startswith("Error")
     assert told
+
+
+# --- killed in the middle -------------------------------------------------------------------------------------------------
+
+TURNS = [
+    "rl_config.multi_turn_enable=true",
+    "rl_config.environment=agent_plugins:HeldUp",
+    "rl_config.max_total_response_length=24",
+    "rl_config.use_remove_padding=true",
+    "rl_config.log_completions=true",
+    "rl_config.log_completions_keep=1000",
+    "rl_config.rule_reward=false",
+    "rl_config.verifier_function=[]",
+    "rl_config.verifier_weight=[]",
+    "actor_config.lr_decay_style=constant",
+    "megatron_training.train_iters=4",
+]
+
+
+def killed_and_resumed(task: Path, folder: Path, hold: Path, *keys: str) -> Command:
+    """A run that was killed while samples were between two turns, and then ended by the same command."""
+    with running(task, folder, *keys) as command:
+        command.wait_until(lambda: len(command.metrics) >= 2 and list((folder / "save").glob("iter_*2*")))
+        hold.touch()
+        waits = hold.with_suffix(".waits")
+        command.wait_until(lambda: waits.exists() and len(waits.read_text().splitlines()) >= 4)
+        before = command.metrics
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.process.wait()
+        assert command.leftovers() == []
+    assert 2 <= len(before) < 4
+    hold.unlink()
+    return finished(task, folder, *keys)
+
+
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file; while it is there, no environment answers."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("AGENT_HOLD", str(tmp_path / "hold"))
+    return tmp_path / "hold"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["in process", "one_step_off"])
+def test_a_run_that_is_killed_between_turns_goes_on_as_if_it_had_not_been(
+    task: Path, tmp_path: Path, hold: Path, mode: str
+) -> None:
+    where = ONE_PROCESS if mode == "in process" else [*SERVER, f"rl_config.trainer_mode={mode}"]
+    whole = finished(task, tmp_path / "whole", *where, *TURNS)
+    command = killed_and_resumed(task, tmp_path / "parts", hold, *where, *TURNS)
+    assert [record["iteration"] for record in command.metrics] == [1, 2, 3, 4]
+    # a killed run may have logged an iteration that it had not saved, and which is then made again
+    assert responses(command)[-32:] == responses(whole)[-32:]
+    assert set(responses(command)) == set(responses(whole))
+    for found, expected in zip(command.metrics, whole.metrics, strict=True):
+        if mode == "in process":
+            assert figures(found) == figures(expected)
+        else:
+            same_figures(found, expected)
+    assert whole.metrics[-1]["turns/max"] == 2.0
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_that_is_killed_between_turns_loses_no_prompt(task: Path, tmp_path: Path, hold: Path) -> None:
+    keys = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1"]
+    command = killed_and_resumed(task, tmp_path, hold, *SERVER, *keys, *TURNS)
+    records = consumed(command)
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4]
+    taken = [one["prompt"] for record in records for one in record["prompts"]]
+    assert len(set(taken)) == len(taken) == 4 * 8
+    for record in records:
+        versions = [span[0] for one in record["prompts"] for sample in one["samples"] for span in sample["versions"]]
+        assert max(record["version"] - version for version in versions) <= 1
+    assert all(record["turns/max"] == 2.0 for record in command.metrics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -41,11 +43,15 @@ class Turn:
         text: decoded with special tokens, without the one that ended it.
         token_ids: with that one.
         ended: by an end token; otherwise for lack of room, and no other turn follows.
+        prompt_ids: what the model read.
+        log_probs: of each token.
     """
 
     text: str
     token_ids: tuple[int, ...]
     ended: bool
+    prompt_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
 
 
 class Dialogue:
@@ -88,20 +94,29 @@ class Dialogue:
         most = self._limits.max_turns
         return turn.ended and (most is None or self.num_turns < most)
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """The conversation begins with another prompt than the task's; before the first turn.
+    def begin(self, prompt_ids: Sequence[int], turns: ChatTurns | None = None) -> bool:
+        """The conversation begins with another prompt than the task's, or anew; False where it has no room.
+
+        Args:
+            turns: of the chat template from now on, where prompts with tools and without differ.
 
         Raises:
-            ValueError: it is too long.
+            ValueError: the first prompt is too long.
         """
-        assert not self._rewards
         most = self._limits.max_prompt_tokens
-        if len(prompt_ids) > most:
+        if not self._rewards and len(prompt_ids) > most:
             raise ValueError(f"the first messages are {len(prompt_ids)} tokens, and rl_config.max_prompt_length is {most}")
+        self._turns = self._turns if turns is None else turns
+        if self._rewards and not self._begin_sequence(tuple(prompt_ids), [], has_thought=False):
+            return False
         self._prompt_ids = self._begins = tuple(prompt_ids)
+        return True
 
-    async def reply(self) -> Turn:
+    async def reply(self, max_tokens: int | None = None) -> Turn:
         """The model's next turn.
+
+        Args:
+            max_tokens: of this turn, where the run allows as many.
 
         Raises:
             ValueError: the engine cannot answer: the prompt is too long.
@@ -109,6 +124,7 @@ class Dialogue:
         context = self._context(self._segments)
         limits = self._limits
         room = min(self._sampling.max_tokens, limits.max_tokens - self._used, limits.max_context_tokens - len(context))
+        room = room if max_tokens is None else min(room, max_tokens)
         sampling = replace(self._sampling, max_tokens=max(1, room))
         found = await _whole(self._engine, context, sampling, turn_seed(self._seed, self.num_turns))
         self._segments.append(Segment.drawn(found))
@@ -123,7 +139,7 @@ class Dialogue:
         if self.messages and self.messages[-1]["role"] == "assistant":  # it was reopened
             text = self.messages.pop()["content"] + text
         self.messages.append({"role": "assistant", "content": text})
-        return Turn(text, found.token_ids, ended)
+        return Turn(text, found.token_ids, ended, context, found.log_probs)
 
     def tell(self, messages: Sequence[ChatMessage]) -> bool:
         """The model has been told these messages, and is to answer; False where there is no room for an answer.
@@ -133,7 +149,7 @@ class Dialogue:
         Raises:
             BadRow: the template cannot write them.
         """
-        last = self._segments[-1].token_ids[-1]
+        last = self._context(self._segments)[-1]
         num_before = sum(message["role"] == "assistant" for message in self.messages) - 1
         between = self._turns.between(messages, last, num_before=num_before, has_thought=self._has_thought)
         told = [dict(message) for message in messages]
@@ -152,8 +168,10 @@ class Dialogue:
         What only adds to what was said is told; anything else begins a new sequence.
         """
         said = len(self.messages)
-        if [dict(message) for message in messages[:said]] == self.messages and len(messages) > said:
-            return self.tell(messages[said:])
+        new = messages[said:]
+        is_told = bool(new) and all(message["role"] != "assistant" for message in new)
+        if is_told and [dict(message) for message in messages[:said]] == self.messages:
+            return self.tell(new)
         return self._write_anew([dict(message) for message in messages])
 
     def reopen(self, content: str) -> bool:
@@ -164,6 +182,42 @@ class Dialogue:
         begins = (*self._context(self._segments[:-1]), *self._tokenizer.encode(content, add_special_tokens=False))
         said = [*self.messages[:-1], {"role": "assistant", "content": content}]
         return self._begin_sequence(begins, said, has_thought=self._has_thought)
+
+    def amend(self, token_ids: Sequence[int], trains: Sequence[bool], content: str) -> bool:
+        """The model's last turn reads so from now on, in these tokens; False where there is no room.
+
+        Tokens behind those that were drawn are told. Where one of those is changed or left out, a new sequence begins, and what
+        was drawn stays as it was drawn in the one before.
+
+        Args:
+            trains: False for drawn tokens that shall not train: they count as told.
+            content: the turn as text.
+
+        Raises:
+            ValueError: a token shall train that was not drawn there.
+        """
+        *before, drawn = self._segments
+        same = len(os.path.commonprefix([drawn.token_ids, tuple(token_ids)]))
+        for place, token in enumerate(token_ids):
+            if place >= same and trains[place]:
+                raise ValueError(f"token {place} of the turn ({token}) shall train, but the model did not draw it there")
+        said = [*self.messages[:-1], {"role": "assistant", "content": content}]
+        is_whole = same == len(drawn.token_ids)
+        added = tuple(token_ids[same:])
+        context = (*self._context(before), *token_ids)
+        if is_whole and added and not self._has_room(len(added), len(context)):
+            return False
+        drawn_parts = _parts(drawn, [*trains[:same], *(True for _ in drawn.token_ids[same:])])
+        if not is_whole:
+            kept, self._segments = self._segments, [*before, *drawn_parts]
+            if not self._begin_sequence(context, said, has_thought=self._has_thought):
+                self._segments = kept
+                return False
+            return True
+        self._segments = [*before, *drawn_parts, *([Segment.told(added)] if added else [])]
+        self._used += len(added)
+        self.messages = said
+        return True
 
     def _write_anew(self, messages: list[dict[str, Any]]) -> bool:
         # what the template dropped is gone, and what it kept it keeps
@@ -200,7 +254,7 @@ class Dialogue:
     def end(self, *, final_reward: float | None = None, failure: str = "") -> Trajectory:
         """The trajectory."""
         segments = list(self._segments)
-        if segments and not segments[-1].sampled:
+        while segments and not segments[-1].sampled:
             segments.pop()  # what nobody answered
         last = [TokenSequence(self._begins, tuple(segments))] if segments or not self._done else []
         return Trajectory(
@@ -211,6 +265,17 @@ class Dialogue:
             metrics={"turns": float(self.num_turns), **self.metrics},
             failure=failure,
         )
+
+
+def _parts(drawn: Segment, trains: Sequence[bool]) -> list[Segment]:
+    """A drawn segment as those of its tokens that train and those that count as told, in their order."""
+    found, start = [], 0
+    for does, run in itertools.groupby(trains):
+        part = slice(start, start + len(list(run)))
+        ids = drawn.token_ids[part]
+        found.append(Segment(ids, drawn.log_probs[part], drawn.versions[part], sampled=True) if does else Segment.told(ids))
+        start = part.stop
+    return found
 
 
 async def _whole(engine: RolloutEngine, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:

@@ -13,6 +13,7 @@ from mindspeed_rl.rollout.engine import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.interface import ToolBox, Tools
+from mindspeed_rl.tools.parsers import DEFAULT_PARSER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,9 @@ class LoopSettings:
         turns: the chat template's part.
         limits: of a trajectory.
         tool_box: None without tools; its parser is there once it was started.
-        multi_turn_scheduler, environment: "module:Class", of the loops of these names.
+        multi_turn_scheduler: "module:Class", of the loop `scheduler`.
+        environment: what the key of this name says, of the loop `environment`.
+        tool_parser: how the model writes calls; for tools that others than the tool box bring.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -56,6 +59,7 @@ class LoopSettings:
     tool_box: ToolBox | None = None
     multi_turn_scheduler: str | None = None
     environment: str | None = None
+    tool_parser: str = DEFAULT_PARSER
 
 
 class AgentLoop(ABC):
@@ -67,6 +71,18 @@ class AgentLoop(ABC):
             ValueError: a setting that this loop needs is missing or wrong.
         """
         self.settings = settings
+
+    async def start(self) -> None:
+        """Starts what trajectories share; in the event loop in which they run.
+
+        Raises:
+            ValueError: it cannot be started.
+        """
+        return None
+
+    async def close(self) -> None:
+        """Ends what trajectories share; may be called twice."""
+        return None
 
     @abstractmethod
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:

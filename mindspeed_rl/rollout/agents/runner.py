@@ -28,6 +28,7 @@ class Agents:
         """
         if self._tool_box is not None:
             await self._tool_box.start()
+        await self._loop.start()
 
     async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
         """One trajectory; its tools hold nothing afterwards. Where its columns are no options of the tools, it has failed."""
@@ -43,5 +44,8 @@ class Agents:
 
     async def close(self) -> None:
         """Ends what trajectories share."""
-        if self._tool_box is not None:
-            await self._tool_box.close()
+        try:
+            await self._loop.close()
+        finally:
+            if self._tool_box is not None:
+                await self._tool_box.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -69,7 +70,9 @@ class MultiTurnScheduler:
 
         Returns:
             {"infer_request": the request with further messages}, and "rollout_infos", a dict: its numbers become figures of
-            the trajectory. A request whose last message is the model's, changed, lets it go on writing there.
+            the trajectory. A request whose last message is the model's, changed, lets it go on writing there. The turn's tokens
+            may come along as "response_token_ids", and "response_loss_mask" says which of them train, by default all that were
+            drawn: tokens behind those are told as they are, and a message that is changed there is not tokenized.
         """
         raise NotImplementedError
 
@@ -88,8 +91,17 @@ class _Plugin(Protocol):
 
 @dataclass(frozen=True)
 class _Next:
+    """What follows a turn.
+
+    Attributes:
+        token_ids: of the turn, where the plug-in says them.
+        trains: which of them train; None: those that were drawn.
+    """
+
     messages: list[dict[str, Any]]
-    figures: Mapping[str, Any]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] | None = None
+    trains: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,8 @@ class _Class:
         if await _awaited(self.scheduler.check_finished(request, choice, turn)):
             return None
         found = await _awaited(self.scheduler.step(request, choice, turn))
-        if found.get("response_token_ids") or found.get("response_loss_mask"):
-            raise ValueError("step returned tokens or a mask of its own, but what the model drew is what trains")
-        return _Next(list(found["infer_request"].messages), found.get("rollout_infos") or {})
+        messages, figures = list(found["infer_request"].messages), found.get("rollout_infos") or {}
+        return _Next(messages, figures, *_tokens(found.get("response_token_ids"), found.get("response_loss_mask")))
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,29 @@ class _Function:
         found = await _awaited(self.function([row]))
         (row,) = found[0] if isinstance(found, tuple) else found
         finished = row.get("finished", False) or (isinstance(found, tuple) and bool(found[1]))
-        return None if finished else _Next(list(row["messages"]), {})
+        return None if finished else _Next(list(row["messages"]))
+
+
+def _tokens(token_ids: Any, mask: Any) -> tuple[tuple[int, ...] | None, tuple[bool, ...] | None]:
+    """What `step` says of the turn's tokens.
+
+    Raises:
+        ValueError: it is no list of tokens with a mask of the same length.
+    """
+    if not token_ids:
+        if mask:
+            raise ValueError("step returned response_loss_mask without response_token_ids")
+        return None, None
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
+        raise ValueError("step returned response_token_ids that are no list of whole numbers")
+    if not mask:
+        return tuple(token_ids), None
+    if len(mask) != len(token_ids) or not all(value in (0, 1) for value in mask):
+        raise ValueError(
+            f"step returned {len(token_ids)} response_token_ids, so that response_loss_mask must be as many of 0 and 1, not "
+            f"{str(mask)[:120]}"
+        )
+    return tuple(token_ids), tuple(bool(value) for value in mask)
 
 
 async def _awaited(value: Any) -> Any:
@@ -180,8 +213,21 @@ class Scheduled(AgentLoop):
         if messages[: len(prompt)] != prompt:
             raise ValueError("the messages of the prompt were changed")
         said = messages[len(prompt) :]
-        if said and said[-1]["role"] == "assistant":
-            if said[:-1] != dialogue.messages[:-1]:
-                raise ValueError("earlier turns were changed while the last one is to go on")
-            return dialogue.reopen(str(said[-1]["content"]))
-        return dialogue.replace(said)
+        num_said = len(dialogue.messages)
+        goes_on = bool(said) and said[-1]["role"] == "assistant"
+        if (goes_on or following.token_ids is not None) and said[: num_said - 1] != dialogue.messages[:-1]:
+            raise ValueError("earlier turns were changed while the last one is to go on, or has tokens of its own")
+        if following.token_ids is not None:
+            if len(said) < num_said or said[num_said - 1]["role"] != "assistant":
+                raise ValueError("step returned response_token_ids, but the model's turn is not among the messages")
+            trains = following.trains or _drawn(following.token_ids, turn.token_ids)
+            if not dialogue.amend(following.token_ids, trains, str(said[num_said - 1]["content"])):
+                return False
+            return dialogue.tell(said[num_said:]) if said[num_said:] else True
+        return dialogue.reopen(str(said[-1]["content"])) if goes_on else dialogue.replace(said)
+
+
+def _drawn(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[bool, ...]:
+    """Which tokens of a turn stand where the model drew them: those up to the first that differs."""
+    same = len(os.path.commonprefix([token_ids, drawn]))
+    return (True,) * same + (False,) * (len(token_ids) - same)

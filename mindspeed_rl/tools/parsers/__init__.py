@@ -17,6 +17,9 @@ from mindspeed_rl.tools.interface import ToolParser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: how calls are written where neither run file nor template says: MindSpeed-RL's own format
+DEFAULT_PARSER = "hermes"
+
 PARSERS: dict[str, str] = {
     "hermes": "mindspeed_rl.tools.parsers.json_calls:HermesParser",
     "llama3_json": "mindspeed_rl.tools.parsers.json_calls:Llama3Parser",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,12 +87,60 @@ def test_a_chat_shows_what_tools_said_and_remembers_the_answer(agents: AgentEngi
         seed=1,
     )
     text = "".join(shown)
-    assert "[tools] " in text and "42\n" in text and "[answer] It is 42." in text
+    before, _, behind = text.partition("[tools] ")
+    assert '"expression": "6*7"' in before and "42\n" in behind and "[answer] It is 42." in behind
     assert history.turns == [("6 times 7?", "It is 42."), ("Sure?", "Yes.")]
     assert (
         "It is 42." in engine.asked[2]
         and "<tool_response>" not in engine.asked[2].partition("Sure?")[0].partition("6 times")[2]
     )
+
+
+def test_tokens_come_as_they_are_drawn(agents: AgentEngine, prompt_format: PromptFormat) -> None:
+    engine = scripted(agents, CALL, "It says 42.")
+    pieces = agents.stream([Request(asking(prompt_format, "6 times 7?"), 5)], sampling(prompt_format))
+    begun = next(piece for piece in pieces if piece.token_ids)
+    assert len(begun.token_ids) == 1 and begun.finish is None and len(engine.asked) == 1  # and the turn goes on
+    left = [piece for piece in pieces if piece.token_ids]
+    (told,) = [piece for piece in left if piece.aside]
+    place = left.index(told)
+    call = prompt_format.decode([token for piece in [begun, *left[:place]] for token in piece.token_ids])
+    assert call == CALL and "42" in prompt_format.decode(told.token_ids)
+    assert prompt_format.decode([token for piece in left[place + 1 :] for token in piece.token_ids]) == "It says 42."
+    assert [piece.finish for piece in left].count("stop") == 1 and left[-1].finish == "stop"
+    # what was read and drawn adds up to what the engine was asked with
+    together = [
+        *engine.requests[0].prompt_ids,
+        *begun.token_ids,
+        *(token for one in left[: place + 1] for token in one.token_ids),
+    ]
+    assert together == engine.requests[1].prompt_ids
+
+
+async def sleepy() -> str:
+    """Takes its time."""
+    await asyncio.sleep(600)
+    return "well"
+
+
+def test_ctrl_c_ends_an_answer_whose_tool_hangs(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerFast) -> None:
+    agents = AgentEngine(AgentSettings(f"{__name__}:sleepy", None, None, None, None, None), prompt_format, 2000)
+    agents.around(ScriptedEngine(tokenizer))
+    scripted(agents, '<tool_call>\n{"name": "sleepy", "arguments": {}}\n</tool_call>', "never asked")
+    typed, shown = iter(["Go.", "quit"]), list[str]()
+    pressed = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+
+    def write(text: str) -> None:
+        shown.append(text)
+        if "sleepy" in "".join(shown) and not pressed.ident:
+            pressed.start()
+
+    begun = time.monotonic()
+    history = History(prompt_format, None, 3, 1500)
+    run_chat(agents, history, sampling(prompt_format), read=lambda _: next(typed), write=write, show_thinking=False, seed=1)
+    agents.close()
+    assert time.monotonic() - begun < 25 and "[interrupted]" in "".join(shown)
+    assert len(history.turns) == 1
 
 
 def test_a_tool_file_that_is_none_and_answers_of_one_token_are_told(
@@ -97,6 +150,8 @@ def test_a_tool_file_that_is_none_and_answers_of_one_token_are_told(
         AgentEngine(AgentSettings(str(tmp_path / "none.yaml"), None, None, None, None, None), prompt_format, 100)
     with pytest.raises(ValueError, match="chat template"):
         AgentEngine(CALCULATOR, PromptFormat(tokenizer, None), 100)
+    with pytest.raises(ValueError, match="plays its own rows"):
+        AgentEngine(AgentSettings(None, None, None, None, "verifiers:guess", None), prompt_format, 100)
     with pytest.raises(ValueError, match="--stop"):
         next(iter(agents.stream([Request([1])], sampling(prompt_format), ["x"])))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,7 +69,7 @@ class Speaker:
 
 
 def settings(**changes: Any) -> LoopSettings:
-    return LoopSettings(TOKENIZER, TURNS, **{"limits": Limits(2000, 1000, 4000), **changes})
+    return LoopSettings(TOKENIZER, **{"turns": TURNS, "limits": Limits(2000, 1000, 4000), **changes})
 
 
 def task(**columns: Any) -> Task:
@@ -383,3 +384,74 @@ def test_single_turn_hands_out_what_was_interrupted() -> None:
     # a loop of several turns asks until the turn has ended, and hands nothing out before
     several = asyncio.run(Agents(Echo(settings())).sample(engine, task()))
     assert several.finish == "stop" and several.versions[:3] == [0, 1, 1]
+
+
+# --- schedulers with tokens of their own ----------------------------------------------------------------------------------
+
+
+class InTokens(MultiTurnScheduler):
+    """Lets the model go on behind what a tool says, in tokens, as ms-swift's plug-ins do."""
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
+        said, drawn = " [42]", list(response_choice.token_ids)
+        told = TOKENIZER.encode(said, add_special_tokens=False)
+        infer_request.messages[-1]["content"] += said
+        mask = [0, *[1] * (len(drawn) - 1), *[0] * len(told)]
+        return {"infer_request": infer_request, "response_token_ids": drawn + told, "response_loss_mask": mask}
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return current_turn == 2
+
+
+class WithoutItsEnd(InTokens):
+    """Takes the token off that ended the turn, and asks."""
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
+        infer_request.messages.append({"role": "user", "content": "sure?"})
+        return {"infer_request": infer_request, "response_token_ids": list(response_choice.token_ids[:-1])}
+
+
+class MaskOfTold(InTokens):
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
+        found = dict(super().step(infer_request, response_choice, current_turn))
+        return found | {"response_loss_mask": [1] * len(found["response_token_ids"])}
+
+
+class ShortMask(InTokens):
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
+        return dict(super().step(infer_request, response_choice, current_turn)) | {"response_loss_mask": [1]}
+
+
+def test_a_scheduler_may_say_tokens_behind_those_that_were_drawn() -> None:
+    engine = Speaker(["6x7", "so 42"])
+    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:InTokens")
+    (sequence,) = found.sequences
+    first, told_ids, second = (TOKENIZER.encode(text, add_special_tokens=False) for text in ("6x7", " [42]", "so 42"))
+    assert found.token_ids == [*first, END, *told_ids, *second, END]
+    # the first token was drawn, but shall not train
+    assert found.sampled == [False, *[True] * 3, *[False] * len(told_ids), *[True] * (len(second) + 1)]
+    assert found.log_probs == [-1.0 if is_drawn else 0.0 for is_drawn in found.sampled]
+    # nothing stands between what was told and what the model writes there
+    assert engine.asked[1] == engine.asked[0] + "6x7<|im_end|> [42]" and sequence.prompt_ids == PROMPT
+
+
+def test_a_scheduler_that_changes_what_was_drawn_begins_another_sequence() -> None:
+    engine = Speaker(["41", "42"])
+    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:WithoutItsEnd")
+    first, second = found.sequences
+    assert first.segments[0].token_ids == (*TOKENIZER.encode("41"), END) and all(s.sampled for s in first.segments)
+    between = "41<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    assert engine.asked[1] == engine.asked[0] + between
+    assert second.prompt_ids == (*PROMPT, *TOKENIZER.encode("41")) and second.segments[-1].sampled
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("MaskOfTold", "token 4 of the turn .* shall train, but the model did not draw it there"),
+        ("ShortMask", "step returned 9 response_token_ids, so that response_loss_mask must be as many"),
+    ],
+)
+def test_tokens_that_nobody_drew_cannot_train(name: str, words: str) -> None:
+    found = sampled("scheduler", Speaker(["6x7", "so 42"]), multi_turn_scheduler=f"{__name__}:{name}")
+    assert re.search(words, found.failure)

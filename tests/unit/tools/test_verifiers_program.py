@@ -55,17 +55,21 @@ def test_episodes_are_played_beside_each_other_through_the_endpoint(with_library
                 await cancelled
             with pytest.raises(ProgramEnded):
                 await program.play(ROW | {"prompt": "die"}, "x", "x", 30.0)
-            with pytest.raises(ProgramEnded):
-                await program.play(ROW, "x", "x", 30.0)
-            return played, sessions
+            # the next ones start it again, once
+            again = await asyncio.gather(
+                *(program.play(ROW, endpoint.open(Counting()), endpoint.model, 30.0) for _ in range(2))
+            )
+            return [*again, *played], sessions
         finally:
             await program.close()
             await program.close()
+            with pytest.raises(ProgramEnded):
+                await program.play(ROW, "x", "x", 30.0)
             await endpoint.close()
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     (*good, late, lost), sessions = asyncio.run(asyncio.wait_for(run(), 60))
-    assert good == [Outcome(0.5, {"turns": 2.0}, None)] * 4 and [session.said for session in sessions] == [2] * 4
+    assert good == [Outcome(0.5, {"turns": 2.0}, None)] * 6 and [session.said for session in sessions] == [2] * 4
     assert late.reward is None and late.error == "the episode took longer than 0.5 s"
     assert lost.error is not None and lost.error.startswith("APIConnectionError")
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before
