@@ -1,4 +1,4 @@
-"""Tests that are written as statements, taken apart: what is called goes into the sandbox, what must come of it stays outside."""
+"""Tests written as statements, taken apart: what is called goes into the sandbox, what must come of it stays outside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 #: (expression, the value that it must have)
 Comparison = tuple[str, Any]
 
-# Values travel as JSON with their kinds; those that equal a literal without being one (a Counter, a Decimal) as what they equal.
+# Values travel as JSON with their kinds; one that equals a literal without being one (a Counter, a Decimal) as what it equals.
 EVALUATION = """
 import json as _json, sys as _sys
 
@@ -71,9 +71,9 @@ def value_of(data: Any) -> Any:
         return {value_of(key): value_of(item) for key, item in content}
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind]([value_of(item) for item in content])
-    return {"complex": lambda: complex(*content), "bytes": lambda: bytes(content), "fraction": lambda: Fraction(*content)}[
-        kind
-    ]()
+    if kind == "bytes":
+        return bytes(content)
+    return {"complex": complex, "fraction": Fraction}[kind](*content)
 
 
 _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}

@@ -128,11 +128,5 @@ def test_values_that_do_not_equal_a_literal_do_not_here(returned: str, literal: 
 
 
 def test_statements_that_do_more_than_compare_are_run_beside_those_that_compare() -> None:
-    tests = [
-        "assert f(1) == 2",
-        "assert abs(f(2) - 3) < 1e-6",
-        "x = f(3)\nassert x == 4",
-        "assert f(4) == 6",
-        "assert f(1) > 5",
-    ]
-    assert code("```python\ndef f(x): return x + 1\n```", RewardSettings(), label=tests)["score"] == pytest.approx(3 / 5)
+    tests = ["assert f(1) == 2", "assert abs(f(2) - 3) < 1e-6", "x = f(3)\nassert x == 4", "assert f(4) == 6"]
+    assert code("```python\ndef f(x): return x + 1\n```", RewardSettings(), label=tests)["score"] == 3 / 4
