@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
@@ -17,7 +18,7 @@ from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
-from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint, verify_files
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import WithFreshHead, load_weights
@@ -110,7 +111,8 @@ class Role:
         else:
             stored = plan.network.with_head("lm") if fresh_head else plan.network
             loosely = self.config.load_checkpoint_loosely
-            tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely)
+            verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
+            tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
         load_weights(self.model, WithFreshHead(tensors, plan.network.hidden_size) if fresh_head else tensors)
 
     @property
