@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
@@ -128,12 +130,27 @@ class Role:
             self._save_companions(self._saver.folder / HF_FILES)
         self._saver.save(iteration, run_state)
         if self.config.save_hf:
-            folder = iteration_folder(self._saver.folder / "hf", iteration)
-            self.save_hf(folder)
+            self._export(iteration_folder(self._saver.folder / "hf", iteration))
+
+    def _export(self, folder: Path) -> None:
+        """The folder holds the weights, and `latest` beside it names it; half of it is never there.
+
+        Raises:
+            ValueError: the disk does not take it.
+        """
+        partial = folder.with_name(f"{folder.name}.partial")
+        try:
+            self.save_hf(partial)
             if dist.get_rank() == 0:
-                latest = folder.with_name("latest")
-                latest.unlink(missing_ok=True)
-                latest.symlink_to(folder.name)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(partial, folder)
+                link = folder.with_name("latest.partial")
+                link.unlink(missing_ok=True)
+                link.symlink_to(folder.name)
+                os.replace(link, folder.with_name("latest"))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ValueError(f"save: {folder} could not be written: {error}") from error
 
     def _save_companions(self, folder: Path) -> None:
         """Puts config.json and tokenizer beside the checkpoints, once, so that they say which model they hold."""
