@@ -1,7 +1,8 @@
-"""Sums over the files of a training checkpoint: `checksums.json` says what each must be, so that damage is found by file name.
+"""Sums over the files of a Megatron checkpoint, of a run or of a conversion: `checksums.json` says what each must be.
 
-CRC-32 of zlib: 6 GB/s a core where SHA-256 takes 2 and BLAKE2b 1.3, so reading decides; xxHash is faster still, but no
-dependency of ours. It finds accidents (inverted bits, truncation, a file of another checkpoint); it is no signature.
+So damage is found by file name. CRC-32 of zlib: 6 GB/s a core where SHA-256 takes 2 and BLAKE2b 1.3, so reading decides; xxHash
+is faster still, but no dependency of ours. It finds accidents (inverted bits, truncation, a file of another checkpoint); it is
+no signature.
 """
 
 from __future__ import annotations

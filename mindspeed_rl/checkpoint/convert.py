@@ -24,6 +24,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
 from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, write_config
 from mindspeed_rl.checkpoint.jobs import Group, Job, Report, Target, Transform, connect, same_bits
@@ -272,6 +273,7 @@ def _publish(plan: Plan) -> Path:
     if destination.kind == "hf":
         _replace_folder(staging, final)
         return final
+    checksums.join_parts(staging)
     (companions / LATEST_NAME).write_text("1", encoding="utf-8")
     os.replace(companions / LATEST_NAME, destination.path / _LATEST_STAGING)
     _replace_folder(companions, destination.path / HF_FILES)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup, MegatronTarget, Piece
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.newest import LATEST_NAME
@@ -134,14 +135,17 @@ class MegatronFolder:
     Args:
         path: the checkpoint folder, or its ``iter_*`` folder.
         iteration: which iteration; None for the latest.
+        verified: somebody has held its files against their checksums.
 
     Raises:
         ValueError: files are missing or damaged.
     """
 
-    def __init__(self, path: str | Path, iteration: int | None = None) -> None:
+    def __init__(self, path: str | Path, iteration: int | None = None, *, verified: bool = False) -> None:
         self.path = Path(path)
         self.folder = iteration_folder(path, iteration)
+        if not verified:
+            checksums.verify(self.folder)
         self._content: dict[str, dict[str, Any]] = {}
         folders = sorted(entry.name for entry in self.folder.glob("mp_rank_*") if entry.is_dir())
         if not folders:

@@ -38,13 +38,20 @@ class MegatronTensors:
 
 
 def open_megatron(
-    path: Path, architecture: Architecture, network: Network, iteration: int | None = None, *, loosely: bool = False
+    path: Path,
+    architecture: Architecture,
+    network: Network,
+    iteration: int | None = None,
+    *,
+    loosely: bool = False,
+    verified: bool = False,
 ) -> MegatronTensors:
     """The weights of a checkpoint that Megatron, MindSpeed or `mindspeed-rl convert` wrote, per rank or `torch_dist`.
 
     Args:
         iteration: the newest when None.
         loosely: parameters that the model does not have are skipped.
+        verified: somebody has held its files against their checksums.
 
     Raises:
         ValueError: the checkpoint is incomplete, damaged, or of another model.
@@ -52,8 +59,10 @@ def open_megatron(
     if (iteration_folder(path, iteration) / "metadata.json").is_file():
         from mindspeed_rl.checkpoint.dist import DistFolder  # loads torch.distributed.checkpoint, which takes a second
 
-        return MegatronTensors(list(DistFolder(path, iteration).open(architecture, network, loosely).groups))
-    return MegatronTensors(list(MegatronFolder(path, iteration).open(architecture, network, loosely).groups))
+        opened = DistFolder(path, iteration, verified=verified).open(architecture, network, loosely)
+    else:
+        opened = MegatronFolder(path, iteration, verified=verified).open(architecture, network, loosely)
+    return MegatronTensors(list(opened.groups))
 
 
 def has_score_head(path: Path, iteration: int | None = None) -> bool:
@@ -67,4 +76,4 @@ def has_score_head(path: Path, iteration: int | None = None) -> bool:
         from mindspeed_rl.checkpoint.dist import METADATA_FILE, read_metadata  # takes a second, see open_megatron
 
         return SCORE_HEAD in read_metadata(folder / METADATA_FILE).state_dict_metadata
-    return SCORE_HEAD in MegatronFolder(path, iteration).names()
+    return SCORE_HEAD in MegatronFolder(path, iteration, verified=True).names()  # whoever reads weights looks at the files

@@ -364,10 +364,13 @@ def _prediction_tensors(folder: HfFolder, names: Sequence[str], architecture: Ar
     return frozenset(found)
 
 
-def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = None) -> Source:
+def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = None, *, verified: bool = False) -> Source:
     """Open a Megatron checkpoint, per-rank or ``torch_dist``, mcore or legacy.
 
     Its config.json comes from ``options.hf_folder``, from the checkpoint itself (ours carry it), or from ``fallback_hf``.
+
+    Args:
+        verified: somebody has held its files against their checksums.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged, no config.json is found, or it contradicts the options.
@@ -379,9 +382,9 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
         # torch.distributed.checkpoint takes a second to load, which per-rank checkpoints do not need
         from mindspeed_rl.checkpoint.dist import DistFolder
 
-        opened = DistFolder(path, options.iteration)
+        opened = DistFolder(path, options.iteration, verified=verified)
     else:
-        opened = MegatronFolder(path, options.iteration)
+        opened = MegatronFolder(path, options.iteration, verified=verified)
     companions = next(
         (place for place in (options.hf_folder, path / HF_FILES, fallback_hf) if place and (place / "config.json").is_file()),
         None,

@@ -25,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import load_run_config
+from mindspeed_rl.workers.scratch import scratch_folder
 
 RANK_RESOURCE = "launch_rank_"
 _DONE_FILE = "MINDSPEED_RL_LAUNCH_DONE"
@@ -535,10 +535,10 @@ def main(argv: list[str]) -> int:
     _allow_many_files()
     _end_on_sigterm()
     # Ray's sockets live below this folder, and their paths may be 107 characters long
-    with tempfile.TemporaryDirectory(prefix="msrl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with scratch_folder("msrl-", Path("/tmp")) as folder:
         _authenticate(settings)
         try:
-            return _head(settings, Path(folder)) if settings.is_head else _worker(settings, Path(folder))
+            return _head(settings, folder) if settings.is_head else _worker(settings, folder)
         except LaunchError as error:
             print(f"launch: {error}", file=sys.stderr)
             return 1

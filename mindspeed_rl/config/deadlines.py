@@ -29,6 +29,7 @@ DEFAULTS: Mapping[str, float] = {
     "data_plane": 120.0,
     "collective": 1800.0,
     "server": 120.0,
+    "tool": 30.0,
 }
 
 
@@ -49,11 +50,7 @@ class DeadlineKeys:
     data_plane: float | None = key(None, "the data plane's answer, beside what rows may take; 120 when unset")
     collective: float | None = key(None, "ranks wait for each other in a collective; fixed when they start; 1800 when unset")
     server: float | None = key(None, "silence of a rollout server; vllm_server_timeout when unset")
-    tool: float | None = key(
-        None,
-        "a call of a tool",
-        no_effect="the tool file says it for each tool (limits.timeout_s), the environment's file for a step (timeout_s)",
-    )
+    tool: float | None = key(None, "a call of a tool whose tool file says nothing of it; 30 when unset")
 
 
 @dataclass(kw_only=True)

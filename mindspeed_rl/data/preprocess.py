@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections import Counter, deque
@@ -36,7 +37,8 @@ TOKENIZER_TYPES = ("PretrainedFromHF", "HuggingFaceTokenizer")
 ON_BAD_ROW = ("error", "skip")
 THINKING: tuple[Thinking, ...] = get_args(Thinking)
 
-
+#: processes that any machine starts without a question; all of them are forked at once
+_MOST_WORKERS = 64
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
 _NOT_SAID = ("tokenizer", "template", "system_prompt", "tools")
 
@@ -97,6 +99,8 @@ class PreprocessConfig:
         for name in ("workers", "n_subs", "log_interval", "pad_to_multiple_of"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.workers > (most := max(_MOST_WORKERS, 2 * (os.cpu_count() or 1))):
+            raise ValueError(f"workers={self.workers} must be at most {most} on this machine")
         for name in ("seq_length", "max_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -354,17 +354,32 @@ def _parquet_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
 
 
 def _arrow_batches(path: str) -> Iterator[Any]:
-    """Record batches of an Arrow file in stream or file format, by memory map."""
+    """Record batches of an Arrow file in stream or file format, by memory map.
+
+    Raises:
+        ValueError: it is neither, or damaged.
+    """
     import pyarrow
 
+    broken = (pyarrow.ArrowException, OSError)  # Arrow says of some damage that reading has failed
     with pyarrow.memory_map(path) as memory:
         try:
-            yield from pyarrow.ipc.open_stream(memory)
-        except pyarrow.ArrowInvalid:
+            batches = iter(pyarrow.ipc.open_stream(memory))
+        except broken:
             memory.seek(0)
-            file = pyarrow.ipc.open_file(memory)
-            for index in range(file.num_record_batches):
-                yield file.get_batch(index)
+            try:
+                file = pyarrow.ipc.open_file(memory)
+            except broken as error:
+                raise ValueError(f"'{path}' is no Arrow file: {error}") from None
+            batches = (file.get_batch(index) for index in range(file.num_record_batches))
+        while True:
+            try:
+                batch = next(batches, None)
+            except broken as error:
+                raise ValueError(f"'{path}' is damaged: {error}") from None
+            if batch is None:
+                return
+            yield batch
 
 
 def _arrow_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:

@@ -366,23 +366,29 @@ def _clear_head(model: nn.Module, weights: dict[str, Any]) -> None:
         weights[SCORE_HEAD] = torch.zeros_like(head)
 
 
-def _verify(path: Path) -> None:
+def verify_files(path: Path, advice: str) -> bool:
     """The files are those that were written: each rank reads its share of them; collective.
+
+    Args:
+        advice: what the user may do about a damaged one.
+
+    Returns:
+        False where the checkpoint has no checksums.
 
     Raises:
         ValueError: naming the damaged file, on every rank.
     """
-    failure = None
+    failure, has_sums = None, False
     try:
-        if not checksums.verify(path, share=dist.get_rank(), num_shares=dist.get_world_size()) and dist.get_rank() == 0:
-            _log.warning("load: %s is of a version that wrote no %s; its files are not verified.", path, checksums.NAME)
+        has_sums = checksums.verify(path, share=dist.get_rank(), num_shares=dist.get_world_size())
     except (OSError, checksums.DamagedCheckpoint) as error:
         failure = str(error)
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     for text in failures:
         if text is not None:
-            raise ValueError(f"load: {text}; {_ADVICE}")
+            raise ValueError(f"load: {text}; {advice}.")
+    return has_sums
 
 
 def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | None = None) -> dict[str, Any]:
@@ -413,7 +419,8 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     record_path = path / "run_state.json"
     if not record_path.is_file():
         raise ValueError(f"load: {path} has no run_state.json; it is not a checkpoint of this trainer.")
-    _verify(path)
+    if not verify_files(path, _ADVICE) and dist.get_rank() == 0:
+        _log.warning("load: %s is of a version that wrote no %s; its files are not verified.", path, checksums.NAME)
     record = json.loads(record_path.read_text())
     optimizer, scheduler = engine.optimizer, engine.scheduler
     with_optimizer = optimizer is not None and not (config.finetune or config.no_load_optim)

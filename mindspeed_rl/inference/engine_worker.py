@@ -20,4 +20,6 @@ class InferenceWorker(ReplicaWorker):
         platform.current().set_device(info.local_rank)
         init_process_group(info, info.timeout_s)
         tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-        super().__init__(InferenceEngine(settings, open_model(settings.model), tokenizer, run_id=run_id), settings, rank)
+        super().__init__(
+            InferenceEngine(settings, open_model(settings.model, verified=True), tokenizer, run_id=run_id), settings, rank
+        )

@@ -18,6 +18,7 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.workers.cluster import cluster, worker_environment
 from mindspeed_rl.workers.groups import WorkerGroup
 from mindspeed_rl.workers.process import ProcessSettings
+from mindspeed_rl.workers.scratch import scratch_folder
 from mindspeed_rl.workers.waiting import WorkerFailed
 
 #: pieces that one call to the workers brings for each running request
@@ -129,15 +130,15 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
         TimeoutError: there are not enough devices.
     """
     num_devices = settings.num_devices
-    folder = Path(mkdtemp(prefix="mindspeed-rl-inference-"))
-    with cluster(num_devices, platform_name):
+    with scratch_folder("mindspeed-rl-inference-") as folder, cluster(num_devices, platform_name):
         kind = MegatronInferenceGroup if settings.kind == "megatron" else InferenceGroup
         group = kind(num_devices, platform_name, folder)
         try:
             group.start_workers(settings, uuid.uuid4().hex[:12])
             yield EngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)
         except WorkerFailed as error:
-            raise WorkerFailed(f"{error} Logs: {folder}/logs") from error
+            logs = mkdtemp(prefix="mindspeed-rl-inference-logs-")  # only a failure needs them
+            shutil.copytree(folder / "logs", logs, dirs_exist_ok=True)
+            raise WorkerFailed(f"{error} Logs: {logs}") from error
         finally:
             group.close()
-    shutil.rmtree(folder)  # only a failure needs its logs

@@ -19,4 +19,4 @@ class MegatronInferenceWorker(ReplicaWorker):
             run_id: of no use here; vLLM's workers need one.
         """
         tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-        super().__init__(MegatronEngine(settings, open_model(settings.model), tokenizer), settings, rank)
+        super().__init__(MegatronEngine(settings, open_model(settings.model, verified=True), tokenizer), settings, rank)

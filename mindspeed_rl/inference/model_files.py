@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from mindspeed_rl.checkpoint.lora import checked_scale, is_peft_folder, open_pef
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.models.network import Network
+from mindspeed_rl.workers.scratch import process_folder
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,11 @@ class MegatronMerge:
         return (tensor.float() + self._last[1][name]).to(tensor.dtype)
 
 
-def open_model(settings: ModelSettings) -> ModelFiles:
-    """Everything about the model is known and checked; no weights are read yet.
+def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles:
+    """Everything about the model is known and checked; no weights are read yet, but for the checksums of their files.
+
+    Args:
+        verified: the files were held against their checksums by another process.
 
     Raises:
         ValueError: nothing usable is there, the model's shape is not known, or adapter and base do not fit.
@@ -121,11 +124,11 @@ def open_model(settings: ModelSettings) -> ModelFiles:
             raise ValueError(f"--load-iteration {settings.iteration}: {path} is a Hugging Face folder, which has no iterations")
         source = open_hf(path, options)
     else:
-        source = open_megatron(path, options)
+        source = open_megatron(path, options, verified=verified)
     source, transform = _with_adapter(source, settings)
     folder = source.companions
     if folder is None:  # the checkpoint's own settings hold the config; vLLM wants it as a file
-        folder = Path(mkdtemp(prefix="mindspeed-rl-config-"))
+        folder = process_folder("mindspeed-rl-config-")
         write_config(folder, source.hf_config)
     return ModelFiles(folder, source, transform)
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -25,7 +26,8 @@ COLUMNS = ("iteration", "group", "sample", "prompt", "response", "reward", "part
 class TensorBoardTracker:
     """TensorBoard event files; tags are prefixed with `train/` unless they say `eval/`. Completions are a table of texts.
 
-    Events are plain scalars: tensorboard.summary.Writer makes tensors, which `EventAccumulator.Scalars` does not find.
+    Events are plain scalars: tensorboard.summary.Writer makes tensors, which `EventAccumulator.Scalars` does not find. They are
+    written here: tensorboard's own writer has a thread whose failures (a full disk) end in a traceback on the console.
     """
 
     def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any]) -> None:
@@ -33,8 +35,13 @@ class TensorBoardTracker:
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
         self._tensors = import_module("tensorboard.util.tensor_util")
         self._texts = import_module("tensorboard.plugins.text.metadata")
-        files = import_module("tensorboard.summary.writer.event_file_writer")
-        self._writer = files.EventFileWriter(str(run_dir / "tensorboard"))
+        folder, now_ns = run_dir / "tensorboard", time.time_ns()
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{now_ns // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now_ns % 10**9}"
+        records = import_module("tensorboard.summary.writer.record_writer")
+        # unbuffered: what the disk did not take is not tried again when the file is closed
+        self._records = records.RecordWriter((folder / name).open("wb", buffering=0))
+        self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     @staticmethod
     def check() -> None:
@@ -53,12 +60,14 @@ class TensorBoardTracker:
         self._add(iteration, [self._summaries.Summary.Value(tag="completions", metadata=metadata, tensor=values)])
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
 
     def _add(self, iteration: int, values: list[Any]) -> None:
         summary = self._summaries.Summary(value=values)
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=iteration, summary=summary))
-        self._writer.flush()
+        self._write(self._events.Event(wall_time=time.time(), step=iteration, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
 
 
 class WandbTracker:

@@ -98,6 +98,6 @@ def find(name: str, others: Iterable[str] = ()) -> str | Callable[..., Any]:
         return name
     known = sorted({*REWARDS, *others})
     raise ValueError(
-        f"unknown reward function '{name}'{registry.did_you_mean(name, known)} Known: {', '.join(known)}; "
+        f"unknown reward function '{name}'{registry.did_you_mean(name, known) or '.'} Known: {', '.join(known)}; "
         "or give module:function, or a file that registers the name in external_plugins"
     )

@@ -7,8 +7,9 @@ Tests are the label, or the column `tests` if there is one; as JSON text or as v
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}               standard input and output
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}  calls with arguments, as JSON values; also a method of `Solution`
 
-For the last two the expected output never enters the sandbox. Statements run in the process of the solution, which could look
-for them: only use them where the policy does not learn to cheat, or convert them.
+The expected output never enters the sandbox. Of statements this is true of those that compare results with literals, as most do
+(`statements.py`); others (`assert is_close(f(1), 2)`) run in the process of the solution, which could look for them: only use
+them where the policy does not learn to cheat, or convert them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
+from mindspeed_rl.rewards.statements import EVALUATION, are_equal, comparisons, expressions_of
 
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TEST_LIMIT_S = 5.0
@@ -109,15 +111,39 @@ def _run(program: str, stdin: str, deadline: float) -> SandboxResult | None:
 def _run_statements(
     program: str, tests: list[str], entry_point: str | None, deadline: float
 ) -> tuple[list[bool], Sequence[str]]:
-    if entry_point is not None:
-        tests = [f"{test}\ncheck({entry_point})" for test in tests]
-    mark = secrets.token_hex(16)
-    harness = _STATEMENTS.format(tests=repr(json.dumps(tests)), mark=repr(mark))
-    result = _run(f"{program}\n{harness}", "", deadline)
-    outcomes = _after_mark(result, mark)
-    if not isinstance(outcomes, list) or len(outcomes) != len(tests):
-        outcomes = [0] * len(tests)
-    return [outcome == 1 for outcome in outcomes], result.missing if result else ()
+    """Tests that only compare are compared here, the others are run; each kind in one process."""
+    compared = {number: found for number, test in enumerate(tests) if (found := comparisons(test, entry_point))}
+    others = [number for number in range(len(tests)) if number not in compared]
+    passed, missing = dict.fromkeys(range(len(tests)), False), set[str]()
+    if compared:
+        flat = [item for found in compared.values() for item in found]
+        mark = secrets.token_hex(16)
+        result = _run(f"{program}\n{_filled(EVALUATION, expressions=expressions_of(flat), mark=repr(mark))}", "", deadline)
+        written, position = _list_after(result, mark, len(flat)), 0
+        for number, found in compared.items():
+            values = written[position : position + len(found)]
+            passed[number] = all(are_equal(value, wanted) for value, (_, wanted) in zip(values, found))
+            position += len(found)
+        missing |= set(result.missing if result else ())
+    if others:
+        run = [tests[number] + (f"\ncheck({entry_point})" if entry_point is not None else "") for number in others]
+        mark = secrets.token_hex(16)
+        result = _run(f"{program}\n{_filled(_STATEMENTS, tests=repr(json.dumps(run)), mark=repr(mark))}", "", deadline)
+        passed |= {number: outcome == 1 for number, outcome in zip(others, _list_after(result, mark, len(run)))}
+        missing |= set(result.missing if result else ())
+    return list(passed.values()), sorted(missing)
+
+
+def _filled(template: str, **values: str) -> str:
+    for name, value in values.items():
+        template = template.replace(f"{{{name}}}", value, 1)
+    return template
+
+
+def _list_after(result: SandboxResult | None, mark: str, length: int) -> list[Any]:
+    """The list that the harness wrote; as many times None where it wrote none of this length."""
+    found = _after_mark(result, mark)
+    return found if isinstance(found, list) and len(found) == length else [None] * length
 
 
 def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple[list[bool], Sequence[str]]:

@@ -56,19 +56,25 @@ class ToolEntry:
     where: str = ""
 
 
-def read_tools(spec: str) -> list[ToolEntry]:
+def read_tools(spec: str, timeout_s: float = CallSettings.timeout_s) -> list[ToolEntry]:
     """The entries of a tool file, or of a list of names as a command line has it: "calculator,my_package:look_up".
+
+    Args:
+        timeout_s: of a call, where the file says none.
 
     Raises:
         ConfigError: see `read_tool_file`.
     """
     if spec.endswith((".yaml", ".yml")) or Path(spec).is_file():
-        return read_tool_file(Path(spec))
-    return _entries([(name.strip(), f"tool {name.strip()!r}") for name in spec.split(",")])
+        return read_tool_file(Path(spec), timeout_s)
+    return _entries([(name.strip(), f"tool {name.strip()!r}") for name in spec.split(",")], timeout_s)
 
 
-def read_tool_file(path: Path) -> list[ToolEntry]:
+def read_tool_file(path: Path, timeout_s: float = CallSettings.timeout_s) -> list[ToolEntry]:
     """The entries of a tool file.
+
+    Args:
+        timeout_s: see `read_tools`.
 
     Raises:
         ConfigError: there is no such file, it is no YAML, or entries are wrong; one sentence for each.
@@ -88,14 +94,14 @@ def read_tool_file(path: Path) -> list[ToolEntry]:
         raise ConfigError([f"{path}: {', '.join(unknown)} unknown; a tool file has 'tools' alone"])
     listed = next(value for key, value in node.value if key.value == "tools")
     lines = [entry.start_mark.line + 1 for entry in listed.value]
-    return _entries([(entry, f"{path}:{line}: tools[{i}]") for i, (entry, line) in enumerate(zip(tools, lines))])
+    return _entries([(entry, f"{path}:{line}: tools[{i}]") for i, (entry, line) in enumerate(zip(tools, lines))], timeout_s)
 
 
-def _entries(values: Sequence[tuple[Any, str]]) -> list[ToolEntry]:
+def _entries(values: Sequence[tuple[Any, str]], timeout_s: float) -> list[ToolEntry]:
     entries, errors = [], []
     for value, where in values:
         try:
-            entries.append(_entry(value, where))
+            entries.append(_entry(value, where, timeout_s))
         except ValueError as error:
             errors.append(str(error))
     if errors:
@@ -103,7 +109,7 @@ def _entries(values: Sequence[tuple[Any, str]]) -> list[ToolEntry]:
     return entries
 
 
-def _entry(value: Any, where: str) -> ToolEntry:
+def _entry(value: Any, where: str, timeout_s: float) -> ToolEntry:
     if isinstance(value, str):
         value = {"function" if ":" in value else "tool": value}
     options = Options(value, where)
@@ -141,14 +147,14 @@ def _entry(value: Any, where: str) -> ToolEntry:
         raise ValueError(f"{where}.run_in is for functions and classes; {target or 'an MCP server'} decides for itself")
     if schema is not None and kind == "mcp":
         raise ValueError(f"{where}.tool_schema: MCP servers bring their own")
-    settings = _settings(limits, config if kind == "tool" else {}, f"{where}.limits")
+    settings = _settings(limits, config if kind == "tool" else {}, f"{where}.limits", timeout_s)
     return ToolEntry(kind, str(target), dict(config), schema, run_in, settings, where)
 
 
-def _settings(limits: Any, config: Mapping[str, Any], where: str) -> CallSettings:
+def _settings(limits: Any, config: Mapping[str, Any], where: str, timeout_s: float) -> CallSettings:
     """The limits of an entry; MindSpeed-RL and verl write some into the configuration of what is built in here."""
     options = Options(limits, where)
-    timeout = config.get("default_timeout", config.get("timeout", CallSettings.timeout_s))
+    timeout = config.get("default_timeout", config.get("timeout", timeout_s))
     named = [value for key in ("num_workers", "rate_limit") if isinstance(value := config.get(key), int)]
     workers = min(named, default=CallSettings.max_parallel)
     settings = CallSettings(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config import RLConfig, Run, agent_loop_of, response_limit
+from mindspeed_rl.config.deadlines import DEFAULTS
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns
@@ -72,7 +73,7 @@ def make_tool_box(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
         rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
     )
     return LoadedToolBox(
-        build_tools(read_tools(rl.tool_config_path)),
+        build_tools(read_tools(rl.tool_config_path, rl.deadlines.tool or DEFAULTS["tool"])),
         lambda schemas: make_parser(name, schemas, tokenizer, thinks=thinks),
         limits,
         lambda text: len(tokenizer.encode(text, add_special_tokens=False)),

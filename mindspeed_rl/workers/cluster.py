@@ -21,6 +21,7 @@ from mindspeed_rl.config import RLConfig, RunConfig
 from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import environment, platform_class
+from mindspeed_rl.workers.scratch import scratch_folder
 
 #: name of the process that is Ray's control service
 _HEAD = "gcs_server"
@@ -86,6 +87,8 @@ def cluster(
     owned = not os.environ.get("RAY_ADDRESS")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_ray_folder(logs)) if owned else ""
+        if owned:
+            stack.enter_context(_temporary_files())
         cpus = local_cpus(num_devices, platform_name, cpus_per_device)
         stack.enter_context(_connected(num_devices, platform_name, folder, cpus, deadline_s))
         yield
@@ -95,18 +98,36 @@ def cluster(
 def _ray_folder(logs: Path | None) -> Iterator[str]:
     """A temporary folder for a local Ray; gone with the block, but for the logs of one that fails."""
     # short, and below the system's own: the paths of the Unix sockets in it may have 107 bytes
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
-    try:
-        yield folder
-    except BaseException:
-        if logs is not None:
-            with contextlib.suppress(OSError, shutil.Error):
-                for session in Path(folder).glob("session_2*"):
-                    shutil.copytree(session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-                print(f"Ray's logs are in {logs}", file=sys.stderr)
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    short = Path("/tmp")
+    with scratch_folder("ray-", short if short.is_dir() else None) as folder:
+        try:
+            yield str(folder)
+        except BaseException:
+            if logs is not None:
+                with contextlib.suppress(OSError, shutil.Error):
+                    for session in folder.glob("session_2*"):
+                        shutil.copytree(session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                    print(f"Ray's logs are in {logs}", file=sys.stderr)
+            raise
+
+
+@contextlib.contextmanager
+def _temporary_files() -> Iterator[None]:
+    """Processes that Ray starts in the block have a temporary folder that goes with it: what a killed one leaves, goes too."""
+    # compiled kernels are kept where later processes find them
+    kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
+    with scratch_folder("mindspeed-rl-") as folder:
+        changes = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": kernels}
+        before = {name: os.environ.get(name) for name in changes}
+        os.environ.update(changes)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -139,6 +160,11 @@ def _connected(num_devices: int, platform_name: str, folder: str, cpus: int, dea
     finally:
         _heads.clear()
         ray.shutdown()
+
+
+def is_own_cluster() -> bool:
+    """True when this process has started its cluster: all of it is on this machine."""
+    return bool(_heads)
 
 
 def head_is_gone() -> bool:

@@ -27,11 +27,12 @@ from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.cluster import head_is_gone, worker_environment
+from mindspeed_rl.workers.cluster import head_is_gone, is_own_cluster, worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.workers.reports import DataSummary, WorkerReport
+from mindspeed_rl.workers.same_files import HostLook, check_hosts
 from mindspeed_rl.workers.waiting import Pending, Watch, wait_all
 
 
@@ -161,6 +162,19 @@ class RunGroup(WorkerGroup):
             settings, worker_environment(run.config, run.platform), num_cpus=cpus, plane=plane, watch=Watch.of(run)
         )
         self._run = run
+
+    def start_workers(self, *arguments: Any, steps: StartSteps | None = None) -> None:
+        """See `WorkerGroup.start_workers`.
+
+        Raises:
+            ValueError: a machine does not see the run's files.
+        """
+        if not is_own_cluster():
+            check_hosts(self._run, self._names, self._look_at)
+        super().start_workers(*arguments, steps=steps)
+
+    def _look_at(self, paths: Sequence[str]) -> list[HostLook]:
+        return self.wait("set_up", [process.look_at.remote(list(paths)) for process in self.processes])
 
 
 class ScoringGroup(RunGroup):

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from mindspeed_rl.config.deadlines import DEFAULTS
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.workers.memory import building
+from mindspeed_rl.workers.same_files import HostLook, look_at
 
 #: read by `engine.parallel.init_distributed`, as RANK and WORLD_SIZE are
 COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
@@ -68,6 +70,10 @@ class WorkerProcess:
         # not gethostbyname: on many machines a host's own name resolves to 127.0.1.1
         host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
         return host, free_port(host)
+
+    def look_at(self, paths: Sequence[str]) -> HostLook:
+        """What this process sees at these paths."""
+        return look_at(paths)
 
     def prepare(self, master: tuple[str, int]) -> None:
         """The libraries that the worker needs are imported and adapted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
+from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
@@ -17,7 +20,7 @@ from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
-from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint, verify_files
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import WithFreshHead, load_weights
@@ -110,7 +113,8 @@ class Role:
         else:
             stored = plan.network.with_head("lm") if fresh_head else plan.network
             loosely = self.config.load_checkpoint_loosely
-            tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely)
+            verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
+            tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
         load_weights(self.model, WithFreshHead(tensors, plan.network.hidden_size) if fresh_head else tensors)
 
     @property
@@ -126,12 +130,27 @@ class Role:
             self._save_companions(self._saver.folder / HF_FILES)
         self._saver.save(iteration, run_state)
         if self.config.save_hf:
-            folder = iteration_folder(self._saver.folder / "hf", iteration)
-            self.save_hf(folder)
+            self._export(iteration_folder(self._saver.folder / "hf", iteration))
+
+    def _export(self, folder: Path) -> None:
+        """The folder holds the weights, and `latest` beside it names it; half of it is never there.
+
+        Raises:
+            ValueError: the disk does not take it.
+        """
+        partial = folder.with_name(f"{folder.name}.partial")
+        try:
+            self.save_hf(partial)
             if dist.get_rank() == 0:
-                latest = folder.with_name("latest")
-                latest.unlink(missing_ok=True)
-                latest.symlink_to(folder.name)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(partial, folder)
+                link = folder.with_name("latest.partial")
+                link.unlink(missing_ok=True)
+                link.symlink_to(folder.name)
+                os.replace(link, folder.with_name("latest"))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ValueError(f"save: {folder} could not be written: {error}") from error
 
     def _save_companions(self, folder: Path) -> None:
         """Puts config.json and tokenizer beside the checkpoints, once, so that they say which model they hold."""

@@ -30,7 +30,7 @@ iteration that was complete, or to the end of the command; where a worker is los
 | Fault | Who | Where | What comes of it | Seconds | The console says |
 |---|---|---|---|---|---|
 {rows}
-{missing}
+{missing}{uncompared}
 """,
     "zh": """# 故障
 
@@ -45,12 +45,16 @@ iteration that was complete, or to the end of the command; where a worker is los
 | 故障 | 对象 | 位置 | 结果 | 秒 | 控制台显示 |
 |---|---|---|---|---|---|
 {rows}
-{missing}
+{missing}{uncompared}
 """,
 }
 _ENDS = {
     "en": {"goes on": "goes on", "recovers": "recovers", "ends": "ends", "refused": "refused"},
     "zh": {"goes on": "继续", "recovers": "恢复", "ends": "结束", "refused": "拒绝"},
+}
+_UNCOMPARED = {
+    "en": "Recovered, but their figures have not been compared since the suite records that: {}.",
+    "zh": "已恢复，但自从测试开始记录比较结果以来尚未比较过数字：{}。",
 }
 _MISSING = {"en": "Not run since the table last changed: {}.", "zh": "表格上次修改之后尚未运行：{}。"}
 
@@ -61,7 +65,9 @@ def page(language: Literal["en", "zh"]) -> str:
     rows = "\n".join(_row(fault, results[fault.id], language) for fault in FAULTS if fault.id in results)
     left = [fault.id for fault in FAULTS if fault.id not in results]
     missing = "\n" + _MISSING[language].format(", ".join(f"`{name}`" for name in left)) if left else ""
-    return _TEXT[language].format(rows=rows, missing=missing).rstrip("\n") + "\n"
+    recovered = [fault.id for fault in FAULTS if fault.end == "recovers" and "equal" not in results.get(fault.id, {"equal": 0})]
+    uncompared = "\n\n" + _UNCOMPARED[language].format(", ".join(f"`{name}`" for name in recovered)) if recovered else ""
+    return _TEXT[language].format(rows=rows, missing=missing, uncompared=uncompared).rstrip("\n") + "\n"
 
 
 def _row(fault: Fault, result: dict[str, float | str], language: str) -> str:

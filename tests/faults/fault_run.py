@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +29,30 @@ RESTARTED = "all workers were ended; the run goes on"
 EXACT = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "response_length/mean")
 
 
+@contextlib.contextmanager
+def environment(**changes: str) -> Iterator[None]:
+    """The variables have these values in what is started in the block."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
 class FaultRun(Command):
     """A run whose processes have the injector."""
 
     def __init__(self, task: Path, folder: Path, *changes: str) -> None:
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
-        before = {name: os.environ.get(name) for name in ("FAULTS", "PYTHONPATH")}
-        os.environ["FAULTS"] = str(self.faults)
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
-        try:
+        path = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
+        with environment(FAULTS=str(self.faults), PYTHONPATH=path):
             super().__init__(task, folder, *changes)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name)
-                else:
-                    os.environ[name] = value
 
     def arm(self, fault: Fault) -> None:
         """The next process that comes to the place takes the fault."""
@@ -62,7 +69,7 @@ class FaultRun(Command):
 
     def half_written(self) -> list[str]:
         """Files of a checkpoint that is neither finished nor gone; only right after the end."""
-        return [str(path) for path in (self.folder / "save").glob("*.partial")]
+        return [str(path) for path in (self.folder / "save").rglob("*.partial")]
 
 
 @contextlib.contextmanager
@@ -89,27 +96,41 @@ def culprit_line(output: str, said: str) -> str:
     raise AssertionError(f"no line says {said!r}:\n{output[-3000:]}")
 
 
-def note(fault: Fault, seconds: float, line: str) -> None:
-    """The fault was met as it should be. With RECORD_FAULTS=1 it is recorded; the docs' table is made of these records."""
+def note(fault: Fault, seconds: float, line: str, *, equal: int = 0) -> None:
+    """The fault was met as it should be. With RECORD_FAULTS=1 it is recorded; the docs' table is made of these records.
+
+    Args:
+        equal: iterations whose figures were those of a run that was not disturbed.
+    """
     if not os.environ.get("RECORD_FAULTS"):
         return
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     clean = re.sub(r"/\S*/", "", re.sub(r"\d\d:\d\d:\d\d", "hh:mm:ss", re.sub(r"process \d+", "process N", line)))
-    known[fault.id] = {"seconds": round(seconds, 1), "said": clean[:200]}
+    known[fault.id] = {"seconds": round(seconds, 1), "said": clean[:200]} | ({"equal": equal} if equal else {})
     ordered = {name: known[name] for name in sorted(known)}
     RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
 
 
-def strike(run: FaultRun, fault: Fault) -> None:
-    """The fault is armed and taken, and what comes of it is as the table says; the run goes on afterwards."""
+def strike(run: FaultRun, fault: Fault, deed: Callable[[FaultRun], None] | None = None) -> tuple[float, str]:
+    """The fault is armed and taken, and what comes of it is as the table says; the run goes on afterwards.
+
+    Args:
+        deed: what strikes the run in place of the injector.
+
+    Returns:
+        Seconds until the run went on, and the line that names the culprit.
+    """
     said = len(run.output)
-    run.arm(fault)
-    run.wait_until_taken(fault)
+    if deed is None:
+        run.arm(fault)
+        run.wait_until_taken(fault)
     begun, reached = time.monotonic(), len(run.metrics)
+    if deed is not None:
+        deed(run)
     run.wait_until(lambda: len(run.metrics) > reached + 1, fault.within_s)
     seconds = time.monotonic() - begun
     found = run.iterations
     assert found == list(range(1, len(found) + 1)), "an iteration is missing, or was written twice"
     recovered = RESTARTED in run.output[said:]
     assert recovered == (fault.end == "recovers"), run.output[said:][-3000:]
-    note(fault, seconds, culprit_line(run.output[said:], fault.said))
+    return seconds, culprit_line(run.output[said:], fault.said)

@@ -43,7 +43,7 @@ _DIED = r"worker {rank} failed in {phase}: its process died"
 _STOPPED = r"worker 1 failed in {phase}: .*worker 1 \(process \d+\) is stopped"
 _RAISED = r"worker 1 failed in {phase}: ValueError: a fault on demand"
 
-#: in one run of two workers that tolerates faults; its figures are those of an undisturbed run
+#: each in a run of two workers that tolerates faults; its figures are those of an undisturbed run
 RECOVERED = [
     _worker("generate", "kill", _DIED.format(rank=1, phase="generate")),
     Fault(
@@ -117,7 +117,39 @@ RECOVERED = [
         r"worker 0 failed in set_up: its process died",
         {"place": "worker.start", "rank": 0, "how": "kill"},
     ),
+    Fault(
+        "disk-hang",
+        "disk",
+        "save",
+        "does not answer any more",
+        "recovers",
+        240.0,
+        r"worker \d failed in save: save did not end within 20 s \(rl_config.deadlines.save\)",
+        {"place": "disk.write", "how": "hang"},
+    ),
 ]
+
+#: of a run of two workers in a cluster of several nodes
+LOST_NODE = Fault(
+    "node-lost",
+    "node",
+    "any",
+    "SIGKILL of all its processes",
+    "recovers",
+    240.0,
+    r"^error: (worker \d|data plane) failed in \w+: .*its (process|machine) (died|is gone)",
+)
+
+#: in a cluster whose other node is in a mount namespace of its own
+OTHER_DISK = Fault(
+    "disk-not-shared",
+    "node",
+    "start",
+    "has another model folder",
+    "ends",
+    200.0,
+    r"^error: machines do not see the same files: .*model has another config.json on ",
+)
 
 #: in one run of one worker that nothing may end
 SURVIVED = [
@@ -174,6 +206,16 @@ SURVIVED = [
         {"place": "tracker", "how": "raise"},
     ),
     Fault(
+        "disk-slow",
+        "disk",
+        "save",
+        "takes 8 s longer",
+        "goes on",
+        60.0,
+        "",
+        {"place": "disk.write", "how": "slow", "seconds": 8},
+    ),
+    Fault(
         "worker-pause",
         "worker",
         "update_actor",
@@ -182,6 +224,40 @@ SURVIVED = [
         60.0,
         "",
         {"place": "worker.update_actor", "how": "stop"},
+    ),
+]
+
+#: in one run of one worker and two rollout servers
+SERVED = [
+    Fault(
+        "server-slow",
+        "rollout server",
+        "generate",
+        "says nothing for 8 s",
+        "goes on",
+        60.0,
+        "",
+        {"place": "server.news", "rank": 1, "how": "slow", "seconds": 8},
+    ),
+    Fault(
+        "server-kill",
+        "rollout server",
+        "generate",
+        "SIGKILL",
+        "goes on",
+        180.0,
+        "rollout server 1 was taken out: ",
+        {"place": "server.submit", "rank": 1, "how": "kill"},
+    ),
+    Fault(
+        "server-stop",
+        "rollout server",
+        "generate",
+        "SIGSTOP",
+        "goes on",
+        240.0,
+        "rollout server 0 was taken out: ",
+        {"place": "server.submit", "rank": 0, "how": "stop"},
     ),
 ]
 
@@ -243,6 +319,27 @@ ENDED = [
         {},
     ),
     Fault(
+        "end-full-tmpfs",
+        "worker",
+        "save",
+        "a tmpfs that is full",
+        "ends",
+        120.0,
+        r"save: .*iter_\d+ could not be written: .*No space",
+        {},
+    ),
+    Fault("end-full-run-folder", "run folder", "any", "a tmpfs that is full", "ends", 120.0, r"No space left on device", {}),
+    Fault(
+        "end-port-taken",
+        "worker",
+        "set_up",
+        "the port of the rendezvous is taken",
+        "ends",
+        120.0,
+        r"worker 0 failed in set_up: .*(EADDRINUSE|in use)",
+        {"place": "worker.address", "rank": 0, "how": "take"},
+    ),
+    Fault(
         "end-head-kill",
         "Ray's control service",
         "generate",
@@ -291,4 +388,4 @@ REFUSED = [
     Fault("reward-unknown", "reward", "start", "an unknown reward function", "refused", 30.0, "unknown reward function"),
 ]
 
-FAULTS = [*RECOVERED, *SURVIVED, *ENDED, *REFUSED]
+FAULTS = [*RECOVERED, LOST_NODE, *SURVIVED, *SERVED, *ENDED, OTHER_DISK, *REFUSED]

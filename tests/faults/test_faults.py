@@ -5,18 +5,24 @@ The faults stand in fault_table.py. Many strike one run, one after the other, si
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-from fault_run import EXACT, LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, note, strike, struck
-from fault_table import ENDED, FAULTS, RECOVERED, REFUSED, SURVIVED, Fault
+from fault_run import EXACT, LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, environment, note, strike, struck
+from fault_table import ENDED, FAULTS, LOST_NODE, OTHER_DISK, RECOVERED, REFUSED, SERVED, SURVIVED, Fault
 from grpo_command import ONE_PROCESS, finished
 
 PLUGIN = Path(__file__).parent / "site" / "faulty_reward.py"
@@ -30,6 +36,7 @@ REWARD = [
     "rl_config.num_reward_workers=1",
 ]
 SHORT_WAITS = ["rl_config.deadlines.log_probs=20", "rl_config.deadlines.data_plane=15", "rl_config.wait_timeout_s=60"]
+SHORT_WAITS += ["rl_config.deadlines.save=20"]
 
 
 def by_id(faults: list[Fault], *names: str) -> list[Fault]:
@@ -53,7 +60,7 @@ def test_a_killed_worker_and_rewards_that_hang_or_die_do_not_end_a_run(task: Pat
     with struck(task, tmp_path, *ONE_PROCESS, *TOLERANT, *REWARD, LONG) as run:
         run.wait_until(lambda: run.metrics)
         for fault in by_id(SURVIVED, "reward-hang", "reward-worker-kill"):
-            strike(run, fault)
+            note(fault, *strike(run, fault))
         killed = by_id(ENDED, "end-worker-kill")[0]
         said = len(run.output)
         run.arm(killed)
@@ -66,64 +73,159 @@ def test_a_killed_worker_and_rewards_that_hang_or_die_do_not_end_a_run(task: Pat
         ends_without_a_trace(run, 143, 60)
 
 
+#: iterations of a run that is struck in one of them; the schedule does not know how long it is
+LENGTH = ["megatron_training.train_iters=15", "actor_config.lr_decay_style=constant"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of a run that nothing happens to."""
+    return finished(task, tmp_path_factory.mktemp("undisturbed"), *TWO, *LENGTH).metrics
+
+
+def differing(run: FaultRun, undisturbed: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Iterations and figures in which the run is not the undisturbed one."""
+    pairs = zip(run.metrics, undisturbed, strict=True)
+    return [(mine["iteration"], name) for mine, theirs in pairs for name in EXACT if mine[name] != theirs[name]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("fault", RECOVERED, ids=lambda fault: fault.id)
 def test_a_run_that_tolerates_faults_recovers_and_computes_what_an_undisturbed_one_does(
-    task: Path, tmp_path: Path, part: int
+    task: Path, tmp_path: Path, undisturbed: list[dict[str, Any]], fault: Fault
 ) -> None:
-    faults = RECOVERED[part::3]
-    with struck(task, tmp_path / "struck", *TWO, *TOLERANT, *SHORT_WAITS, LONG, CONSTANT) as run:
+    with struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH) as run:
         run.wait_until(lambda: run.metrics)
-        for fault in faults:
-            if fault.id == "worker-kill-start":  # a worker starts when one was lost
-                run.arm(fault)
-                fault_before = by_id(RECOVERED, "worker-kill-generate")[0]
-                strike_start(run, fault_before, fault)
-            else:
-                strike(run, fault)
-        run.process.terminate()
-        ends_without_a_trace(run, 143, 60)
-        found = run.metrics
-    whole = finished(task, tmp_path / "whole", *TWO, f"megatron_training.train_iters={len(found)}", CONSTANT)
-    differing = [
-        (mine["iteration"], name)
-        for mine, theirs in zip(found, whole.metrics, strict=True)
-        for name in EXACT
-        if mine[name] != theirs[name]
-    ]
-    assert differing == []
+        if fault.id == "worker-kill-start":  # a worker starts when one was lost
+            run.arm(fault)
+            seconds, line = strike_start(run, by_id(RECOVERED, "worker-kill-generate")[0], fault)
+        else:
+            seconds, line = strike(run, fault)
+        ends_without_a_trace(run, 0, 120)
+        assert differing(run, undisturbed) == []
+        note(fault, seconds, line, equal=len(undisturbed))
 
 
-#: a schedule that does not know how long the run is
-CONSTANT = "actor_config.lr_decay_style=constant"
-
-
-def strike_start(run: FaultRun, first: Fault, second: Fault) -> None:
-    """The first fault makes workers start, the second strikes one that does."""
+def strike_start(run: FaultRun, first: Fault, second: Fault) -> tuple[float, str]:
+    """The first fault makes workers start, the second strikes one that does; as `strike`."""
     said, begun, reached = len(run.output), time.monotonic(), len(run.metrics)
     run.arm(first)
     run.wait_until_taken(second, 200.0)
     run.wait_until(lambda: len(run.metrics) > reached + 1, second.within_s)
-    assert run.iterations == list(range(1, len(run.metrics) + 1))
-    note(second, time.monotonic() - begun, culprit_line(run.output[said:], second.said))
+    return time.monotonic() - begun, culprit_line(run.output[said:], second.said)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["reward process", "others"])
-def test_what_can_be_replaced_ends_nothing(task: Path, tmp_path: Path, role: str) -> None:
+def test_a_run_goes_on_when_a_node_of_its_cluster_is_lost(
+    task: Path, tmp_path: Path, undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three nodes on this machine: the driver's has no room for workers, each of the others has room for all of them."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLUGIN.parent), os.environ.get("PYTHONPATH", "")]))
+    small = {"object_store_memory": 128 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    try:
+        nodes = [cluster.add_node(num_cpus=2, object_store_memory=128 << 20) for _ in range(2)]
+        with (
+            environment(RAY_ADDRESS=cluster.address),
+            struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH) as run,
+        ):
+            run.wait_until(lambda: run.metrics)
+            seconds, line = strike(run, LOST_NODE, lambda run: lose_node_of(run, cluster, nodes))
+            ends_without_a_trace(run, 0, 120)
+            assert not workers_in(tmp_path)
+            assert differing(run, undisturbed) == []
+            note(LOST_NODE, seconds, line, equal=len(undisturbed))
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_files_that_another_machine_does_not_see_end_the_command_before_models_are_built(task: Path, tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    small = {"object_store_memory": 128 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+    start = [Path(sys.executable).with_name("ray"), "start", "--address", cluster.address, "--num-cpus", "2", "--block"]
+    # it sees an empty folder in the place of the model
+    hidden = f"mount -t tmpfs none {task / 'model'} && exec {shlex.join(map(str, start))}"
+    node = subprocess.Popen(["unshare", "--mount", "bash", "-c", hidden], stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        with environment(RAY_ADDRESS=cluster.address), struck(task, tmp_path, *TWO, LONG) as run:
+            begun = time.monotonic()
+            ends_without_a_trace(run, 2, OTHER_DISK.within_s)
+            assert "libraries are loaded" not in run.output and "Traceback" not in run.output
+            assert not workers_in(tmp_path) and not list(tmp_path.rglob(".shared-*"))
+            note(OTHER_DISK, time.monotonic() - begun, culprit_line(run.output, OTHER_DISK.said))
+    finally:
+        node.terminate()
+        node.wait(60)
+        cluster.shutdown()
+
+
+def workers_in(folder: Path) -> list[psutil.Process]:
+    """Device workers that write below this folder; those of a cluster that the command did not start lack its mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if "ray::WorkerProcess" in " ".join(process.cmdline()):
+                if os.readlink(f"/proc/{process.pid}/fd/1").startswith(str(folder)):
+                    found.append(process)
+    return found
+
+
+def lose_node_of(run: FaultRun, cluster: Any, nodes: list[Any]) -> None:
+    """The node with the workers is gone from one moment to the next."""
+    raylet = workers_in(run.folder)[0].parent()
+    assert raylet is not None
+    (node,) = [node for node in nodes if node.all_processes["raylet"][0].process.pid == raylet.pid]
+    below = raylet.children(recursive=True)
+    cluster.remove_node(node, allow_graceful=False)
+    for process in below:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def survivor(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
+    """A run of one worker whose faults end nothing; it leaves nothing behind."""
     tracker = [f"rl_config.report_to=[{'faulty_reward:DownTracker'}]"]
     beats = ["rl_config.fault_tolerance.heartbeat_interval_s=1"]
-    with struck(task, tmp_path, *ONE_PROCESS, *REWARD, *tracker, *beats, LONG) as run:
+    folder = tmp_path_factory.mktemp("survivor")
+    with struck(task, folder / "a", *ONE_PROCESS, *REWARD, *tracker, *beats, LONG) as run:
         run.wait_until(lambda: run.metrics)
-        for fault in SURVIVED:
-            if (fault.role == "reward process") != (role == "reward process"):
-                continue
-            if fault.id == "worker-pause":
-                pause(run, fault)
-            else:
-                strike(run, fault)
+        yield run
         run.process.terminate()
         ends_without_a_trace(run, 143, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SURVIVED, ids=lambda fault: fault.id)
+def test_what_can_be_replaced_or_waited_for_ends_nothing(survivor: FaultRun, fault: Fault) -> None:
+    if fault.id == "worker-pause":
+        pause(survivor, fault)
+    else:
+        note(fault, *strike(survivor, fault))
+
+
+@pytest.fixture(scope="module")
+def served(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
+    """A run of one worker and two rollout servers; it leaves nothing behind."""
+    apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
+    silence = ["generate_config.vllm_server_timeout=20", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
+    folder = tmp_path_factory.mktemp("served")
+    with struck(task, folder / "a", *ONE_PROCESS, *apart, *silence, "actor_config.save=null", LONG) as run:
+        run.wait_until(lambda: run.metrics)
+        yield run
+        run.process.terminate()
+        ends_without_a_trace(run, 143, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SERVED, ids=lambda fault: fault.id)
+def test_a_rollout_server_that_is_lost_or_slow_ends_nothing(served: FaultRun, fault: Fault) -> None:
+    note(fault, *strike(served, fault))
 
 
 def pause(run: FaultRun, fault: Fault) -> None:
@@ -169,7 +271,37 @@ DEEDS: dict[str, tuple[Callable[[FaultRun], None], int]] = {
     "end-driver-kill": (_signal(signal.SIGKILL), -signal.SIGKILL),
     "end-head-kill": (_kill_head, 1),
     "end-full-disk": (_limit_files, 1),
+    # each save takes more of it
+    "end-full-tmpfs": (lambda run: None, 1),
+    "end-full-run-folder": (lambda run: _fill(run.folder / "run"), 1),
 }
+#: tmpfs of so many bytes in the run's folder
+SMALL_DISKS = {"end-full-tmpfs": ("save", 6 << 20), "end-full-run-folder": ("run", 6 << 20)}
+
+
+def _fill(folder: Path) -> None:
+    """Nothing more fits on this disk."""
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+@contextlib.contextmanager
+def small_disk(fault: Fault, folder: Path) -> Iterator[None]:
+    """The run's folder has the small disk that the fault needs."""
+    if fault.id not in SMALL_DISKS:
+        yield
+        return
+    name, size = SMALL_DISKS[fault.id]
+    place = folder / name
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.slow
@@ -177,8 +309,8 @@ DEEDS: dict[str, tuple[Callable[[FaultRun], None], int]] = {
 def test_what_cannot_be_tolerated_ends_the_command(task: Path, tmp_path: Path, fault: Fault) -> None:
     deadline = "rl_config.deadlines.generate=15"
     deed, code = DEEDS.get(fault.id, (lambda run: run.arm(fault), 1))
-    with struck(task, tmp_path, *ONE_PROCESS, LONG, deadline) as run:
-        if fault.id == "end-sigterm-start":
+    with small_disk(fault, tmp_path), struck(task, tmp_path, *ONE_PROCESS, LONG, deadline) as run:
+        if fault.phase == "set_up":
             run.wait_until(lambda: "starting 1 workers" in run.output)
         else:
             run.wait_until(lambda: run.metrics)

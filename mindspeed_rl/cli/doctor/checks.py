@@ -18,6 +18,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_rl.cli.doctor import matrix, messages, variables
+from mindspeed_rl.workers.scratch import orphans, scratch_places
 
 Status = Literal["ok", "warn", "fail", "absent"]
 
@@ -256,7 +257,16 @@ def check_host(environment: Mapping[str, str]) -> list[Finding]:
         Finding("host", "memory", "ok", f"{memory:.0f} GiB; sleeping engines and offloading keep weights and optimizer here")
     )
     findings += _check_ports(environment)
-    return findings
+    return findings + _check_left_behind()
+
+
+def _check_left_behind() -> list[Finding]:
+    """What killed runs have left in the temporary folder."""
+    found = [orphan for place in scratch_places() for orphan in orphans(place)]
+    if not found:
+        return [Finding("host", "left behind", "ok", "nothing of killed runs")]
+    owners = ", ".join(f"{orphan.folder} (of process {orphan.owner}, which is gone)" for orphan in found)
+    return [Finding("host", "left behind", "warn", owners, "the next run removes them")]
 
 
 def _check_ports(environment: Mapping[str, str]) -> list[Finding]:

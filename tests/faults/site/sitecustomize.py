@@ -5,17 +5,19 @@ file becomes `.taken`) and does what it says. Without the variable nothing is to
 
     {"place": "worker.update_actor", "rank": 1, "how": "kill"}
 
-Places: see PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), raise, exit; of a step also "nan weight"; of a bucket
-drop, repeat, corrupt.
+Places: see PLACES. How: kill, stop (SIGSTOP), hang (sleeps for ever), slow (for `seconds`), raise, exit; of a step also "nan
+weight"; of a bucket drop, repeat, corrupt; of an address "take" (somebody else listens there).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +50,8 @@ def commit(fault: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "hang":
         time.sleep(3600)
+    elif how == "slow":
+        time.sleep(fault["seconds"])
     elif how == "exit":
         os._exit(7)
     elif how == "raise":
@@ -68,16 +72,23 @@ def around(kind: str, name: str, inner: Callable[..., Any]) -> Callable[..., Any
 
 def process_module(module: ModuleType) -> None:
     """Phases of device workers: the method that is called is the place; `rank` is the worker's."""
-    inner = module.WorkerProcess.call
+    inner, find = module.WorkerProcess.call, module.WorkerProcess.address
 
     def call(self: Any, method: str, *arguments: Any) -> Any:
         kind = self._settings.title.replace(" ", "_")
         fault = take(f"{kind}.{method}", self._rank)
         if fault is not None:
-            commit(fault)
+            with module.heartbeat.doing(method):  # the worker is in its phase when it is struck
+                commit(fault)
         return inner(self, method, *arguments)
 
-    module.WorkerProcess.call = call
+    def address(self: Any) -> Any:
+        found = find(self)
+        if take("worker.address", self._rank) is not None:
+            self.thief = socket.create_server(found)
+        return found
+
+    module.WorkerProcess.call, module.WorkerProcess.address = call, address
     for name in ("prepare", "start"):
         setattr(module.WorkerProcess, name, around("worker", name, getattr(module.WorkerProcess, name)))
 
@@ -121,6 +132,33 @@ def engine_module(module: ModuleType) -> None:
     module.TrainEngine.train_step, module.TrainEngine._check_finite = train_step, check_finite
 
 
+def server_module(module: ModuleType) -> None:
+    """Calls of a rollout server; `rank` is its number."""
+    inner = module.ServerProcess.call
+
+    async def call(self: Any, name: str, arguments: Any) -> Any:
+        fault = take(f"server.{name}", self._number)
+        if fault is not None:
+            commit(fault)
+        return await inner(self, name, arguments)
+
+    module.ServerProcess.call = call
+
+
+def checkpoint_module(module: ModuleType) -> None:
+    """The disk that a checkpoint is written to."""
+    inner = module._write_with_sums
+
+    @functools.wraps(inner)
+    def write(*arguments: Any) -> Any:
+        fault = take("disk.write", None)
+        if fault is not None:
+            commit(fault)
+        return inner(*arguments)
+
+    module._write_with_sums = write
+
+
 def sources_module(module: ModuleType) -> None:
     """What a weight push reads for a bucket: not read, read twice, or changed."""
     inner = module.Sources.read
@@ -145,7 +183,9 @@ PLACES: dict[str, Callable[[ModuleType], None]] = {
     "mindspeed_rl.dataplane.transfer_dock": dock_module,
     "mindspeed_rl.trainers.rl": loop_module,
     "mindspeed_rl.engine.train_engine": engine_module,
+    "mindspeed_rl.engine.checkpoint": checkpoint_module,
     "mindspeed_rl.resharding.sources": sources_module,
+    "mindspeed_rl.workers.server_process": server_module,
 }
 
 

@@ -70,7 +70,7 @@ def test_the_guide_s_commands_run_unchanged_but_for_the_paths(tensor_parallel: i
        --params-dtype bf16
     """
     assert run(command) == 0
-    folders = sorted(path.name for path in (tmp_path / "qwen2.5_mcore/iter_0000001").iterdir())
+    folders = sorted(path.name for path in (tmp_path / "qwen2.5_mcore/iter_0000001").glob("mp_*"))
     assert folders == [f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(tensor_parallel) for pp in range(2)]
     state = torch.load(tmp_path / "qwen2.5_mcore/iter_0000001/mp_rank_00_000/model_optim_rng.pt", weights_only=False)
     assert {tensor.dtype for tensor in state["model"].values()} == {torch.bfloat16}
@@ -219,6 +219,7 @@ def test_bad_megatron_folders_are_one_clear_error(qwen: Path, tmp_path: Path, ca
     split = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
     for name in ("missing", "truncated", "wrong"):
         assert run(f"--load-dir {qwen} --save-dir {tmp_path}/{name} {split}") == 0
+        (tmp_path / name / "iter_0000001" / "checksums.json").unlink()  # as those of other writers, which have none
     rank = "iter_0000001/mp_rank_01_001"
     (tmp_path / "missing" / rank / "model_optim_rng.pt").unlink()
     assert "model_optim_rng.pt is missing" in message(tmp_path / "missing")
@@ -243,7 +244,7 @@ def test_an_existing_result_is_not_lost_unless_asked(qwen: Path, tmp_path: Path,
     assert run(command) == 0
     assert "exists already" in error_of(capsys, command)
     assert run(f"{command} --overwrite --target-tensor-parallel-size 2") == 0
-    assert len(list((tmp_path / "out/iter_0000001").iterdir())) == 2
+    assert len(list((tmp_path / "out/iter_0000001").glob("mp_*"))) == 2
 
 
 def test_a_dry_run_prints_every_tensor_and_its_file_and_writes_nothing(
@@ -293,6 +294,24 @@ def test_an_interrupted_run_looks_unfinished_and_the_next_one_continues(qwen: Pa
     assert second.started_at[0] > 40_000
     assert read_all(made) == read_all(whole)
     assert not list((tmp_path / "parts").glob("*.partial"))
+
+
+@pytest.mark.parametrize("form", ["", "--ckpt-format torch_dist"])
+def test_a_result_that_is_damaged_later_is_refused_by_file_name(
+    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    assert run(f"--load-dir {qwen} --save-dir {tmp_path}/made --target-tensor-parallel-size 2 {form}") == 0
+    (folder,) = (tmp_path / "made").glob("iter_*")
+    kept = {name for name in read_all(folder) if name != "checksums.json"}
+    assert json.loads((folder / "checksums.json").read_text()).keys() == kept
+    assert run(f"--load-dir {tmp_path}/made --save-dir {tmp_path}/sound --save-model-type hf") == 0
+    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    text = error_of(capsys, f"--load-dir {tmp_path}/made --save-dir {tmp_path}/out --save-model-type hf")
+    assert f"{largest} is damaged: its checksum is" in text
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_with_other_settings_starts_afresh(qwen: Path, tmp_path: Path) -> None:

@@ -491,12 +491,27 @@ def test_the_guides_three_commands_run(tmp_path, tokenizer_folder, write_jsonl):
     assert written == {f"{name}_document.{suffix}" for name in wanted for suffix in ("bin", "idx")}
 
 
+@pytest.mark.parametrize("damage", ["garbage", "cut short"])
+def test_an_arrow_file_that_is_none_or_damaged_is_one_clear_error(damage, tmp_path, tokenizer_folder, capsys):
+    table, path = pa.Table.from_pylist(rows_of(GSM8K)), tmp_path / "rows.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    content = path.read_bytes()
+    path.write_bytes(bytes(range(7, 250)) * 5 if damage == "garbage" else content[: len(content) * 2 // 3])
+    command = ["--input", path, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", tmp_path / "o"]
+    assert main([str(word) for word in command]) == 2
+    said = capsys.readouterr().err
+    assert f"'{path}' is {'no Arrow file' if damage == 'garbage' else 'damaged'}: " in said
+    assert not list(tmp_path.glob("o*"))
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
         (["--neat-pack"], "neat_pack needs pack"),
         (["--pack"], "pack needs seq_length"),
         (["--workers", "0"], "workers=0 must be at least 1"),
+        (["--workers", "100000"], "workers=100000 must be at most"),
         (["--split-sentences"], "split_sentences=True is not supported; allowed: False"),
         (["--vocab-file", "vocab.json"], "vocab_file='vocab.json' is not supported; leave it out"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "tokenizer_type='GPT2BPETokenizer' is not supported"),

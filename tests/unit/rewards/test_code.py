@@ -68,3 +68,65 @@ def test_tests_of_no_known_form_are_an_error(tests: object) -> None:
 def test_the_last_block_is_the_program() -> None:
     assert extract_program("```python\na = 1\n```\n```py\nb = 2\n```") == "b = 2\n"
     assert extract_program("just words") is None
+
+
+#: a program that reads its own file for what it is compared with, and says that everything is right
+CHEAT = """
+import re
+text = open(__file__).read()
+class Anything:
+    def __eq__(self, other): return True
+def f(*_):
+    found = re.findall(r"== *([0-9]+)", text)
+    return int(found[0]) if found else Anything()
+mark = re.findall(r"[0-9a-f]{32}", text)[-1]
+print(mark + "[1, 1]")
+import atexit
+atexit.register(lambda: print(mark + "[1, 1]"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry_point"),
+    [
+        (["assert f(3) == 4711", "assert 8 == f(1)"], None),
+        (["METADATA = {}\ndef check(candidate):\n    assert candidate(3) == 4711\n    assert candidate(1) == 8\n"], "f"),
+    ],
+)
+def test_what_statements_expect_is_nowhere_in_the_sandbox(tests: list[str], entry_point: str | None) -> None:
+    settings = RewardSettings()
+    assert code(f"```python\n{CHEAT}```", settings, label=tests, entry_point=entry_point)["score"] == 0.0
+    honest = "def f(x): return {3: 4711, 1: 8}[x]"
+    assert code(f"```python\n{honest}\n```", settings, label=tests, entry_point=entry_point)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "literal"),
+    [
+        ("__import__('collections').Counter('aab')", "{'a': 2, 'b': 1}"),
+        ("__import__('decimal').Decimal('0.5')", "0.5"),
+        ("__import__('fractions').Fraction(1, 2)", "0.5"),
+        ("{(1, 2): {3}}", "{(1, 2): {3}}"),
+        ("(1, [2, None, True], b'x', 1j)", "(1, [2, None, True], b'x', 1j)"),
+        ("True", "1"),
+        ("10 ** 400", str(10**400)),
+        ("float('inf')", "1e999"),
+        ("type('Name', (str,), {})('abc')", "'abc'"),
+    ],
+)
+def test_values_that_equal_a_literal_in_python_equal_it_here(returned: str, literal: str) -> None:
+    response = f"```python\ndef f(): return {returned}\n```"
+    assert code(response, RewardSettings(), label=[f"assert f() == {literal}"])["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "literal"), [("[1, 2]", "(1, 2)"), ("'1'", "1"), ("float('nan')", "0.0"), ("{1: 2}", "{1: 3}"), ("f", "0")]
+)
+def test_values_that_do_not_equal_a_literal_do_not_here(returned: str, literal: str) -> None:
+    response = f"```python\ndef f(): return {returned}\n```"
+    assert code(response, RewardSettings(), label=[f"assert f() == {literal}"])["score"] == 0.0
+
+
+def test_statements_that_do_more_than_compare_are_run_beside_those_that_compare() -> None:
+    tests = ["assert f(1) == 2", "assert abs(f(2) - 3) < 1e-6", "x = f(3)\nassert x == 4", "assert f(4) == 6"]
+    assert code("```python\ndef f(x): return x + 1\n```", RewardSettings(), label=tests)["score"] == 3 / 4

@@ -165,3 +165,10 @@ def test_a_cut_text_has_as_many_tokens_as_it_may_and_no_more():
             assert text.endswith(shown.removeprefix("(truncated)..."))
     assert cut("abc", 0, "left", count) == "abc"
     assert cut("x" * 10, 3, "middle", len) == "xxx"  # no room for the mark
+
+
+def test_the_run_s_deadline_counts_where_the_file_says_none(tmp_path: Path) -> None:
+    path = tmp_path / "tools.yaml"
+    path.write_text("tools:\n  - calculator\n  - {tool: finish, limits: {timeout_s: 3}}\n")
+    assert [entry.settings.timeout_s for entry in read_tools(str(path), 45.0)] == [45.0, 3.0]
+    assert [entry.settings.timeout_s for entry in read_tools("calculator,finish", 45.0)] == [45.0, 45.0]

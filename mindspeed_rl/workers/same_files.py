@@ -1,0 +1,133 @@
+"""Every machine sees the files that the driver sees: found out before a model is built, in one error for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rl.config import MegatronConfig, Run
+
+#: files that are read to the end; of others the size decides
+_SMALL_BYTES = 1 << 20
+_FOLDER_KEYS = ("load", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model")
+_ROLES = ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
+
+#: a network's file system may show what was just written a little later elsewhere
+_PATIENCE_S = 5.0
+
+#: file, relative to the path that was asked for -> its size, and a sum of a small one's content
+Look = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class HostLook:
+    """What a process sees.
+
+    Attributes:
+        host: where it is.
+        looks: one for each path it was asked for; None where nothing is.
+    """
+
+    host: str
+    looks: tuple[Look | None, ...]
+
+
+def look_at(paths: Sequence[str]) -> HostLook:
+    """What this process sees at these paths."""
+    return HostLook(socket.gethostname(), tuple(_look(Path(path)) for path in paths))
+
+
+def _look(path: Path) -> Look | None:
+    if path.is_file():
+        return {"": _about(path)}
+    if not path.is_dir():
+        return None
+    return {file.name: _about(file) for file in sorted(path.iterdir()) if file.is_file()}
+
+
+def _about(path: Path) -> tuple[int, int]:
+    size = path.stat().st_size
+    return size, zlib.crc32(path.read_bytes()) if size <= _SMALL_BYTES else 0
+
+
+def run_files(run: Run) -> dict[str, str]:
+    """Path -> the key that names it, of what is on the driver's machine and workers read."""
+    found: dict[str, str] = {}
+    for name in _ROLES:
+        role = getattr(run.config, name)
+        if isinstance(role, MegatronConfig):
+            for key in _FOLDER_KEYS:
+                found.setdefault(str(getattr(role, key)), f"{name}.{key}")
+    rl = run.config.rl_config
+    if rl is not None:
+        found.setdefault(str(rl.reward_model), "rl_config.reward_model")
+        for path in rl.external_plugins:
+            found.setdefault(path, "rl_config.external_plugins")
+    return {path: key for path, key in found.items() if os.path.isabs(path) and os.path.exists(path)}
+
+
+def check_hosts(run: Run, names: Sequence[str], ask: Callable[[Sequence[str]], Sequence[HostLook]]) -> None:
+    """All processes see what the driver sees, and the folders that they write to are the same one.
+
+    Args:
+        names: of the processes.
+        ask: what each of them sees at these paths.
+
+    Raises:
+        ValueError: they do not; names every file, machine and key at once.
+    """
+    read = run_files(run)
+    written = {str(run.folder): "run_dir"}
+    if run.config.actor_config.save is not None:
+        written.setdefault(run.config.actor_config.save, "actor_config.save")
+    with _marked(written) as marks:
+        paths = [*read, *marks]
+        mine, end = look_at(paths).looks, time.monotonic() + _PATIENCE_S
+        answers = ask(paths)
+        while not all(answer.looks == mine for answer in answers) and time.monotonic() < end:
+            time.sleep(1.0)
+            answers = ask(paths)
+    mistakes: dict[tuple[str, str], str] = {}
+    for name, answer in zip(names, answers, strict=True):
+        for path, ours, theirs in zip(paths, mine, answer.looks, strict=True):
+            if ours == theirs:
+                continue
+            said = f"{read[path]}: {path} {_difference(ours, theirs)}" if path in read else f"{marks[path]} is another folder"
+            mistakes.setdefault((said, answer.host), f"{said} on {answer.host} ({name})")
+    if mistakes:
+        raise ValueError(
+            f"machines do not see the same files: {'; '.join(mistakes.values())}. Folders that are written have to be on a "
+            "disk that all machines share; what is only read may be copied to the same place on each."
+        )
+
+
+def _difference(ours: Look | None, theirs: Look | None) -> str:
+    """What is to be said of a path there, which is not as here."""
+    if ours is None or theirs is None:
+        return "does not exist"
+    changed = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return f"has another {changed}" if changed else "is another file"
+
+
+@contextlib.contextmanager
+def _marked(folders: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Each folder has a file of a new name while the block runs; file -> key and folder."""
+    marks: dict[str, str] = {}
+    try:
+        for folder, key in folders.items():
+            mark = Path(folder, f".shared-{uuid.uuid4().hex}")
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+            marks[str(mark)] = f"{key}: {folder}"
+        yield marks
+    finally:
+        for mark in marks:
+            with contextlib.suppress(OSError):
+                os.unlink(mark)
