@@ -59,7 +59,7 @@ class _Aligned(torch.autograd.Function):
         return tuple(flat.view(-1, rows, width))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (as above)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (slots,) = ctx.saved_tensors
         return None, None, None, None, *(None if grad is None else grad.flatten().index_select(0, slots) for grad in grads)
 
@@ -146,7 +146,7 @@ class PolicyModel(_ResponseAligned, GPTModel):
 class ValueModel(_ResponseAligned, GPTRewardModel):
     """GPTRewardModel whose last stage returns one [rows, width] float32: the value before each predicted token."""
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.post_process:
             return hidden_states
         micro_batch = kwargs["labels"].micro_batch  # of a HeadRequest; GPTModel names every argument

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -18,11 +18,11 @@ _OPERATORS = 12
 
 def by_phase(record: Record) -> dict[str, dict[str, float]]:
     """Numbers of each phase; an outer phase has those of the phases inside it too."""
-    found: dict[str, Counter[str]] = {}
+    found: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def add(phase: str, name: str, amount: float) -> None:
         for owner in dict.fromkeys((phase.split(" / ")[0], phase)):
-            found.setdefault(owner, Counter())[name] += amount  # pyrefly: ignore[unsupported-operation]  (MiB are no whole numbers)
+            found[owner][name] += amount
 
     for phase, _, count in record["kernels"]:
         add(phase, "kernels", count)
@@ -33,7 +33,7 @@ def by_phase(record: Record) -> dict[str, dict[str, float]]:
     for phase, _, _, _, size in record["collectives"]:
         add(phase, "collective_mib", size / _MIB)
     for phase, size in record["peak_bytes"].items():
-        found.setdefault(phase, Counter())["peak_mib"] = size / _MIB  # pyrefly: ignore[unsupported-operation]
+        found[phase]["peak_mib"] = size / _MIB
     found.pop("outside", None)
     return {phase: {name: values[name] for name in _COLUMNS} for phase, values in sorted(found.items(), key=_place)}
 

@@ -139,7 +139,7 @@ class _Plain:
                 there = part.pin_memory().to(self._device, non_blocking=True)
             else:
                 there = torch.empty(shape, dtype=part.dtype, device=self._device)
-            if group.size() > 1:
+            if group is not None and group.size() > 1:
                 dist.broadcast(there, dist.get_global_rank(group, 0), group=group)
             found.append(there)
         return found[0], found[1], found[2], found[3]
