@@ -26,7 +26,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 ROOT_PATH = re.compile(rf"(?<![\w./~-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w(?![\w./-]*[*<{{\[])/?")
 #: a Python file below the package's folder, as the guides abbreviate it: `rewards/sandbox.py`
 PACKAGE_FILE = re.compile(r"`([a-z_]+(?:/[a-z_0-9]+)*/[a-z_0-9]+\.py)`")
-COMMAND = re.compile(r"\bmindspeed-rl +([a-z]\w*)\b")
+COMMAND = re.compile(r"\bmindspeed-rl +([a-z]\w*(?:-\w+)*)\b")
 RUN_FILE = re.compile(r"--config-name[ =]([a-z][\w-]+)")  # NAME and X are placeholders
 
 
