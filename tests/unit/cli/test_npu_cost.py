@@ -1,11 +1,10 @@
 """What `npu-cost` says before anything is counted; what it counts is held by tests/npu_sim/test_cost.py."""
 
-import argparse
-
 import pytest
 
 from mindspeed_rl.cli import npu_cost
 from mindspeed_rl.config import load_run_config
+from mindspeed_rl.trainers.counted_iteration import count_order
 
 
 def test_without_a_device_one_sentence_says_what_it_needs(capsys):
@@ -26,7 +25,7 @@ def test_a_number_that_is_too_small_is_refused(wrong, capsys):
 
 
 def order(name, layers=2):
-    return npu_cost._order(load_run_config(name), argparse.Namespace(config_name=name, layers=layers, rows=4, tokens=64))
+    return count_order(load_run_config(name), name, layers, rows=4, tokens=64)
 
 
 def test_a_large_model_is_counted_with_few_layers_in_its_own_layout():

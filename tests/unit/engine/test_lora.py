@@ -279,7 +279,8 @@ def test_grouped_experts_train_as_experts_one_by_one(moe: Path) -> None:
             engine.train_step(ROWS, EACH, negative_log_prob)
         finals.append(dict(WeightStream(engine.model).named_tensors()))
     for name, tensor in finals[0].items():
-        torch.testing.assert_close(finals[1][name], tensor, atol=2e-6, rtol=1e-5)
+        # Adam divides by the gradient's own size: one near zero may be rounded to another by another kernel
+        torch.testing.assert_close(finals[1][name], tensor, atol=1e-5, rtol=1e-5)
 
 
 def test_a_value_head_trains_beside_the_adapters(dense: Path) -> None:
