@@ -98,7 +98,8 @@ def test_weights_arrive_and_the_update_is_that_of_one_process(
         assert max(report["differences"]) < 1e-4
         assert report["tokens"][0] == reference["tokens"][0]
         assert report["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
-    assert losses(reports) == pytest.approx(losses([reference]), rel=1e-5, abs=1e-7)
+    # a loss of centred advantages is a mean of parts near one that cancel: float32 leaves 1e-7 of each
+    assert losses(reports) == pytest.approx(losses([reference]), rel=1e-5, abs=1e-6)
     first_steps = [merge(report["metrics"][0] for report in group)["loss"].count for group in (reports, [reference])]
     assert first_steps[0] == first_steps[1] == sum(map(len, reference["tokens"][0]))
 
