@@ -32,9 +32,11 @@ def uninterrupted(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Comma
 
 @pytest.fixture(scope="module")
 def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """The same run, one of whose workers is killed once the first checkpoint is complete."""
+    """The same run, one of whose workers is killed once the first checkpoint is complete and its iteration is logged."""
     with running(task, tmp_path_factory.mktemp("killed"), ITERATIONS) as command:
         command.wait_until(lambda: (command.folder / "save" / "latest_checkpointed_iteration.txt").exists())
+        logged = command.folder / "run" / "metrics.jsonl"
+        command.wait_until(lambda: logged.exists() and logged.read_text().strip())
         os.kill(command.worker(1).pid, signal.SIGKILL)
         command.code = command.wait(60)
         yield command
