@@ -123,11 +123,11 @@ def engine_module(module: ModuleType) -> None:
             next(self.model.models[0].parameters()).data.flatten()[0] = float("nan")
         return result
 
-    def check_finite(self: Any, broken: list[str]) -> Any:
+    def check_finite(self: Any, *arguments: Any) -> Any:
         fault = take("engine.gradient", None)
         if fault is not None:
             next(p for p in self.model.models[0].parameters() if p.requires_grad).main_grad.flatten()[0] = float("nan")
-        return check(self, broken)
+        return check(self, *arguments)
 
     module.TrainEngine.train_step, module.TrainEngine._check_finite = train_step, check_finite
 
