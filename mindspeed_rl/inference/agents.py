@@ -18,7 +18,6 @@ from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.environments import read_environment
-from mindspeed_rl.tools.verifiers_program import PREFIX
 from mindspeed_rl.workers.agents import make_tool_box, parser_name
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class AgentEngine:
         Raises:
             ValueError: the loop, a tool or the parser is wrong, or there is no chat template.
         """
-        if settings.environment is not None and read_environment(settings.environment).target.startswith(PREFIX):
+        if settings.environment is not None and read_environment(settings.environment).is_program:
             raise ValueError(
                 f"--environment {settings.environment}: an environment of verifiers plays its own rows, not prompts"
             )

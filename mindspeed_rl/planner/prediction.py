@@ -76,8 +76,11 @@ def comparison(run: Run, medians: Mapping[str, float]) -> dict[str, Any]:
     found = run.prediction
     if found is None or found.missing:
         return {"missing": "nothing was predicted" if found is None else found.missing}
+    try:
+        known = plan_time(run.config, chip_of(run.config), run.num_nodes, samples=measured_samples(run.config, medians))
+    except Exception as error:  # as in `predict`: no report goes without its figures for it
+        return {"missing": str(error)}
     rows = []
-    known = plan_time(run.config, chip_of(run.config), run.num_nodes, samples=measured_samples(run.config, medians))
     for name, now in _seconds(known).items():
         before = found.seconds[name].predicted
         rows.append(_row("s", name, before, now, medians.get(f"timing/{name}"), with_lengths=now.predicted))

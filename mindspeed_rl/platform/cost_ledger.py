@@ -103,7 +103,6 @@ class CostLedger(TorchDispatchMode):
     # ------------------------------------------------------------------ what no operator tells
 
     def __enter__(self) -> CostLedger:
-        self._undo = contextlib.ExitStack()
         if self._kind != _HOST:
             module = torch.get_device_module(self._kind)
             self._waits_in(module, "synchronize", "device")

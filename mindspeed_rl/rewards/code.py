@@ -23,7 +23,7 @@ from typing import Any
 
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
-from mindspeed_rl.rewards.statements import EVALUATION, are_equal, comparisons, expressions_of
+from mindspeed_rl.rewards.statements import EVALUATION, are_equal, comparisons
 
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TEST_LIMIT_S = 5.0
@@ -117,33 +117,34 @@ def _run_statements(
     passed, missing = dict.fromkeys(range(len(tests)), False), set[str]()
     if compared:
         flat = [item for found in compared.values() for item in found]
-        mark = secrets.token_hex(16)
-        result = _run(f"{program}\n{_filled(EVALUATION, expressions=expressions_of(flat), mark=repr(mark))}", "", deadline)
-        written, position = _list_after(result, mark, len(flat)), 0
+        values, result = _answer(program, EVALUATION, deadline, expressions=[expression for expression, _ in flat])
+        written = iter(_list_of(values, len(flat)))
         for number, found in compared.items():
-            values = written[position : position + len(found)]
-            passed[number] = all(are_equal(value, wanted) for value, (_, wanted) in zip(values, found))
-            position += len(found)
+            passed[number] = all([are_equal(next(written), wanted) for _, wanted in found])  # a list: each takes its own value
         missing |= set(result.missing if result else ())
     if others:
         run = [tests[number] + (f"\ncheck({entry_point})" if entry_point is not None else "") for number in others]
-        mark = secrets.token_hex(16)
-        result = _run(f"{program}\n{_filled(_STATEMENTS, tests=repr(json.dumps(run)), mark=repr(mark))}", "", deadline)
-        passed |= {number: outcome == 1 for number, outcome in zip(others, _list_after(result, mark, len(run)))}
+        outcomes, result = _answer(program, _STATEMENTS, deadline, tests=run)
+        passed |= {number: outcome == 1 for number, outcome in zip(others, _list_of(outcomes, len(run)))}
         missing |= set(result.missing if result else ())
     return list(passed.values()), sorted(missing)
 
 
-def _filled(template: str, **values: str) -> str:
-    for name, value in values.items():
-        template = template.replace(f"{{{name}}}", value, 1)
-    return template
+def _answer(program: str, harness: str, deadline: float, **values: Any) -> tuple[Any, SandboxResult | None]:
+    """What a harness behind the program wrote, and how the process ended; see `_after_mark`.
+
+    Args:
+        values: for the places in the harness of these names, as JSON.
+    """
+    mark = secrets.token_hex(16)
+    literals = {name: repr(json.dumps(value)) for name, value in values.items()}
+    result = _run(f"{program}\n{harness.format(mark=repr(mark), **literals)}", "", deadline)
+    return _after_mark(result, mark), result
 
 
-def _list_after(result: SandboxResult | None, mark: str, length: int) -> list[Any]:
-    """The list that the harness wrote; as many times None where it wrote none of this length."""
-    found = _after_mark(result, mark)
-    return found if isinstance(found, list) and len(found) == length else [None] * length
+def _list_of(written: Any, length: int) -> list[Any]:
+    """The list that a harness wrote; as many times None where it wrote none of this length."""
+    return written if isinstance(written, list) and len(written) == length else [None] * length
 
 
 def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple[list[bool], Sequence[str]]:
@@ -152,10 +153,8 @@ def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple
     name = cases.get("fn_name")
     for given, wanted in zip(cases["inputs"], cases["outputs"]):
         if name:
-            mark = secrets.token_hex(16)
-            call = repr(json.dumps({"name": name, "arguments": given}))
-            result = _run(f"{program}\n{_CALL.format(call=call, mark=repr(mark))}", "", deadline)
-            passed.append(_after_mark(result, mark) == json.loads(json.dumps(wanted)))
+            returned, result = _answer(program, _CALL, deadline, call={"name": name, "arguments": given})
+            passed.append(returned == json.loads(json.dumps(wanted)))
         else:
             result = _run(program, _text(given), deadline)
             output = result.output if result is not None and result.status == 0 and not result.timed_out else None

@@ -101,22 +101,20 @@ def _same(given: str, wanted: str, depth: int = 0) -> bool:
             return spelled in names and target in names
     if re.fullmatch(r"[A-J]", wanted):
         return _chosen_letter(given) == wanted
-    verdict = _as_quantities(given, wanted)
-    if verdict is None:
-        verdict = same_based(given, wanted)
-    if verdict is None:
-        verdict = _as_matrices(given, wanted, depth)
-    if verdict is None:
-        verdict = _as_ratios(given, wanted)
-    if verdict is None:
-        verdict = _as_inequalities(given, wanted, depth)
-    if verdict is None:
-        verdict = _as_collections(given, wanted, depth)
-    if verdict is None:
-        verdict = _as_equations(given, wanted, depth)
-    if verdict is None:
-        verdict = _as_words(given, wanted)
-    return _as_formulas(given, wanted) if verdict is None else verdict
+    return next(verdict for verdict in _verdicts(given, wanted, depth) if verdict is not None)
+
+
+def _verdicts(given: str, wanted: str, depth: int) -> Iterator[bool | None]:
+    """What each kind of answer says, most definite first; None for another kind. The last says one or the other."""
+    yield _as_quantities(given, wanted)
+    yield same_based(given, wanted)
+    yield _as_matrices(given, wanted, depth)
+    yield _as_ratios(given, wanted)
+    yield _as_inequalities(given, wanted, depth)
+    yield _as_collections(given, wanted, depth)
+    yield _as_equations(given, wanted, depth)
+    yield _as_words(given, wanted)
+    yield _as_formulas(given, wanted)
 
 
 _CHOICE = re.compile(

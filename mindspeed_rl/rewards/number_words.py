@@ -14,7 +14,7 @@ _ONES = {
 }
 _TENS = {word: 10 * number for number, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
 #: how many of what stands before them these are
-SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "tenth": 10}
 _PARTS |= {f"{word}s": number for word, number in _PARTS.items()} | {"halves": 2}
 _ENGLISH = re.compile(r"[a-z]+(?:[ -][a-z]+)*")
@@ -24,6 +24,8 @@ _MOST_WORDS = 20
 _DIGITS = {char: number for number, char in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
 _SMALL = {"十": 10, "百": 100, "千": 1000}
 _LARGE = {"万": 10**4, "亿": 10**8}
+#: what may stand behind digits too, as in 1.5 million and 3万
+SCALES = _SCALES | _LARGE
 _NUMERAL = "[零〇一二两三四五六七八九十百千万亿]"
 #: what numerals count; other characters behind them make a word, as in 三角形
 _COUNTED = re.compile(
@@ -59,7 +61,7 @@ def _english(words: list[str]) -> Fraction | None:
         return None if above is None else above / _PARTS[words[-1]]
     if words[0] == "a" and len(words) > 1:
         words = ["one", *words[1:]]
-    if words[0] in SCALES:
+    if words[0] in _SCALES:
         words = ["one", *words]
     if words[0] == "and" or words[-1] == "and":
         return None
@@ -68,8 +70,8 @@ def _english(words: list[str]) -> Fraction | None:
     for word in words:
         if word == "and":
             continue
-        if word in SCALES:
-            size = SCALES[word]
+        if word in _SCALES:
+            size = _SCALES[word]
             if not group:
                 return None
             if size == 100:

@@ -106,7 +106,7 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 _MINUS = re.compile(r"(?i)(?:negative|minus)\s+|负")
-_SCALE = re.compile(rf"\s*({'|'.join(SCALES)}|万|亿)(?![A-Za-z])")
+_SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])")
 
 
 def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
@@ -118,11 +118,11 @@ def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
     scale = None if found is None else _SCALE.match(found[2])
     if found is None or scale is None:
         return found
-    size = {**SCALES, "万": 10**4, "亿": 10**8}[scale[1]]
-    return found[0] * size, None, found[2][scale.end() :]  # 1.5 million are no decimal
+    return found[0] * SCALES[scale[1]], None, found[2][scale.end() :]  # 1.5 million are no decimal
 
 
 def _read_digits(text: str) -> tuple[Fraction, int | None, str] | None:
+    """As `_read_number`, of one that begins with a digit, a point or a fraction."""
     match = _FRACTION.match(text)
     if match is not None:
         whole, top, bottom = _fraction_parts(match)

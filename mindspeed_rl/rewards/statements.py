@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -89,11 +88,6 @@ def are_equal(written: Any, wanted: Any) -> bool:
         return isinstance(written, list) and bool(value_of(written[0]) == wanted)
     except Exception:  # the program can write what it likes
         return False
-
-
-def expressions_of(found: list[Comparison]) -> str:
-    """The expressions as a literal of the program that evaluates them."""
-    return repr(json.dumps([expression for expression, _ in found]))
 
 
 def _body_of_check(body: list[ast.stmt], entry_point: str) -> list[ast.stmt]:

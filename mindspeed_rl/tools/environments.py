@@ -19,11 +19,14 @@ from mindspeed_rl.config.yaml_limits import check_yaml
 from mindspeed_rl.tools.interface import Environment
 from mindspeed_rl.tools.options import Options
 from mindspeed_rl.tools.running import in_thread
+from mindspeed_rl.tools.verifiers_program import PREFIX
 
 _SUBJECT = "rl_config.environment"
 _ROLES = ("system", "user", "assistant", "tool")
 _CLOSE_LIMIT_S = 15.0
 _LONGEST_S = 86400.0
+#: of one reset or step
+_STEP_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class EnvironmentSpec:
     args: Mapping[str, Any] = field(default_factory=dict)
     python: str | None = None
     timeout_s: float | None = None
+
+    @property
+    def is_program(self) -> bool:
+        """True for one of verifiers, which has a loop of its own."""
+        return self.target.startswith(PREFIX)
 
 
 def read_environment(said: str) -> EnvironmentSpec:
@@ -73,14 +81,14 @@ class BadEnvironment(RuntimeError):
 
 
 def environment_maker(
-    target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 120.0
+    target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
 ) -> Callable[[], Environment]:
     """What makes an environment for a trajectory.
 
     Args:
         target: module:Class, or any callable that makes one.
         args: its arguments.
-        timeout_s: of one reset or step.
+        timeout_s: of one reset or step; None for the usual.
 
     Raises:
         ValueError: there is no such class, or it lacks reset or step.
@@ -92,7 +100,7 @@ def environment_maker(
         lacking = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
         if lacking:
             raise ValueError(f"{_SUBJECT}: {target} has no {' and no '.join(lacking)}")
-    return lambda: CheckedEnvironment(made(**(args or {})), target, timeout_s)
+    return lambda: CheckedEnvironment(made(**(args or {})), target, timeout_s or _STEP_LIMIT_S)
 
 
 class CheckedEnvironment:

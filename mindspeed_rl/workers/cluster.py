@@ -117,17 +117,23 @@ def _temporary_files() -> Iterator[None]:
     # compiled kernels are kept where later processes find them
     kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
     with scratch_folder("mindspeed-rl-") as folder:
-        changes = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": kernels}
-        before = {name: os.environ.get(name) for name in changes}
-        os.environ.update(changes)
-        try:
+        with changed_environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=kernels):
             yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+
+
+@contextlib.contextmanager
+def changed_environment(**changes: str) -> Iterator[None]:
+    """The variables have these values in what is started in the block."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -54,6 +54,21 @@ def _rows(order: CountOrder) -> Rows:
     return Rows(list(ids), [prompt] * order.rows, columns)
 
 
+def _second(iteration: Callable[[CostLedger], None], inner: Sequence[tuple[Any, str, str]]) -> dict[str, Any]:
+    """What the second iteration cost: the first one makes what stays.
+
+    Args:
+        inner: (owner, name of a method, phase of its calls), beside Megatron's forward and backward steps.
+    """
+    iteration(CostLedger())
+    platform.current().synchronize()
+    with CostLedger() as ledger:
+        for owner, name, phase in ((schedules, "forward_step", "forward"), (schedules, "backward_step", "backward"), *inner):
+            ledger.around(owner, name, phase)
+        iteration(ledger)
+    return ledger.record()
+
+
 class _Ours:
     """The suite's engine: log-probs, an update, training state off the device and back."""
 
@@ -81,20 +96,17 @@ class _Ours:
             engine.offloader.onload(optimizer=True, grads=True, params=True)
 
     def counted(self) -> dict[str, Any]:
-        """The second iteration: the first one makes what stays."""
-        self._iteration(CostLedger())
-        platform.current().synchronize()
-        with CostLedger() as ledger:
-            ledger.around(self._engine, "_micro_batches", "micro-batches")
-            ledger.around(schedules, "forward_step", "forward")
-            ledger.around(schedules, "backward_step", "backward")
-            ledger.around(PolicyModel, "_postprocess", "head")
-            ledger.around(vocab._VocabLogProbs, "backward", "head, backward")
-            ledger.around(self._engine, "loss_step", "loss")
-            ledger.around(self._engine.model.transformer_config, "finalize_model_grads_func", "gradients")
-            ledger.around(self._engine.optimizer, "step", "optimizer")
-            self._iteration(ledger)
-        return ledger.record()
+        """See `_second`."""
+        engine = self._engine
+        inner = [
+            (engine, "_micro_batches", "micro-batches"),
+            (PolicyModel, "_postprocess", "head"),
+            (vocab._VocabLogProbs, "backward", "head, backward"),
+            (engine, "loss_step", "loss"),
+            (engine.model.transformer_config, "finalize_model_grads_func", "gradients"),
+            (engine.optimizer, "step", "optimizer"),
+        ]
+        return _second(self._iteration, inner)
 
 
 class _Plain:
@@ -183,16 +195,12 @@ class _Plain:
             (total[0] / total[1]).item()
 
     def counted(self) -> dict[str, Any]:
-        """The second iteration: the first one makes what stays."""
-        self._iteration(CostLedger())
-        platform.current().synchronize()
-        with CostLedger() as ledger:
-            ledger.around(self, "_batch", "micro-batches")
-            ledger.around(schedules, "forward_step", "forward")
-            ledger.around(schedules, "backward_step", "backward")
-            ledger.around(GPTModel, "_postprocess", "head")
-            ledger.around(self, "_loss", "loss")
-            ledger.around(self._transformer, "finalize_model_grads_func", "gradients")
-            ledger.around(self._optimizer, "step", "optimizer")
-            self._iteration(ledger)
-        return ledger.record()
+        """See `_second`."""
+        inner = [
+            (self, "_batch", "micro-batches"),
+            (GPTModel, "_postprocess", "head"),
+            (self, "_loss", "loss"),
+            (self._transformer, "finalize_model_grads_func", "gradients"),
+            (self._optimizer, "step", "optimizer"),
+        ]
+        return _second(self._iteration, inner)

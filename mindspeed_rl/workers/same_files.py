@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config.effects import ROLE_GROUPS
 
 #: files that are read to the end; of others the size decides
 _SMALL_BYTES = 1 << 20
 _FOLDER_KEYS = ("load", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model")
-_ROLES = ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
 
 #: a network's file system may show what was just written a little later elsewhere
 _PATIENCE_S = 5.0
@@ -60,7 +60,7 @@ def _about(path: Path) -> tuple[int, int]:
 def run_files(run: Run) -> dict[str, str]:
     """Path -> the key that names it, of what is on the driver's machine and workers read."""
     found: dict[str, str] = {}
-    for name in _ROLES:
+    for name in ROLE_GROUPS:
         role = getattr(run.config, name)
         if isinstance(role, MegatronConfig):
             for key in _FOLDER_KEYS:

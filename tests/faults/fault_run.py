@@ -14,6 +14,8 @@ from typing import Any
 from fault_table import Fault
 from grpo_command import Command
 
+from mindspeed_rl.workers.cluster import changed_environment
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 TWO = ["rl_config.actor_resource.num_npus=2", "actor_config.tensor_model_parallel_size=1"]
@@ -29,21 +31,6 @@ RESTARTED = "all workers were ended; the run goes on"
 EXACT = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "response_length/mean")
 
 
-@contextlib.contextmanager
-def environment(**changes: str) -> Iterator[None]:
-    """The variables have these values in what is started in the block."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
-
-
 class FaultRun(Command):
     """A run whose processes have the injector."""
 
@@ -51,7 +38,7 @@ class FaultRun(Command):
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         path = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
-        with environment(FAULTS=str(self.faults), PYTHONPATH=path):
+        with changed_environment(FAULTS=str(self.faults), PYTHONPATH=path):
             super().__init__(task, folder, *changes)
 
     def arm(self, fault: Fault) -> None:

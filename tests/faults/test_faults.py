@@ -21,9 +21,11 @@ from typing import Any
 
 import psutil
 import pytest
-from fault_run import EXACT, LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, environment, note, strike, struck
+from fault_run import EXACT, LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, note, strike, struck
 from fault_table import ENDED, FAULTS, LOST_NODE, OTHER_DISK, RECOVERED, REFUSED, SERVED, SURVIVED, Fault
 from grpo_command import ONE_PROCESS, finished
+
+from mindspeed_rl.workers.cluster import changed_environment
 
 PLUGIN = Path(__file__).parent / "site" / "faulty_reward.py"
 REWARD = [
@@ -128,7 +130,7 @@ def test_a_run_goes_on_when_a_node_of_its_cluster_is_lost(
     try:
         nodes = [cluster.add_node(num_cpus=2, object_store_memory=128 << 20) for _ in range(2)]
         with (
-            environment(RAY_ADDRESS=cluster.address),
+            changed_environment(RAY_ADDRESS=cluster.address),
             struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH) as run,
         ):
             run.wait_until(lambda: run.metrics)
@@ -152,7 +154,7 @@ def test_files_that_another_machine_does_not_see_end_the_command_before_models_a
     hidden = f"mount -t tmpfs none {task / 'model'} && exec {shlex.join(map(str, start))}"
     node = subprocess.Popen(["unshare", "--mount", "bash", "-c", hidden], stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        with environment(RAY_ADDRESS=cluster.address), struck(task, tmp_path, *TWO, LONG) as run:
+        with changed_environment(RAY_ADDRESS=cluster.address), struck(task, tmp_path, *TWO, LONG) as run:
             begun = time.monotonic()
             ends_without_a_trace(run, 2, OTHER_DISK.within_s)
             assert "libraries are loaded" not in run.output and "Traceback" not in run.output
@@ -187,17 +189,21 @@ def lose_node_of(run: FaultRun, cluster: Any, nodes: list[Any]) -> None:
             process.kill()
 
 
+def lasting(task: Path, folder: Path, *changes: str) -> Iterator[FaultRun]:
+    """A run of one worker that goes on until the caller is done with it, and then leaves nothing behind."""
+    with struck(task, folder / "a", *ONE_PROCESS, *changes, LONG) as run:
+        run.wait_until(lambda: run.metrics)
+        yield run
+        run.process.terminate()
+        ends_without_a_trace(run, 143, 60)
+
+
 @pytest.fixture(scope="module")
 def survivor(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
     """A run of one worker whose faults end nothing; it leaves nothing behind."""
     tracker = [f"rl_config.report_to=[{'faulty_reward:DownTracker'}]"]
     beats = ["rl_config.fault_tolerance.heartbeat_interval_s=1"]
-    folder = tmp_path_factory.mktemp("survivor")
-    with struck(task, folder / "a", *ONE_PROCESS, *REWARD, *tracker, *beats, LONG) as run:
-        run.wait_until(lambda: run.metrics)
-        yield run
-        run.process.terminate()
-        ends_without_a_trace(run, 143, 60)
+    yield from lasting(task, tmp_path_factory.mktemp("survivor"), *REWARD, *tracker, *beats)
 
 
 @pytest.mark.slow
@@ -214,12 +220,7 @@ def served(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fau
     """A run of one worker and two rollout servers; it leaves nothing behind."""
     apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
     silence = ["generate_config.vllm_server_timeout=20", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
-    folder = tmp_path_factory.mktemp("served")
-    with struck(task, folder / "a", *ONE_PROCESS, *apart, *silence, "actor_config.save=null", LONG) as run:
-        run.wait_until(lambda: run.metrics)
-        yield run
-        run.process.terminate()
-        ends_without_a_trace(run, 143, 60)
+    yield from lasting(task, tmp_path_factory.mktemp("served"), *apart, *silence, "actor_config.save=null")
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from mindspeed_rl.tools.environments import EnvironmentSpec, environment_maker, 
 from mindspeed_rl.tools.interface import Environment, Tools
 from mindspeed_rl.tools.verifiers_program import PREFIX
 
-_STEP_LIMIT_S = 120.0
-
 
 class _World(Protocol):
     """Either kind; one object a run and process."""
@@ -44,7 +42,7 @@ class InEnvironment(AgentLoop):
         if settings.environment is None:
             raise ValueError("rl_config.agent_loop environment needs rl_config.environment, module:Class or verifiers:NAME")
         spec = read_environment(settings.environment)
-        self._world: _World = PlayedByProgram(spec, settings) if spec.target.startswith(PREFIX) else _OwnObjects(spec, settings)
+        self._world: _World = PlayedByProgram(spec, settings) if spec.is_program else _OwnObjects(spec, settings)
 
     async def start(self) -> None:
         """See `AgentLoop`."""
@@ -69,7 +67,7 @@ class _OwnObjects:
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
         if spec.python is not None:
             raise ValueError(f"rl_config.environment: {spec.target} runs in this process; 'python' is for {PREFIX}NAME")
-        self._make = environment_maker(spec.target, spec.args, timeout_s=spec.timeout_s or _STEP_LIMIT_S)
+        self._make = environment_maker(spec.target, spec.args, timeout_s=spec.timeout_s)
         self._turns = settings.turns
 
     async def start(self) -> None:
