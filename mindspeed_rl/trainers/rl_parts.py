@@ -145,6 +145,7 @@ class RLParts:
         stack.callback(plane.close)
         actors = make_actor_group(run, plane)
         stack.callback(actors.close)
+        actors.prepare_workers()
         rewards = RewardGroup(run, plane, inputs.tokenizer_path)
         stack.callback(rewards.close)
         first = inputs.prompts[0]

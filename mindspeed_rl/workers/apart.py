@@ -117,6 +117,13 @@ class ApartActorGroup(ActorGroup):
     def _group(self, kind: type[Any], keys: MegatronConfig, num_devices: int) -> Any:
         return kind(_sized(self._run, num_devices), keys, self._plane)
 
+    def prepare_workers(self) -> None:
+        """See `WorkerGroup.prepare_workers`; of all roles."""
+        super().prepare_workers()
+        for group in (self._reference, self._critic):
+            if group is not None:
+                group.prepare_workers()
+
     def set_up(self, steps: StartSteps | None = None) -> Mapping[str, Any]:
         """See `ActorGroup.set_up`; the other roles go on where the actor does."""
         resumed = super().set_up(steps)

@@ -57,7 +57,7 @@ class WorkerGroup:
         plane: DataPlane | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """Places the processes and starts them; `start_workers` must come before any phase.
+        """Places the processes and starts them; `prepare_workers` may, `start_workers` must come before any phase.
 
         Args:
             env: environment of the processes.
@@ -94,12 +94,21 @@ class WorkerGroup:
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=place, **options)
             self.processes.append(actor_handle(remote.remote(settings, rank)))
         self._plane = plane
+        self._address: Any = None
+        self._prepared: list[Any] = []
+
+    def prepare_workers(self) -> None:
+        """The processes begin to import their libraries, half a minute's work; `start_workers` waits for it."""
+        self._address = self.processes[0].address.remote()
+        self._prepared = [process.prepare.remote(self._address) for process in self.processes]
 
     def start_workers(self, *arguments: Any, steps: StartSteps | None = None) -> None:
         """All workers have joined their world and built their models from these arguments."""
-        (master,) = wait_all([self.processes[0].address.remote()], self._names[:1], "set_up", self._plane, self._watch)
+        if not self._prepared:
+            self.prepare_workers()
+        wait_all([self._address], self._names[:1], "set_up", self._plane, self._watch)
         _show(steps, f"{self._names[0]} and its peers are started" if len(self._names) > 1 else f"{self._names[0]} is started")
-        self.wait("set_up", [process.prepare.remote(master) for process in self.processes])
+        self.wait("set_up", self._prepared)
         _show(steps, "their libraries are loaded")
         self.wait("set_up", [process.start.remote(arguments) for process in self.processes])
         _show(steps, self.built)
@@ -163,15 +172,15 @@ class RunGroup(WorkerGroup):
         )
         self._run = run
 
-    def start_workers(self, *arguments: Any, steps: StartSteps | None = None) -> None:
-        """See `WorkerGroup.start_workers`.
+    def prepare_workers(self) -> None:
+        """See `WorkerGroup.prepare_workers`.
 
         Raises:
             ValueError: a machine does not see the run's files.
         """
         if not is_own_cluster():
             check_hosts(self._run, self._names, self._look_at)
-        super().start_workers(*arguments, steps=steps)
+        super().prepare_workers()
 
     def _look_at(self, paths: Sequence[str]) -> list[HostLook]:
         return self.wait("set_up", [process.look_at.remote(list(paths)) for process in self.processes])
