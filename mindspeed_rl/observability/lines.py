@@ -1,4 +1,8 @@
-"""Files with a JSON record of an iteration on each line: written line by line, and cut back when a run repeats iterations."""
+"""Files with a JSON record of an iteration on each line: written line by line, and cut back when a run repeats iterations.
+
+A checkpoint is there before the line of its iteration, which has what follows the save: evaluations take minutes. A run that is
+killed in between goes on behind an iteration without a line; so the line is held beside the file from the save on.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,40 @@ class LineWriter:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def hold(path: Path, record: Mapping[str, Any]) -> None:
+    """The record is beside the file `path` until `release` or `recall`, whatever happens to this process.
+
+    Raises:
+        OSError: the disk did not take it.
+    """
+    temporary = _held(path).with_suffix(".tmp")
+    temporary.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(temporary, _held(path))
+
+
+def release(path: Path) -> None:
+    """What was held is in the file."""
+    _held(path).unlink(missing_ok=True)
+
+
+def recall(path: Path, iteration: int) -> None:
+    """What was held is a line of the file, if it lacks one of this iteration, the last that is not repeated."""
+    held = _held(path)
+    if not held.is_file():
+        return
+    record = json.loads(held.read_text(encoding="utf-8"))
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    if record["iteration"] == iteration and (not lines or json.loads(lines[-1])["iteration"] < iteration):
+        writer = LineWriter(path)
+        writer.write(record)
+        writer.close()
+    release(path)
+
+
+def _held(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.held.json")
 
 
 def forget_after(path: Path, iteration: int) -> None:

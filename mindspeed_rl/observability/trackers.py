@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +16,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.background import BackgroundTracker
 from mindspeed_rl.observability.completions import Completion
-from mindspeed_rl.observability.lines import LineWriter, forget_after
+from mindspeed_rl.observability.lines import LineWriter, forget_after, hold, recall, release
 
 #: name of a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
 TRACKERS = {
@@ -52,9 +53,19 @@ class JsonlTracker:
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """The line is in the file, or a warning says once why lines are missing."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        with self._forgiven():
+            self._file.write(_record(iteration, metrics))
+            release(self._path)
+
+    def hold(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """The iteration is about to be saved: a run that goes on behind it has this line, if `log` was not reached."""
+        with self._forgiven():
+            hold(self._path, _record(iteration, metrics))
+
+    @contextlib.contextmanager
+    def _forgiven(self) -> Iterator[None]:
         try:
-            self._file.write({"iteration": iteration, **finite})
+            yield
         except OSError as error:
             if not self._has_failed:
                 _logger.warning("%s cannot be written, lines will be missing; the run goes on: %s", self._path, error)
@@ -63,6 +74,10 @@ class JsonlTracker:
     def close(self) -> None:
         """The file is closed."""
         self._file.close()
+
+
+def _record(iteration: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {"iteration": iteration} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class Trackers:
@@ -76,6 +91,10 @@ class Trackers:
         self._lines.log(iteration, metrics)
         for tracker in self._others:
             tracker.log(iteration, metrics)
+
+    def hold(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """See `JsonlTracker.hold`."""
+        self._lines.hold(iteration, metrics)
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         """The completions of this iteration are on their way to the trackers that have tables."""
@@ -123,6 +142,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any],
             classes[name].check()
     for name in ("metrics.jsonl", "completions.jsonl"):
         forget_after(run_dir / name, goes_on_after)
+    recall(run_dir / "metrics.jsonl", goes_on_after)
     plain = json.loads(json.dumps(config, default=_plain))
     lines = JsonlTracker(run_dir / "metrics.jsonl")
     others = [BackgroundTracker(name, functools.partial(made, rl_config, run_dir, plain)) for name, made in classes.items()]

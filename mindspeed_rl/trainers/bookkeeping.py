@@ -33,6 +33,10 @@ class Bookkeeping:
             self.metrics.merge(report.metrics)
             self._intervals.extend(report.intervals)
 
+    def before_save(self, number: int) -> None:
+        """What was collected of iteration `number` is not lost if the run ends between its checkpoint and its record."""
+        self.logger.hold(number, self.metrics, self._intervals)
+
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
         """The block is iteration `number` (the first is 1); what was collected in it is written at its end."""

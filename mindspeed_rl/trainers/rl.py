@@ -67,6 +67,7 @@ class RLTrainer(Bookkeeping):
                     collect(actors.sync_reference(schedule.reference_mixup_alpha))
                 self._push_weights(iteration + 1)
                 if schedule.saves(iteration):
+                    self.before_save(iteration + 1)
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self.evaluator.run())

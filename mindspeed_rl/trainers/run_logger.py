@@ -45,16 +45,23 @@ class RunLogger:
             self.steps.show = self.note
             self.steps.done(what)
 
+    def hold(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
+        """This iteration is about to be saved: what is known of it is in the records of a run that goes on behind it."""
+        self._trackers.hold(iteration, self._figures(metrics, intervals))
+
     def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
         """Records iteration number `iteration` (the first is 1)."""
-        results = metrics.results() | timing_metrics(intervals)
-        results |= self.derived(results)
+        results = self._figures(metrics, intervals)
         self._timeline.add(iteration, intervals)
         self._trackers.log(iteration, results)
         self._progress.update(iteration, results)
         if self.page is not None:
             self.page.touch()
         self.last = {name: value for name, value in self.last.items() if name.startswith("eval/")} | results
+
+    def _figures(self, metrics: Metrics, intervals: list[Interval]) -> dict[str, float]:
+        results = metrics.results() | timing_metrics(intervals)
+        return results | self.derived(results)
 
     def derived(self, results: Mapping[str, float]) -> dict[str, float]:
         """Further figures of an iteration, made of its metrics and timings."""

@@ -42,6 +42,7 @@ class SupervisedTrainer(Bookkeeping):
             with self.iteration(iteration):
                 self.collect(self.workers.train())
                 if self.saves(iteration):
+                    self.before_save(iteration)
                     self.collect(self.workers.save(iteration))
                 if self.evaluates(iteration):
                     self.collect(self.workers.evaluate())

@@ -33,6 +33,37 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path: Path) -> None:
     assert iterations(tmp_path / "completions.jsonl") == [2]
 
 
+@pytest.mark.parametrize(
+    ("logged", "goes_on_after", "expected"),
+    [
+        pytest.param(False, 2, {1: 1.0, 2: 2.0}, id="killed between checkpoint and line"),
+        pytest.param(True, 2, {1: 1.0, 2: 3.0}, id="killed behind the line"),
+        pytest.param(False, 1, {1: 1.0}, id="killed before the checkpoint was complete"),
+    ],
+)
+def test_an_iteration_that_was_saved_has_a_line(
+    tmp_path: Path, logged: bool, goes_on_after: int, expected: dict[int, float]
+) -> None:
+    first = make_trackers(RLConfig(), tmp_path, {})
+    first.log(1, {"loss": 1.0})
+    first.hold(2, {"loss": 2.0, "kl": float("nan")})
+    if logged:
+        first.log(2, {"loss": 3.0})
+    first.close()
+    make_trackers(RLConfig(), tmp_path, {}, goes_on_after=goes_on_after).close()
+    assert {record["iteration"]: record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")} == expected
+    assert not list(tmp_path.glob("*.held.*"))
+
+
+def test_a_line_that_no_disk_takes_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = make_trackers(RLConfig(), tmp_path, {})
+    (tmp_path / "metrics.held.tmp").mkdir()
+    trackers.hold(1, {"loss": 1.0})
+    trackers.log(1, {"loss": 1.0})
+    assert "cannot be written" in caplog.text
+    assert iterations(tmp_path / "metrics.jsonl") == [1]
+
+
 def test_half_a_line_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 2, "lo')
