@@ -3,6 +3,7 @@
     mindspeed-rl doctor                      this machine; what is missing for NPU when it is a CPU machine
     mindspeed-rl doctor --log run/*.log      known failures in log files, the earliest first
     mindspeed-rl doctor --hang runs/mine     where every process of a run stands, and who holds it up
+    mindspeed-rl doctor --stack              which releases are installed, how each was verified, what is refused
     mindspeed-rl doctor --json               the same for programs
 
 Exit code: 0 nothing stands in the way, 1 something does (or a log holds a known failure), 2 wrong usage.
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindspeed_rl.cli.doctor import checks, hang, logs, matrix
+from mindspeed_rl.cli.doctor import checks, hang, logs, matrix, stack
 from mindspeed_rl.cli.doctor.checks import Finding
 from mindspeed_rl.cli.doctor.logs import LogFinding
 
@@ -126,6 +127,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--log", nargs="+", metavar="FILE", help="only look for failures in these files")
     parser.add_argument("--hang", type=Path, metavar="RUN", help="only say where the processes of this run (its folder) stand")
+    parser.add_argument("--stack", action="store_true", help="only say which releases are installed and how they were verified")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (faster)")
     arguments = parser.parse_args(argv)
@@ -136,6 +138,10 @@ def main(argv: list[str]) -> int:
             parser.error(str(error))
         print(json.dumps(found.as_plain(), indent=2, ensure_ascii=False) if arguments.json else found.as_text())
         return 0 if found.ok else 1
+    if arguments.stack:
+        installed = stack.examine_stack(checks.installed_versions())
+        print(json.dumps({**asdict(installed), "ok": installed.ok}, indent=2) if arguments.json else installed.as_text())
+        return 0 if installed.ok else 1
     if arguments.log:
         try:
             failures = logs.read_logs(arguments.log)

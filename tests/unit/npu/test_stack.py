@@ -1,0 +1,74 @@
+"""`mindspeed-rl doctor --stack`: the line found, what was tried, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_rl.adaptors import megatron_cpu, vllm_ascend
+from mindspeed_rl.cli import doctor
+from mindspeed_rl.cli.doctor import matrix, stack
+
+ROOT = Path(__file__).parents[3]
+RECORD = json.loads((ROOT / "tests/data/npu/contract.json").read_text())
+
+
+def state(name: str, version: str) -> str:
+    return next(member.state for member in stack.examine_stack({name: version}).members if member.name == name)
+
+
+@pytest.mark.parametrize("line", matrix.LINES, ids=lambda line: line.name)
+def test_a_complete_line_is_found(line: matrix.VersionLine) -> None:
+    found = stack.examine_stack({"torch": "2.9.0", **line.packages})
+    assert found.line == line.name and found.ok
+    assert f"Version line: {line.name}, 7 of 7 packages" in found.as_text()
+
+
+def test_a_machine_without_any_of_it_has_no_line() -> None:
+    found = stack.examine_stack({})
+    assert found.line is None and {member.state for member in found.members} == {"missing"}
+
+
+@pytest.mark.parametrize(("name", "version"), [("megatron-core", "0.17.0"), ("vllm-ascend", "0.11.0rc1")])
+def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str) -> None:
+    found = stack.examine_stack({name: version})
+    assert state(name, version) == "refused" and not found.ok
+    if name == "megatron-core":
+        assert not version.startswith(megatron_cpu.SUPPORTED_VERSIONS)
+    else:
+        with pytest.raises(ValueError, match="older"):
+            vllm_ascend.row_for(vllm_ascend.ADDITIONAL_CONFIG, vllm_ascend.parse_release(version))
+
+
+@pytest.mark.parametrize("name", ["torch-npu", "vllm-ascend", "vllm", "megatron-core"])
+def test_releases_whose_names_were_looked_up_are_those_of_the_record(name: str) -> None:
+    recorded = {version.split("+")[0] for version in RECORD[name.replace("-", "_").replace("megatron_core", "megatron")]}
+    for version in recorded:
+        assert state(name, version) == "verified", version
+    for releases, how in stack.VERIFIED[name]:
+        if "names" in how:
+            assert any(SpecifierSet(releases).contains(version) for version in recorded), releases
+
+
+def test_what_the_suite_runs_on_is_what_the_lock_installs() -> None:
+    text = "".join((ROOT / "envs/cpu" / name).read_text() for name in ("requirements.lock", "install.sh"))
+    lock = dict(re.findall(r'(?m)^(?:[A-Z]+=")?([\w.-]+)==([\w.+]+)', text))
+    locked = {name.lower().replace("_", "-"): version.split("+")[0] for name, version in lock.items()}
+    for name, tried in stack.VERIFIED.items():
+        for releases, how in tried:
+            if "CPU" in how:
+                assert SpecifierSet(releases).contains(locked[name]), name
+
+
+def test_the_command_prints_the_table_and_fails_for_what_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor.main(["--stack"]) == 0
+    assert "Nothing is refused." in capsys.readouterr().out
+    monkeypatch.setattr(doctor.checks, "installed_versions", lambda: {"megatron-core": "0.18.2"})
+    assert doctor.main(["--stack", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
