@@ -17,7 +17,7 @@ from mindspeed_rl.config.sizes import (
     world_size,
 )
 from mindspeed_rl.config.turns import response_limit
-from mindspeed_rl.config.violation import Violation
+from mindspeed_rl.config.violation import Violation, broken
 
 
 def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
@@ -94,6 +94,7 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
             "Ulysses exchanges whole heads",
         )
     yield from _layers(cfg, group, role)
+    yield from _recomputed(cfg, group, role)
     if role.num_experts is not None:
         ranks, inner = role.expert_sizes
         factors = ("expert_model_parallel_size", *(tensor if role.moe_tp_extend_ep else ()))
@@ -127,6 +128,30 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
         yield Violation(
             f"{group}.experts", {key: ep, "num_experts": None}, f"{key} ({ep}) needs a model with num_experts", ({key: 1},)
         )
+
+
+def _recomputed(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violation]:
+    """Modules that this network does not have, or not as one that can be computed again."""
+    if role.recompute_granularity != "selective" or role.num_layers is None:  # without the latter the checkpoint says it
+        return
+    modules = role.recompute_modules or []
+    has = {
+        "mla_up_proj": (role.multi_latent_attention, "multi_latent_attention"),
+        "moe": (role.num_experts is not None, "num_experts"),
+        "moe_act": (role.num_experts is not None and role.moe_grouped_gemm, "num_experts and moe_grouped_gemm"),
+        "shared_experts": (bool(role.n_shared_experts), "n_shared_experts"),
+    }
+    for module in modules:
+        there, needs = has.get(module, (True, ""))
+        if not there:
+            key = _key(cfg, group, "recompute_modules")
+            left = [other for other in modules if other != module] or None
+            yield broken(
+                f"{group}.recompute_modules",
+                {key: modules},
+                f"{key} ({', '.join(modules)}): {module} needs a model with {needs}",
+                {key: left},
+            )
 
 
 def layer_numbers(layers: str | int | list[int] | None) -> list[int] | None:

@@ -15,6 +15,8 @@ SUPERVISED_STAGES: tuple[SupervisedStage, ...] = get_args(SupervisedStage)
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 _NPU = ("npu",)
+#: what selective recomputation can compute again
+RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _ONE_ENGINE = "Megatron-core is the only engine"
 _TEXT_ONLY = "text models only"
 _ALWAYS_FUSED = "on the NPU it is always fused; elsewhere the plain form computes the same"
@@ -192,7 +194,7 @@ class MemoryKeys:
     recompute_num_layers: int | None = key(
         None, "full: layers of a chunk or of the block", needs=("recompute_granularity", ("full",))
     )
-    recompute_modules: list[str] | None = key(
+    recompute_modules: list[RecomputedModule] | None = key(
         None, "selective: modules that are recomputed", needs=("recompute_granularity", ("selective",))
     )
     recompute_activation_function: bool = key(False, "recompute the activation function of the MLP")

@@ -52,6 +52,16 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "lora_overlap",
         ["moe_alltoall_overlap_comm", "linear_fc1"],
     ),
+    (
+        {M: {"recompute_granularity": "selective", "recompute_modules": ["mlp", "mla_up_proj"]}},
+        "actor_config.recompute_modules",
+        ["megatron_training.recompute_modules (mlp, mla_up_proj)", "needs a model with multi_latent_attention"],
+    ),
+    (
+        {M: {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], **EXPERTS}},
+        "actor_config.recompute_modules",
+        ["recompute_modules (moe_act)", "num_experts and moe_grouped_gemm"],
+    ),
     ({M: {"lora_dropout": 1.5}}, "range", ["lora_dropout (1.5)", "at most 1"]),
     (
         {"profiler_config": {"integrated": {"stage": ["actor_update", "actor_generat"]}}},
