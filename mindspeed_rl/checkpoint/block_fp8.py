@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.checkpoint.jobs import Group, HfGroup
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.models.network import read_quantization_block
 from mindspeed_rl.models.weights import TensorSource
 
@@ -33,6 +36,55 @@ def without_quantization(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {"quantization_config": None} if "quantization_config" in hf_config else {}
 
 
+def is_scale(folder: HfFolder, name: str) -> bool:
+    """Whether a tensor of the folder is the scales of another one in 8-bit floats."""
+    weight = folder.records.get(name.removesuffix(SCALES))
+    return name.endswith(SCALES) and weight is not None and _is_8_bit(weight.dtype)
+
+
+def group_of(folder: HfFolder, name: str) -> Group:
+    """The tensor of this name as what a conversion reads; one in 8-bit floats with its scales.
+
+    Raises:
+        ValueError: config.json says nothing of such weights, there are no scales, or they are of another shape.
+    """
+    record = folder.record(name)
+    if not _is_8_bit(record.dtype):
+        return HfGroup(name, record)
+    block = read_quantization_block(folder.config)
+    if block is None:
+        raise ValueError(f"{folder.path}: {name} is {record.dtype}, of which config.json has no quantization_config")
+    return ScaledGroup(name, record, _scales_of(folder, name, block), block)
+
+
+@dataclass(frozen=True)
+class ScaledGroup:
+    """One tensor of an HF folder in 8-bit floats, read as bfloat16."""
+
+    name: str
+    record: TensorRecord
+    scales: TensorRecord
+    block: tuple[int, int]
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.record.num_bytes + self.scales.num_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def load(self, strict: bool = False) -> dict[str, Tensor]:
+        return {self.name: _in_full(self.record.read(), self.scales.read(), self.block)}
+
+    def pieces(self) -> dict[str, list[Tensor]]:
+        return {name: [tensor] for name, tensor in self.load().items()}
+
+
 class BlockFp8Source:
     """A TensorSource over a folder some of whose matrices have scales beside them."""
 
@@ -45,25 +97,42 @@ class BlockFp8Source:
         return self._folder.shape(name)
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """The tensor, or its slice along `dim`; weight[i, j] x scale[i // rows, j // columns] where there are scales.
+        """The tensor, or its slice along `dim`.
 
         Raises:
             ValueError: an 8-bit tensor has no scales, or they are of another shape.
         """
         stored = self._folder.read(name, dim, start, stop)
-        if stored.dtype.itemsize > 1 or not stored.dtype.is_floating_point:
+        if not _is_8_bit(stored.dtype):
             return stored
-        if name + SCALES not in self._folder.records:
-            raise ValueError(f"{self._folder.path}: {name} is {stored.dtype} without {name + SCALES}")
-        scales = self._folder.read(name + SCALES).float()
-        expected = [-(-size // block) for size, block in zip(self.shape(name), self._block)]
-        if stored.dim() != 2 or list(scales.shape) != expected:
-            raise ValueError(
-                f"{self._folder.path}: {name + SCALES} has shape {list(scales.shape)}; {name} of shape "
-                f"{list(self.shape(name))} in blocks of {list(self._block)} needs {expected}"
-            )
         first = [start if axis == dim and stop is not None else 0 for axis in range(2)]
-        rows, columns = (
-            (torch.arange(size) + offset) // block for size, offset, block in zip(stored.shape, first, self._block)
+        return _in_full(stored, _scales_of(self._folder, name, self._block).read(), self._block, first)
+
+
+def _is_8_bit(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _scales_of(folder: HfFolder, name: str, block: tuple[int, int]) -> TensorRecord:
+    """Where the scales of a tensor are.
+
+    Raises:
+        ValueError: there are none, or they are of another shape.
+    """
+    shape = folder.shape(name)
+    if name + SCALES not in folder.records:
+        raise ValueError(f"{folder.path}: {name} is {folder.record(name).dtype} without {name + SCALES}")
+    scales = folder.record(name + SCALES)
+    expected = [-(-size // rows) for size, rows in zip(shape, block)]
+    if len(shape) != 2 or list(scales.shape) != expected:
+        raise ValueError(
+            f"{folder.path}: {name + SCALES} has shape {list(scales.shape)}; {name} of shape {list(shape)} in blocks of "
+            f"{list(block)} needs {expected}"
         )
-        return (stored.float() * scales[rows][:, columns]).to(torch.bfloat16)
+    return scales
+
+
+def _in_full(stored: Tensor, scales: Tensor, block: tuple[int, int], first: Sequence[int] = (0, 0)) -> Tensor:
+    """weight[i, j] x scale[i // rows, j // columns], where `first` is the place of stored[0, 0] in the whole weight."""
+    rows, columns = ((torch.arange(size) + offset) // step for size, offset, step in zip(stored.shape, first, block))
+    return (stored.float() * scales.float()[rows][:, columns]).to(torch.bfloat16)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mindspeed_rl.checkpoint.block_fp8 import SCALES
+from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolder, read_json
-from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup
+from mindspeed_rl.checkpoint.jobs import FreshGroup, Group
 from mindspeed_rl.checkpoint.mcore import Adapters, MegatronFolder, iteration_folder, with_adapters
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.models import all_architectures, architecture_for
@@ -170,14 +170,16 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
             the architecture does not have.
     """
     folder = HfFolder(path)
-    if folder.config.get("quantization_config"):
-        raise ValueError(f"{path}/config.json has a quantization_config; what is converted must be in full precision")
+    quantization = read_quantization_block(folder.config)
     config = _changed_config(folder.config, options)
     architecture = architecture_for(config)
     network = replace(_network(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)
     check_model_type(options, architecture, network)
     _check_layer_count(folder, architecture, network)
     notices = []
+    if quantization is not None:
+        notices.append("the weights are in 8-bit floats with a scale for each block; they are written as bfloat16")
+        config = {name: value for name, value in config.items() if name not in without_quantization(config)}
     groups: list[Group] = []
     expected: set[str] = set()
     for op in architecture.weight_ops(network):
@@ -194,12 +196,12 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
             record = folder.record(name)
             if record.shape != shape:
                 raise ValueError(f"{path}: {name} has shape {list(record.shape)}; config.json means {list(shape)}")
-            groups.append(HfGroup(name, record))
+            groups.append(group_of(folder, name))
     copies = architecture.hf_copies(network)
     if not network.untie_embeddings_and_output_weights and network.head == "lm":
         copies = {**copies, "lm_head.weight": "model.embed_tokens.weight"}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
-    groups += [HfGroup(copy, folder.records[copy]) for copy in copies]
+    groups += [group_of(folder, copy) for copy in copies]
     dropped, dropped_notices = _dropped(folder, expected | set(copies), architecture, network, options)
     notices += dropped_notices
     if options.reward_head:
@@ -254,9 +256,8 @@ def check_hf_tensors(path: Path, architecture: Architecture, network: Network, *
     _check_layer_count(folder, architecture, network)
     names = {name for op in architecture.weight_ops(network) for name in op.hf}
     copies = {*architecture.hf_copies(network), *(() if network.untie_embeddings_and_output_weights else ("lm_head.weight",))}
-    scales = {name + SCALES for name in names} if read_quantization_block(folder.config) else set()
     options = ModelOptions(reward_head=network.head == "reward", loosely=loosely)
-    surplus = _surplus(folder, names | copies | scales, architecture, network, options)
+    surplus = _surplus(folder, names | copies, architecture, network, options)
     if surplus.unknown and not loosely:
         raise ValueError(f"{_unknown(folder, surplus, network)}; load_checkpoint_loosely: true skips them")
     found = [_skipped(surplus, network)] if surplus.unknown else []
@@ -323,7 +324,9 @@ def _surplus(
     real = read_size(folder.config, "num_hidden_layers")
     # a fused tensor is known by the separate ones that it holds: one too many is one expert too many
     rest = [
-        name for name in folder.records if name not in expected and name not in folder.renamed and not _HARMLESS.search(name)
+        name
+        for name in folder.records
+        if not (name in expected or name in folder.renamed or _HARMLESS.search(name) or is_scale(folder, name))
     ]
     predictions = _prediction_tensors(folder, rest, architecture, replace(network, num_layers=real))
     truncated: list[str] = []
