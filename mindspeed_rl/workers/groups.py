@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl import adaptors
@@ -89,8 +89,8 @@ class WorkerGroup:
             "max_concurrency": 1,
         }
         self.processes: list[ActorHandle[WorkerProcess]] = []
-        for rank in range(size):
-            place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+        for rank, bundle_index in enumerate(_host_by_host(placement_group_table(self._placement)["bundles_to_node_id"])):
+            place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle_index)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=place, **options)
             self.processes.append(actor_handle(remote.remote(settings, rank)))
         self._plane = plane
@@ -129,6 +129,16 @@ class WorkerGroup:
         if not head_is_gone():  # it would be waited for
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)
+
+
+def _host_by_host(hosts: Mapping[int, str]) -> list[int]:
+    """Bundles in the order of ranks: those of one host follow each other, or tensor parallelism would cross the network.
+
+    Args:
+        hosts: bundle -> the host that Ray has put it on, in any order.
+    """
+    first = {host: bundle for bundle, host in sorted(hosts.items(), reverse=True)}
+    return sorted(hosts, key=lambda bundle: (first[hosts[bundle]], bundle))
 
 
 def _show(steps: StartSteps | None, what: str) -> None:

@@ -11,10 +11,14 @@ from ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """(number of processes) -> their group, started when first asked for and ended with the module's last test."""
+def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Ranks]]:
+    """(number of processes) -> their group, started when first asked for and ended with the module's last test.
+
+    A module whose jobs use vLLM says `KIND = "rollout"`.
+    """
     groups: dict[int, Ranks] = {}
-    yield lambda size: groups.setdefault(size, Ranks(size))
+    kind = getattr(request.module, "KIND", "train")
+    yield lambda size: groups.setdefault(size, Ranks(size, kind))
     for group in groups.values():
         group.close()
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import multiprocessing
 import os
-import signal
 import tempfile
 import time
 import traceback
@@ -15,31 +12,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from fork_server import Forked, Kind, fork_server
 from ports import free_port
 
 #: after one rank has failed, how long the others may take to fail as well before they are ended
 _GRACE_S = 3.0
-
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "CUDA_VISIBLE_DEVICES": "",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 
 
 class RankFailure(AssertionError):
     """A job failed on a rank, or did not end in time; the message holds what each rank said."""
 
 
-def _serve(connection: Connection, rank: int, size: int, log: str) -> None:
-    """Runs jobs until the other end is gone. Nothing heavy may be imported before the environment is set."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the process that started us
-    os.environ.update(ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
+def serve(connection: Connection) -> None:
+    """Runs jobs until the other end is gone."""
+    rank, size, log = connection.recv()
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)
@@ -62,10 +49,13 @@ class Ranks:
     are ended, and the next job gets new ones.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._processes: list[Any] = []
-        self._connections: list[Connection] = []
+    def __init__(self, size: int, kind: Kind = "train") -> None:
+        """
+        Args:
+            kind: "rollout" where jobs use vLLM.
+        """
+        self.size, self._kind = size, kind
+        self._processes: list[Forked] = []
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, job: Callable[..., Any], /, *, timeout_s: float = 120.0, **settings: Any) -> list[Any]:
@@ -77,19 +67,19 @@ class Ranks:
         if not self._processes:
             self._start()
         port = free_port()
-        for connection in self._connections:
+        connections = [process.connection for process in self._processes]
+        for connection in connections:
             connection.send((job.__module__, job.__qualname__, port, settings))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < self.size and time.monotonic() < deadline:
-            open_connections = [c for rank, c in enumerate(self._connections) if rank not in answers]
+            open_connections = [c for rank, c in enumerate(connections) if rank not in answers]
             for connection in wait(open_connections, timeout=deadline - time.monotonic()):
-                rank = self._connections.index(connection)
+                rank = connections.index(connection)
                 try:
                     answers[rank] = connection.recv()
                 except EOFError:
-                    self._processes[rank].join(5)
-                    answers[rank] = (False, f"the process ended with exit code {self._processes[rank].exitcode}")
+                    answers[rank] = (False, "the process ended")
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if len(answers) == self.size and all(fine for fine, _ in answers.values()):
@@ -104,15 +94,10 @@ class Ranks:
         return f"--- rank {rank}: {said}\n{output}"
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
         for rank in range(self.size):
-            ours, theirs = spawn.Pipe()
-            log = str(Path(self._logs.name, str(rank)))
-            process = spawn.Process(target=_serve, args=(theirs, rank, self.size, log), daemon=True)
-            process.start()
-            theirs.close()
+            process = fork_server(self._kind).start(serve)
+            process.connection.send((rank, self.size, str(Path(self._logs.name, str(rank)))))
             self._processes.append(process)
-            self._connections.append(ours)
 
     def close(self) -> None:
         """The processes are gone."""
@@ -120,6 +105,4 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
-        for connection in self._connections:
-            connection.close()
-        self._processes, self._connections = [], []
+        self._processes = []

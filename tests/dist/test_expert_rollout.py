@@ -36,7 +36,7 @@ def one_process(models: dict[str, Path]) -> Iterator[Callable[[str], dict[int, A
 
     def get(name: str) -> Any:
         if name not in known:
-            group = Ranks(1)
+            group = Ranks(1, "rollout")
             setting = Setting(str(models[name]))
             cuts = [[16]] * len(UNEVEN)
             known[name] = group.run(jobs.share_out, setting=setting, infer_tp=1, sharing=None, cuts=cuts, timeout_s=300)[0]
@@ -52,7 +52,7 @@ def test_engines_that_share_experts_answer_as_one_process_does(
 ) -> None:
     size = tensor * sharing
     training = {"expert_model_parallel_size": 2, "moe_grouped_gemm": True}
-    group, setting = Ranks(size), Setting(str(models[name]), training)
+    group, setting = Ranks(size, "rollout"), Setting(str(models[name]), training)
     try:
         cuts = UNEVEN if sharing > 1 else [[16]] * len(UNEVEN)
         share = {"infer_tp": tensor, "sharing": sharing, "timeout_s": 300}
@@ -82,6 +82,6 @@ def test_rows_reach_all_ranks_and_sums_their_owners_however_many_each_has(sizes:
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
-    group = Ranks(3)
+    group = Ranks(3, "rollout")
     yield group
     group.close()

@@ -16,7 +16,7 @@ SIZES = [pytest.param(1, id="TP1"), pytest.param(2, id="TP2", marks=pytest.mark.
 
 @pytest.fixture(scope="module", params=SIZES)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    group = Ranks(request.param)
+    group = Ranks(request.param, "rollout")
     yield group
     group.close()
 

@@ -148,7 +148,7 @@ def test_what_the_old_pass_chose_reaches_the_rows_of_the_update_in_whatever_orde
 def test_trainer_agrees_with_an_engine_whose_routing_was_nudged_only_by_replay(
     ranks: Callable[[int], Ranks], models: dict[str, Path], changes: dict[str, Any]
 ) -> None:
-    alone = Ranks(1)  # a process of its own: vLLM builds one engine in each
+    alone = Ranks(1, "rollout")  # a process of its own: vLLM builds one engine in each
     try:
         (found,) = alone.run(nudged_jobs.agree, setting=Setting(str(models[_MODEL]), **changes), timeout_s=240)
     finally:

@@ -10,6 +10,7 @@ from comparison_jobs import compare
 from ranks import Ranks
 
 pytestmark = pytest.mark.slow
+KIND = "rollout"
 
 
 def test_each_cause_is_named_and_none_where_there_is_none(
@@ -34,7 +35,7 @@ def test_each_cause_is_named_and_none_where_there_is_none(
 
 
 def test_an_engine_of_fewer_digits_is_a_matter_of_precision(models: dict[str, Path], tmp_path: Path) -> None:
-    alone = Ranks(1)  # a process of its own: vLLM builds one engine in each
+    alone = Ranks(1, "rollout")  # a process of its own: vLLM builds one engine in each
     try:
         (found,) = alone.run(
             compare, timeout_s=300, folder=str(models["tied"]), work=str(tmp_path), tampers=["none"], engine_type="bfloat16"

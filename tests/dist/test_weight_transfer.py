@@ -53,7 +53,7 @@ def pools() -> Any:
     def pool(size: int, infer_tp: int, model: str = "tied") -> Ranks:
         if (size, infer_tp, model) not in open_pool:
             close()
-            open_pool[size, infer_tp, model] = Ranks(size)
+            open_pool[size, infer_tp, model] = Ranks(size, "rollout")
         return open_pool[size, infer_tp, model]
 
     def close() -> None:
@@ -72,7 +72,7 @@ def one_process(models: dict[str, Path]) -> Callable[[str], dict[str, Any]]:
 
     def get(name: str) -> dict[str, Any]:
         if name not in known:
-            group = Ranks(1)
+            group = Ranks(1, "rollout")
             known[name] = group.run(jobs.learn, setting=Setting(str(models[name])), infer_tp=1, timeout_s=300)[0]
             group.close()
         return known[name]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from call_path import ROOT, listed
 
+from mindspeed_rl.workers.groups import _host_by_host
+
 #: group -> its module, and methods of its own, which are made of others
 GROUPS = {
     "ActorGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
@@ -96,3 +98,9 @@ def test_the_listed_way_from_the_command_to_the_policy_loss_exists_and_is_short(
     indirect = {"WorkerProcess.call": "getattr(self._worker, method)", "TrainEngine.loss_step": "loss("}
     for source, (_, name), (_, following) in zip(sources, path, path[1:]):
         assert indirect.get(name, following.split(".")[-1]) in source
+
+
+def test_ranks_of_one_host_follow_each_other() -> None:
+    assert _host_by_host({0: "a", 1: "b", 2: "a", 3: "b"}) == [0, 2, 1, 3]
+    assert _host_by_host({3: "a", 0: "b", 1: "b", 2: "a"}) == [0, 1, 2, 3]
+    assert _host_by_host({0: "a"}) == [0]

@@ -1,0 +1,141 @@
+"""Processes that are there at once: forked off one that has imported Megatron, or Megatron and vLLM, before.
+
+Imports cost six seconds of a processor, with vLLM seventeen, and a group of four ranks would pay them four times.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import multiprocessing
+import os
+import random
+import select
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+#: what the processes have imported
+Kind = Literal["train", "rollout"]
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_NUMBER = struct.Struct("i")
+
+
+class Forked:
+    """A process of a fork server, for who asked for it.
+
+    Attributes:
+        connection: to the function that the process runs.
+    """
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.connection = connection
+        self._descriptor = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """Ends it, whatever it does."""
+        signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Returns once it has ended."""
+        select.select([self._descriptor], [], [])
+        os.close(self._descriptor)
+        self.connection.close()
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _serve(server: socket.socket, kind: Kind) -> None:
+    """Imports, and forks off a process for each connection that comes in."""
+    _end_with_parent()
+    os.environ.update(ENVIRONMENT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from mindspeed_rl import adaptors, platform
+
+    platform.select("cpu")
+    adaptors.apply("train")
+    import_module("mindspeed_rl.engine.train_engine")
+    if kind == "rollout":
+        adaptors.apply("rollout")
+        import_module("mindspeed_rl.rollout.vllm_engine")
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that end
+    while True:
+        told, descriptors, _, _ = socket.recv_fds(server, 4096, 1)
+        if not told:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            _become(server, told.decode(), descriptors[0])
+        os.close(descriptors[0])
+        server.sendall(_NUMBER.pack(pid))
+
+
+def _become(server: socket.socket, target: str, descriptor: int) -> None:
+    """The process that was asked for; never returns."""
+    try:
+        server.close()
+        _end_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        random.seed()
+        module, _, name = target.partition(":")
+        getattr(import_module(module), name)(Connection(descriptor))
+    finally:
+        os._exit(1)
+
+
+class ForkServer:
+    """One process from which others are forked."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._socket, theirs = socket.socketpair()
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, kind), daemon=True)
+        process.start()
+        theirs.close()
+        self._process = process
+
+    def start(self, target: Callable[[Connection], Any]) -> Forked:
+        """A new process that runs a function of an importable module."""
+        ours, theirs = multiprocessing.Pipe()
+        socket.send_fds(self._socket, [f"{target.__module__}:{target.__qualname__}".encode()], [theirs.fileno()])
+        theirs.close()
+        answer = self._socket.recv(_NUMBER.size)
+        if not answer:
+            raise RuntimeError("the fork server has ended; see its messages above")
+        return Forked(_NUMBER.unpack(answer)[0], ours)
+
+    def close(self) -> None:
+        """Ends it and the processes that are left."""
+        self._socket.close()
+        self._process.kill()
+        self._process.join()
+
+
+@functools.cache
+def fork_server(kind: Kind) -> ForkServer:
+    """The one of this kind, which ends with this process."""
+    server = ForkServer(kind)
+    atexit.register(server.close)
+    return server

@@ -1,0 +1,189 @@
+"""One run over two hosts: network namespaces with addresses of their own, and a disk of its own below one folder of each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from grpo_command import overrides
+
+PORT = 6766
+#: tensor parallel inside a host, data parallel across
+SPREAD = [
+    "rl_config.actor_resource.num_npus=4",
+    "actor_config.tensor_model_parallel_size=2",
+    "generate_config.infer_tensor_parallel_size=2",
+    "actor_config.no_shared_storage=true",
+]
+
+
+def ip(*words: object) -> None:
+    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True, text=True)
+
+
+class Host:
+    """A network namespace, in which launchers run."""
+
+    def __init__(self, name: str, address: str, interface: str) -> None:
+        self.name, self.address, self.interface = name, address, interface
+
+    def launch(self, folder: Path, hosts: list[Host], mark: str, words: list[str]) -> subprocess.Popen[str]:
+        """The launcher of this host; below `folder`/disk its files are its own."""
+        own = ["--nodes", "2", "--npus-per-node", "1", "--hosts", ",".join(host.address for host in hosts), "--cpus", "2"]
+        own += ["--socket-ifname", self.interface, "--port", str(PORT), "--timeout", "120"]
+        command = [sys.executable, "-m", "mindspeed_rl.cli.main", "launch", *own, "--", "train", "--nodes", "2", *words]
+        mounted = f'mount -t tmpfs none "{folder}/disk" && exec "$@"'
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.name, "unshare", "--mount", "sh", "-c", mounted, "sh", *command],
+            env={**environment, "MINDSPEED_RL_TEST_RUN": mark, "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            stdout=(folder / f"{self.name}.txt").open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    """Two hosts with a cable between them."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs root and the command ip (iproute2), to make hosts of network namespaces")
+    tag = uuid.uuid4().hex[:6]
+    made = [Host(f"msrl-{tag}-{number}", f"10.77.0.{number + 1}", f"ve{tag}{number}") for number in range(2)]
+    try:
+        for host in made:
+            ip("netns", "add", host.name)
+        ip(
+            "link",
+            "add",
+            made[0].interface,
+            "netns",
+            made[0].name,
+            "type",
+            "veth",
+            "peer",
+            made[1].interface,
+            "netns",
+            made[1].name,
+        )
+        for host in made:
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            ip("-n", host.name, "link", "set", host.interface, "up")
+            ip("-n", host.name, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for host in made:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", host.name)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MINDSPEED_RL_TEST_RUN") == mark:
+                found.append(process)
+    return found
+
+
+class Launched:
+    """The same run started on both hosts."""
+
+    def __init__(self, task: Path, folder: Path, hosts: list[Host], *changes: str) -> None:
+        (folder / "disk").mkdir(parents=True)
+        self.folder, self._mark = folder, uuid.uuid4().hex
+        words = ["--config-name", "grpo_tiny_cpu", *overrides(task, folder), *SPREAD, f"run_dir={folder}/run", *changes]
+        self.begun = time.monotonic()
+        self.launchers = [host.launch(folder, hosts, self._mark, words) for host in reversed(hosts)][::-1]
+        self._hosts = hosts
+
+    @property
+    def output(self) -> str:
+        """What both have said."""
+        return "".join(f"--- {host.name}\n{(self.folder / host.name).with_suffix('.txt').read_text()}" for host in self._hosts)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Of the iterations so far."""
+        path = self.folder / "run/metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def wait(self, timeout_s: float = 400) -> list[int]:
+        """The exit codes."""
+        deadline = time.monotonic() + timeout_s
+        for launcher in self.launchers:
+            while launcher.poll() is None:
+                assert time.monotonic() < deadline, self.output[-6000:]
+                time.sleep(0.1)
+        return [launcher.returncode for launcher in self.launchers]
+
+    def wait_until(self, reached: Any, timeout_s: float = 400) -> None:
+        """Returns once it is so."""
+        deadline = time.monotonic() + timeout_s
+        while not reached():
+            assert all(launcher.poll() is None for launcher in self.launchers), self.output[-6000:]
+            assert time.monotonic() < deadline, self.output[-6000:]
+            time.sleep(0.1)
+
+    def leftovers(self) -> list[str]:
+        """Processes that outlive the launchers."""
+        deadline = time.monotonic() + 20
+        while (left := marked(self._mark)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return [" ".join(process.cmdline())[:120] for process in left]
+
+    def close(self) -> None:
+        for process in marked(self._mark):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.wait()
+
+
+@contextlib.contextmanager
+def launched(task: Path, folder: Path, hosts: list[Host], *changes: str) -> Iterator[Launched]:
+    run = Launched(task, folder, hosts, *changes)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", ["td", "tq"])
+def test_a_run_over_two_hosts(task: Path, tmp_path: Path, hosts: list[Host], plane: str) -> None:
+    with launched(task, tmp_path / "run", hosts, f"rl_config.data_strategy={plane}", "megatron_training.train_iters=2") as run:
+        codes = run.wait()
+        print(run.output[-8000:])
+        assert codes == [0, 0], run.output[-6000:]
+        assert [record["iteration"] for record in run.metrics] == [1, 2]
+        assert run.leftovers() == []
+
+
+@pytest.mark.slow
+def test_a_host_that_vanishes_is_named_and_the_other_ends(task: Path, tmp_path: Path, hosts: list[Host]) -> None:
+    with launched(task, tmp_path / "run", hosts, "megatron_training.train_iters=500") as run:
+        run.wait_until(lambda: run.metrics)
+        ip("-n", hosts[1].name, "link", "set", hosts[1].interface, "down")
+        codes = run.wait(180)
+        print(run.output[-8000:])
+        assert 0 not in codes
+        assert hosts[1].address in run.output
+        for launcher in run.launchers:
+            launcher.send_signal(signal.SIGTERM)
+        assert run.leftovers() == []
