@@ -6,6 +6,7 @@ Imports cost six seconds of a processor, with vLLM seventeen, and a group of fou
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -50,7 +51,8 @@ class Forked:
 
     def kill(self) -> None:
         """Ends it, whatever it does."""
-        signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def join(self) -> None:
         """Returns once it has ended."""

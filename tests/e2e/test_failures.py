@@ -70,6 +70,7 @@ def test_ctrl_c_ends_everything(task: Path, tmp_path: Path, moment: str) -> None
         assert command.leftovers() == []
 
 
+@pytest.mark.slow
 def test_sigterm_lets_the_iteration_be_saved_and_the_same_command_goes_on(task: Path, tmp_path: Path) -> None:
     rarely = "megatron_training.save_interval=1000"
     with running(task, tmp_path, *ONE_PROCESS, LONG, rarely) as command:
@@ -96,6 +97,7 @@ def silent(response: str) -> None:
 """
 
 
+@pytest.mark.slow
 def test_a_reward_function_without_an_opinion_is_warned_of_and_then_stops_the_run(task: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "silent.py"
     plugin.write_text(SILENT)

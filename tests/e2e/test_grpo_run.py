@@ -106,6 +106,7 @@ PPO = [
 ]
 
 
+@pytest.mark.slow
 def test_a_critic_starts_from_the_checkpoint_of_a_language_model(task: Path, uninterrupted: Command, tmp_path: Path) -> None:
     start = uninterrupted.folder / "save"
     command = finished(task, tmp_path, *PPO, f"critic_config.load={start}", timeout_s=500)

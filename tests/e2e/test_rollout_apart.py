@@ -57,6 +57,7 @@ def engine_of(command: Command, number: int) -> psutil.Process:
     raise AssertionError(f"no engine writes {log}")
 
 
+@pytest.mark.slow
 def test_where_a_role_is_changes_no_token_and_no_figure_and_phases_overlap(task: Path, tmp_path: Path) -> None:
     keys = [*SHARED, "megatron_training.train_iters=2", f"megatron_training.eval_data_path={task / 'heldout.jsonl'}"]
     reference = ["rl_config.reference_resource.num_npus=1", f"ref_config.load={task / 'model'}"]

@@ -90,6 +90,7 @@ def test_one_step_off_goes_on_as_if_it_had_not_stopped(task: Path, tmp_path: Pat
     same_figures(second.metrics[-1], whole.metrics[-1])
 
 
+@pytest.mark.slow
 def test_long_responses_go_on_in_later_rollouts(task: Path, tmp_path: Path) -> None:
     keys = [
         "rl_config.partial_rollout_max_split=2",
