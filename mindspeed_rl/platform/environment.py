@@ -15,7 +15,8 @@ from mindspeed_rl.platform.base import Platform
 ProcessKind = Literal["integrated", "trainer", "rollout", "cpu"]
 
 _ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
-_INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+#: variables that name the network interface, of each library that has one
+INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def load_runtime_env(path: str | Path) -> dict[str, str]:
@@ -79,7 +80,7 @@ def worker_environment(
             # `import torch` would load torch_npu, which a process without a device has no use for
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     if socket_ifname:
-        environment |= dict.fromkeys(_INTERFACES, socket_ifname)
+        environment |= dict.fromkeys(INTERFACES, socket_ifname)
     return environment
 
 

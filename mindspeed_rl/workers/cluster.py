@@ -38,8 +38,11 @@ def _runtime_env_file(path: str) -> Path:
     return beside_project if not Path(path).is_file() and beside_project.is_file() else Path(path)
 
 
-def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
+def worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int = 1) -> dict[str, str]:
     """Environment of the worker processes: quiet libraries, then the runtime_env file fitted to what a worker holds.
+
+    Args:
+        num_nodes: over which they are spread; network interfaces have other names elsewhere, so several nodes keep their own.
 
     Raises:
         ValueError: the file is missing, malformed, or contradicts the installed vLLM.
@@ -47,7 +50,8 @@ def worker_environment(cfg: RunConfig, platform_name: str) -> dict[str, str]:
     platform = platform_class(platform_name)()
     quiet = quiet_environment(os.environ)
     if platform_name == "cpu":
-        return quiet | platform.worker_env()
+        own = platform.worker_env()
+        return quiet | {name: value for name, value in own.items() if num_nodes == 1 or name not in environment.INTERFACES}
     rl, supervised = cfg.rl_config, cfg.is_supervised
     config = cfg.megatron_training if supervised else cfg.actor_config
     return quiet | environment.worker_environment(

@@ -178,7 +178,11 @@ class RunGroup(WorkerGroup):
         )
         cpus = (run.config.rl_config or RLConfig()).num_cpus_for_placement_group
         super().__init__(
-            settings, worker_environment(run.config, run.platform), num_cpus=cpus, plane=plane, watch=Watch.of(run)
+            settings,
+            worker_environment(run.config, run.platform, run.num_nodes),
+            num_cpus=cpus,
+            plane=plane,
+            watch=Watch.of(run),
         )
         self._run = run
 

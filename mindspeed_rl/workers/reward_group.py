@@ -39,7 +39,7 @@ class RewardGroup:
         self._watch = Watch.of(run)
         self._num_replaced = 0
         self.accuracies = frozenset(ACCURACIES)
-        env = worker_environment(run.config, run.platform)
+        env = worker_environment(run.config, run.platform, run.num_nodes)
         # Scoring needs no tensors: importing torch_npu in these processes would only claim devices.
         options = {
             "num_cpus": 0,

@@ -87,7 +87,7 @@ class RolloutServers:
     def _start(self, number: int) -> None:
         """A server begins to start in its place."""
         bundle = dict(self._bundle)
-        env = worker_environment(self._run.config, self._run.platform)
+        env = worker_environment(self._run.config, self._run.platform, self._run.num_nodes)
         remote = ray.remote(ServerProcess).options(
             num_cpus=bundle.pop("CPU"),
             resources=bundle or None,
