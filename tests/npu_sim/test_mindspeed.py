@@ -69,6 +69,7 @@ def test_ring_attention_calls_the_fused_kernel_once_a_block(one_process: list[di
     assert all(report["fused"]["npu::npu_fusion_attention"] == 2 * LAYERS * MICRO_BATCHES for report in reports)
 
 
+@pytest.mark.slow
 def test_expert_parallelism_trains_like_one_process() -> None:
     settings = {"mode": "mindspeed", "steps": STEPS, "bf16": True, "model": "qwen3_moe"}
     alone = losses(run_ranks("engine", 1, settings))

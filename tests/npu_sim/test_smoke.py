@@ -35,6 +35,7 @@ def test_the_smoke_script_compares_training_steps_with_the_cpu(tmp_path: Path) -
     assert report.count("| passed |") == 3
 
 
+@pytest.mark.slow
 def test_a_failing_step_is_reported_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_SIM_DEVICES", "1")  # the second rank has no device
     code, report = smoke(tmp_path / "report.md", "hccl,device")
