@@ -138,16 +138,13 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 "rl_config.integrated_mode_config must be left out while use_integrated_worker is false",
                 {"rl_config.integrated_mode_config": None},
             )
-        for group, needed in (
-            ("ref_config", rl.reference_resource is not None),
-            ("reward_config", not rl.rule_reward),
-        ):
-            if needed and group not in cfg.set_keys:
-                yield broken(
-                    "own_role_group",
-                    {"rl_config.use_integrated_worker": False, group: None},
-                    f"the group {group} is needed while rl_config.use_integrated_worker is false",
-                )
+        if rl.reference_resource is not None and "ref_config" not in cfg.set_keys:
+            yield broken(
+                "own_role_group",
+                {"rl_config.reference_resource": rl.reference_resource.num_npus, "ref_config": None},
+                "rl_config.reference_resource is set but there is no group ref_config for the reference",
+                {"rl_config.reference_resource": None},
+            )
     if rl.share_backbone and not cfg.actor_config.lora_target_modules:
         yield broken(
             "share_backbone_lora",

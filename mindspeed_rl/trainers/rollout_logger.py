@@ -101,16 +101,26 @@ class RolloutLogger(RunLogger):
         if with_ratios:
             self._update = plane, advantages[:count], response_mask[:count], loss_mask[:count]
 
+    def hold(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
+        """See `RunLogger.hold`; the completions are recorded now: a run that repeats the iteration writes them again."""
+        self._write_completions()
+        super().hold(iteration, metrics, intervals)
+
     def write(self, iteration: int, metrics: Metrics, intervals: list[Interval]) -> None:
-        """Records the iteration, and its completions with what the update made of them."""
-        if self._pending is not None:
-            number, written = self._pending
-            if self._update is not None:
-                written = self._with_ratios(written, *self._update)
-            self._completions.write(number, written)
-            self._trackers.completions(number, written)
-            self._pending = self._update = None
+        """Records the iteration, and its completions."""
+        self._write_completions()
         super().write(iteration, metrics, intervals)
+
+    def _write_completions(self) -> None:
+        """What was drawn is recorded, with what the update made of it."""
+        if self._pending is None:
+            return
+        number, written = self._pending
+        if self._update is not None:
+            written = self._with_ratios(written, *self._update)
+        self._completions.write(number, written)
+        self._trackers.completions(number, written)
+        self._pending = self._update = None
 
     def _with_ratios(
         self, written: list[Completion], plane: DataPlane, advantages: Tensor, response_mask: Tensor, loss_mask: Tensor

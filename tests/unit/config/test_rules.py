@@ -40,6 +40,11 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "lora_push_adapter",
         ["rank 512 at most", "lora_r is 600"],
     ),
+    (
+        {R: {"use_integrated_worker": False, "reference_resource": {"num_npus": 8}}},
+        "own_role_group",
+        ["reference_resource is set", "no group ref_config"],
+    ),
     ({R: {"share_backbone": True}}, "share_backbone_lora", ["share_backbone", "lora_target_modules"]),
     (
         {R: {"share_backbone": True, "sync_ref_model": True}, M: {"lora_target_modules": ["linear_qkv"]}},
