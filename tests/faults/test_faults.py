@@ -152,7 +152,8 @@ def test_files_that_another_machine_does_not_see_end_the_command_before_models_a
     start = [Path(sys.executable).with_name("ray"), "start", "--address", cluster.address, "--num-cpus", "2", "--block"]
     # it sees an empty folder in the place of the model
     hidden = f"mount -t tmpfs none {task / 'model'} && exec {shlex.join(map(str, start))}"
-    node = subprocess.Popen(["unshare", "--mount", "bash", "-c", hidden], stdout=subprocess.DEVNULL, start_new_session=True)
+    with changed_environment(PYTHONPATH=str(PLUGIN.parent), FAULTS=str(tmp_path / "none")):  # Ray imports what was injected
+        node = subprocess.Popen(["unshare", "--mount", "bash", "-c", hidden], stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         with changed_environment(RAY_ADDRESS=cluster.address), struck(task, tmp_path, *TWO, LONG) as run:
             begun = time.monotonic()
