@@ -329,9 +329,14 @@ class HfFolderWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
+        try:
+            if kind is None:
+                self._complete()
+        finally:  # complete, it has another name; a disk that was full at the end leaves nothing either
             shutil.rmtree(self.partial, ignore_errors=True)
-            return
+
+    def _complete(self) -> None:
+        """What is left is written, and the folder has its name."""
         if self._pending:
             self._flush()
         weight_map = {}
