@@ -6,14 +6,12 @@ Imports cost six seconds of a processor, with vLLM seventeen, and a group of fou
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import functools
 import gc
 import multiprocessing
 import os
 import random
-import select
 import signal
 import socket
 import struct
@@ -45,20 +43,22 @@ class Forked:
         connection: to the function that the process runs.
     """
 
-    def __init__(self, pid: int, connection: Connection) -> None:
+    def __init__(self, pid: int, connection: Connection, server: ForkServer) -> None:
         self.connection = connection
-        self._descriptor = os.pidfd_open(pid)
+        self._pid, self._server = pid, server
+        self._code: int | None = None
 
     def kill(self) -> None:
         """Ends it, whatever it does."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        if self._code is None:  # until it is waited for, its number is nobody else's
+            os.kill(self._pid, signal.SIGKILL)
 
-    def join(self) -> None:
-        """Returns once it has ended."""
-        select.select([self._descriptor], [], [])
-        os.close(self._descriptor)
-        self.connection.close()
+    def join(self) -> int:
+        """Its exit code, once it has ended; the number of a signal is negative."""
+        if self._code is None:
+            self._code = self._server.exit_code(self._pid)
+            self.connection.close()
+        return self._code
 
 
 def _end_with_parent() -> None:
@@ -66,7 +66,7 @@ def _end_with_parent() -> None:
 
 
 def _serve(server: socket.socket, kind: Kind) -> None:
-    """Imports, and forks off a process for each connection that comes in."""
+    """Imports, forks off a process for each connection that comes in, and waits for the process whose number comes in."""
     _end_with_parent()
     os.environ.update(ENVIRONMENT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -82,16 +82,18 @@ def _serve(server: socket.socket, kind: Kind) -> None:
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that end
     while True:
         told, descriptors, _, _ = socket.recv_fds(server, 4096, 1)
         if not told:
             os._exit(0)
-        pid = os.fork()
-        if pid == 0:
-            _become(server, told.decode(), descriptors[0])
-        os.close(descriptors[0])
-        server.sendall(_NUMBER.pack(pid))
+        if descriptors:
+            answer = os.fork()
+            if answer == 0:
+                _become(server, told.decode(), descriptors[0])
+            os.close(descriptors[0])
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(int(told), 0)[1])
+        server.sendall(_NUMBER.pack(answer))
 
 
 def _become(server: socket.socket, target: str, descriptor: int) -> None:
@@ -99,7 +101,6 @@ def _become(server: socket.socket, target: str, descriptor: int) -> None:
     try:
         server.close()
         _end_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         random.seed()
         module, _, name = target.partition(":")
@@ -123,10 +124,18 @@ class ForkServer:
         ours, theirs = multiprocessing.Pipe()
         socket.send_fds(self._socket, [f"{target.__module__}:{target.__qualname__}".encode()], [theirs.fileno()])
         theirs.close()
+        return Forked(self._answer(), ours, self)
+
+    def exit_code(self, pid: int) -> int:
+        """How a process has ended; waits for it. Once for each."""
+        self._socket.sendall(str(pid).encode())
+        return self._answer()
+
+    def _answer(self) -> int:
         answer = self._socket.recv(_NUMBER.size)
         if not answer:
             raise RuntimeError("the fork server has ended; see its messages above")
-        return Forked(_NUMBER.unpack(answer)[0], ours)
+        return _NUMBER.unpack(answer)[0]
 
     def close(self) -> None:
         """Ends it and the processes that are left."""

@@ -79,7 +79,7 @@ class Ranks:
                 try:
                     answers[rank] = connection.recv()
                 except EOFError:
-                    answers[rank] = (False, "the process ended")
+                    answers[rank] = (False, f"the process ended with exit code {self._processes[rank].join()}")
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if len(answers) == self.size and all(fine for fine, _ in answers.values()):

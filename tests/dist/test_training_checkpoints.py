@@ -127,7 +127,7 @@ def test_a_killed_save_never_looks_finished_and_the_next_one_succeeds(
 ) -> None:
     setting = Setting(str(models["tied"]), SP)
     ranks(2).run(jobs.save_many, setting=setting, folder=str(tmp_path), iterations=[3])
-    with pytest.raises(RankFailure, match="rank 1: the process ended"):
+    with pytest.raises(RankFailure, match="rank 1: the process ended with exit code -9"):
         ranks(2).run(jobs.killed_while_saving, setting=setting, folder=str(tmp_path), iteration=5)
     assert [path.name for path in tmp_path.glob("iter_*[0-9]")] == ["iter_0000003"]
     assert latest_iteration(tmp_path) == 3
