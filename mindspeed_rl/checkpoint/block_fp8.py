@@ -38,12 +38,15 @@ def without_quantization(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_scale(folder: HfFolder, name: str) -> bool:
     """Whether a tensor of the folder is the scales of another one in 8-bit floats."""
-    weight = folder.records.get(name.removesuffix(SCALES))
-    return name.endswith(SCALES) and weight is not None and _is_8_bit(weight.dtype)
+    weight = folder.records.get(name.removesuffix(SCALES)) if name.endswith(SCALES) else None
+    return weight is not None and _is_8_bit(weight.dtype)
 
 
-def group_of(folder: HfFolder, name: str) -> Group:
+def group_of(folder: HfFolder, name: str, block: tuple[int, int] | None) -> Group:
     """The tensor of this name as what a conversion reads; one in 8-bit floats with its scales.
+
+    Args:
+        block: rows and columns that share a scale, as config.json says.
 
     Raises:
         ValueError: config.json says nothing of such weights, there are no scales, or they are of another shape.
@@ -51,7 +54,6 @@ def group_of(folder: HfFolder, name: str) -> Group:
     record = folder.record(name)
     if not _is_8_bit(record.dtype):
         return HfGroup(name, record)
-    block = read_quantization_block(folder.config)
     if block is None:
         raise ValueError(f"{folder.path}: {name} is {record.dtype}, of which config.json has no quantization_config")
     return ScaledGroup(name, record, _scales_of(folder, name, block), block)

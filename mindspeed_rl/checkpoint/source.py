@@ -170,16 +170,17 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
             the architecture does not have.
     """
     folder = HfFolder(path)
-    quantization = read_quantization_block(folder.config)
+    block = read_quantization_block(folder.config)
     config = _changed_config(folder.config, options)
     architecture = architecture_for(config)
     network = replace(_network(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)
     check_model_type(options, architecture, network)
     _check_layer_count(folder, architecture, network)
     notices = []
-    if quantization is not None:
+    if block is not None:
         notices.append("the weights are in 8-bit floats with a scale for each block; they are written as bfloat16")
-        config = {name: value for name, value in config.items() if name not in without_quantization(config)}
+        gone = without_quantization(config)
+        config = {name: value for name, value in config.items() if name not in gone}
     groups: list[Group] = []
     expected: set[str] = set()
     for op in architecture.weight_ops(network):
@@ -196,12 +197,12 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
             record = folder.record(name)
             if record.shape != shape:
                 raise ValueError(f"{path}: {name} has shape {list(record.shape)}; config.json means {list(shape)}")
-            groups.append(group_of(folder, name))
+            groups.append(group_of(folder, name, block))
     copies = architecture.hf_copies(network)
     if not network.untie_embeddings_and_output_weights and network.head == "lm":
         copies = {**copies, "lm_head.weight": "model.embed_tokens.weight"}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
-    groups += [group_of(folder, copy) for copy in copies]
+    groups += [group_of(folder, copy, block) for copy in copies]
     dropped, dropped_notices = _dropped(folder, expected | set(copies), architecture, network, options)
     notices += dropped_notices
     if options.reward_head:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-_MARK = "MINDSPEED_RL_TEST_RUN"
+MARK = "MINDSPEED_RL_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -44,6 +44,26 @@ def overrides(task: Path, folder: Path) -> list[str]:
     ]
 
 
+#: figures that two runs of the same samples have in common
+FIGURES = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "response_length/mean")
+
+
+def records(run_folder: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl so far."""
+    path = run_folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All live processes whose environment has this mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
 ONE_PROCESS = ["rl_config.actor_resource.num_npus=1", "actor_config.tensor_model_parallel_size=1"]
 
 
@@ -65,7 +85,7 @@ class Command:
         self.process = subprocess.Popen(
             [*words, *overrides(task, folder), *changes],
             cwd=folder,
-            env={**os.environ, _MARK: self._mark, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1"},
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -81,8 +101,7 @@ class Command:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl so far."""
-        path = self.folder / "run" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return records(self.folder / "run")
 
     def wait_until(self, reached: Callable[[], Any], timeout_s: float = 300.0) -> None:
         """Returns once the condition holds; fails when the command ends before, or after the timeout."""
@@ -116,12 +135,7 @@ class Command:
 
     def processes(self) -> list[psutil.Process]:
         """All live processes that descend from the command, wherever they have moved to."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self._mark:
-                    found.append(process)
-        return found
+        return marked(self._mark)
 
     def leftovers(self) -> list[str]:
         """Live processes and shared-memory files that nobody uses, after the command has ended."""

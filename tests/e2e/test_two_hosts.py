@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -16,10 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-from grpo_command import finished, overrides
+from grpo_command import FIGURES, MARK, finished, marked, overrides, records
 
 PORT = 6766
-SAME = ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "response_length/mean")
 #: tensor parallel inside a host, data parallel across
 SPREAD = [
     "rl_config.actor_resource.num_npus=4",
@@ -46,7 +44,7 @@ class Host:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command],
-            env={**environment, "MINDSPEED_RL_TEST_RUN": mark, "OMP_NUM_THREADS": "1"},
+            env={**environment, MARK: mark, "OMP_NUM_THREADS": "1"},
             cwd=folder,
             stdout=(folder / f"{self.name}.txt").open("w"),
             stderr=subprocess.STDOUT,
@@ -65,19 +63,8 @@ def hosts() -> Iterator[list[Host]]:
     try:
         for host in made:
             ip("netns", "add", host.name)
-        ip(
-            "link",
-            "add",
-            made[0].interface,
-            "netns",
-            made[0].name,
-            "type",
-            "veth",
-            "peer",
-            made[1].interface,
-            "netns",
-            made[1].name,
-        )
+        here, there = ((host.interface, "netns", host.name) for host in made)
+        ip("link", "add", *here, "type", "veth", "peer", *there)
         for host in made:
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
             ip("-n", host.name, "link", "set", host.interface, "up")
@@ -89,15 +76,6 @@ def hosts() -> Iterator[list[Host]]:
                 ip("netns", "del", host.name)
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MINDSPEED_RL_TEST_RUN") == mark:
-                found.append(process)
-    return found
-
-
 class Launched:
     """The same run started on both hosts."""
 
@@ -105,7 +83,6 @@ class Launched:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._mark = folder, uuid.uuid4().hex
         words = ["--config-name", "grpo_tiny_cpu", *overrides(task, folder), *SPREAD, f"run_dir={folder}/run", *changes]
-        self.begun = time.monotonic()
         self.launchers = [host.launch(folder, hosts, self._mark, words, cpus) for host in reversed(hosts)][::-1]
         self._hosts = hosts
 
@@ -117,8 +94,7 @@ class Launched:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Of the iterations so far."""
-        path = self.folder / "run/metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return records(self.folder / "run")
 
     def wait(self, timeout_s: float = 400) -> list[int]:
         """The exit codes."""
@@ -173,7 +149,8 @@ def test_a_run_over_two_hosts_is_that_of_one_and_goes_on(task: Path, tmp_path: P
             assert run.leftovers() == []
     assert "goes on after iteration 1" in run.output
     for ours, theirs in zip(run.metrics, whole.metrics, strict=True):
-        assert {name: ours[name] for name in SAME} == {name: pytest.approx(theirs[name], rel=1e-5, abs=1e-6) for name in SAME}
+        expected = {name: pytest.approx(theirs[name], rel=1e-5, abs=1e-6) for name in FIGURES}
+        assert {name: ours[name] for name in FIGURES} == expected
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 import pytest
-from fault_run import EXACT, LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, note, strike, struck
+from fault_run import LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, note, strike, struck
 from fault_table import ENDED, FAULTS, LOST_NODE, OTHER_DISK, RECOVERED, REFUSED, SERVED, SURVIVED, Fault
-from grpo_command import ONE_PROCESS, finished
+from grpo_command import FIGURES, ONE_PROCESS, finished
 
 from mindspeed_rl.workers.cluster import changed_environment
 
@@ -88,7 +88,7 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 def differing(run: FaultRun, undisturbed: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """Iterations and figures in which the run is not the undisturbed one."""
     pairs = zip(run.metrics, undisturbed, strict=True)
-    return [(mine["iteration"], name) for mine, theirs in pairs for name in EXACT if mine[name] != theirs[name]]
+    return [(mine["iteration"], name) for mine, theirs in pairs for name in FIGURES if mine[name] != theirs[name]]
 
 
 @pytest.mark.slow
@@ -389,8 +389,8 @@ def test_two_runs_on_one_machine_do_not_know_of_each_other(task: Path, tmp_path:
             assert run.wait(400) == 0, run.output[-3000:]
         for run in (one, two):
             assert run.leftovers() == []
-        same = [[record[name] for name in EXACT] for record in one.metrics]
-        assert same == [[record[name] for name in EXACT] for record in two.metrics]
+        same = [[record[name] for name in FIGURES] for record in one.metrics]
+        assert same == [[record[name] for name in FIGURES] for record in two.metrics]
 
 
 def test_every_fault_of_the_table_has_a_result_and_the_pages_show_it() -> None:

@@ -59,6 +59,11 @@ class Member:
     state: State
     text: str
 
+    @property
+    def fits(self) -> bool:
+        """True when it is what the line asks for."""
+        return bool(self.of_line) and (self.found or "").startswith(self.of_line)
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -101,7 +106,6 @@ def examine_stack(installed: Mapping[str, str | None]) -> Stack:
         installed: distribution -> version, None where it is missing.
     """
     line = matrix.line_for(dict(installed))
-    belongs = any((installed.get(name) or "").startswith(version) for name, version in line.packages.items())
     names = dict.fromkeys([*line.packages, *line.advised, *VERIFIED])
     members = []
     for name in names:
@@ -110,7 +114,7 @@ def examine_stack(installed: Mapping[str, str | None]) -> Stack:
             continue
         wanted = line.packages.get(name, "")
         members.append(Member(name, found, wanted, *_judged(name, found)))
-    return Stack(line.name if belongs else None, members)
+    return Stack(line.name if any(member.fits for member in members) else None, members)
 
 
 def _judged(name: str, found: str | None) -> tuple[State, str]:
