@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.import_run import write_import
-from mindspeed_rl.config import Run, load_run_config, resolve
+from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.observability.logging import quiet_environment
+from mindspeed_rl.workers.fork_server import RL, TRAINING, fork_server
 from mindspeed_rl.workers.local_ray import local_ray_environment
 
 
@@ -38,30 +39,45 @@ def main(argv: list[str]) -> int:
             arguments.config_name = str(write_import("swift", arguments.from_swift, written))
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         prepare_environment()
-        # these import torch, Ray and transformers, which read the environment
-        from mindspeed_rl import platform
-        from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
-        from mindspeed_rl.trainers.model_plans import with_networks
-        from mindspeed_rl.trainers.recovery import Recovery
-        from mindspeed_rl.trainers.start import started
-
-        cfg = with_networks(cfg)
-        run = resolve(cfg, arguments.nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
-        recovery = Recovery(run)
-        try:
-            for attempt in recovery.attempts():
-                with recovery.tolerated(), started(attempt) as trainer:
-                    trainer.fit()
-        except Terminated as error:
-            print(error, file=sys.stderr)
-            _say_how_to_go_on(run, begun)
-            return EXIT_CODE
+        with fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
+            run = _resolved(cfg, arguments.nodes)
+            code = _trained(run)
+            if code:
+                _say_how_to_go_on(run, begun)
+                return code
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
         code = say_failure(error)
         if not isinstance(error, ValueError):
             _say_how_to_go_on(run, begun)
         return code
     print(f"finished: {run.folder}")
+    return 0
+
+
+def _resolved(cfg: RunConfig, num_nodes: int) -> Run:
+    # these import torch and transformers, which read the environment
+    from mindspeed_rl import platform
+    from mindspeed_rl.trainers.model_plans import with_networks
+
+    cfg = with_networks(cfg)
+    return resolve(cfg, num_nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
+
+
+def _trained(run: Run) -> int:
+    """Runs to its end: 0; or until SIGTERM, which is said: what the command returns then."""
+    # as above, and Ray
+    from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
+    from mindspeed_rl.trainers.recovery import Recovery
+    from mindspeed_rl.trainers.start import started
+
+    recovery = Recovery(run)
+    try:
+        for attempt in recovery.attempts():
+            with recovery.tolerated(), started(attempt) as trainer:
+                trainer.fit()
+    except Terminated as error:
+        print(error, file=sys.stderr)
+        return EXIT_CODE
     return 0
 
 

@@ -99,8 +99,8 @@ def make_data_plane(
         num_prompts: prompts of an iteration.
         n_samples_per_prompt: rows a prompt.
         users: who puts and asks, by name, and the columns that each puts.
-        **engine_options: td: answer_timeout_s, of what the rows asked for may not explain; tq: num_storage_units,
-            init_timeout_s.
+        **engine_options: td: answer_timeout_s, of what the rows asked for may not explain, and runtime_env, Ray's; tq:
+            num_storage_units, init_timeout_s.
 
     Raises:
         ValueError: unknown data_strategy, or a column that two users put.
@@ -119,11 +119,22 @@ class TransferDockClient:
 
     @classmethod
     def create(
-        cls, num_prompts: int, n_samples_per_prompt: int, users: Users, *, answer_timeout_s: float = ANSWER_TIMEOUT_S
+        cls,
+        num_prompts: int,
+        n_samples_per_prompt: int,
+        users: Users,
+        *,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        runtime_env: Mapping[str, Any] | None = None,
     ) -> TransferDockClient:
-        """Starts the actor. It asks for no CPU of its own, so it never competes with the workers for placement."""
+        """Starts the actor. It asks for no CPU of its own, so it never competes with the workers for placement.
+
+        Args:
+            runtime_env: Ray's, of the actor's process.
+        """
         # `wait` is a coroutine, which makes this an asyncio actor: all methods share one thread and need no lock.
-        remote = ray.remote(TransferDock).options(num_cpus=0, max_concurrency=MAX_WAITING_REQUESTS)
+        options = {"num_cpus": 0, "max_concurrency": MAX_WAITING_REQUESTS, "runtime_env": dict(runtime_env or {})}
+        remote = ray.remote(TransferDock).options(**options)
         # Ray declares the actor's own class as a second kind of result, so that editors complete its methods.
         actor = cast("ActorHandle[TransferDock]", remote.remote(num_prompts, n_samples_per_prompt, users))
         return cls(actor, answer_timeout_s)

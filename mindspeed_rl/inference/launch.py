@@ -16,6 +16,7 @@ from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.requests import Engine, Piece, Request
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.workers.cluster import cluster, worker_environment
+from mindspeed_rl.workers.fork_server import INFERENCE, TRAINING, fork_server
 from mindspeed_rl.workers.groups import WorkerGroup
 from mindspeed_rl.workers.process import ProcessSettings
 from mindspeed_rl.workers.scratch import scratch_folder
@@ -130,8 +131,12 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
         TimeoutError: there are not enough devices.
     """
     num_devices = settings.num_devices
-    with scratch_folder("mindspeed-rl-inference-") as folder, cluster(num_devices, platform_name):
-        kind = MegatronInferenceGroup if settings.kind == "megatron" else InferenceGroup
+    kind, libraries = (MegatronInferenceGroup, TRAINING) if settings.kind == "megatron" else (InferenceGroup, INFERENCE)
+    with (
+        fork_server(platform_name, libraries),
+        scratch_folder("mindspeed-rl-inference-") as folder,
+        cluster(num_devices, platform_name),
+    ):
         group = kind(num_devices, platform_name, folder)
         try:
             group.start_workers(settings, uuid.uuid4().hex[:12])

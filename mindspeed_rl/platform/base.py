@@ -83,6 +83,8 @@ class Platform(ABC):
     pin_memory: ClassVar[bool] = False
     #: parts of messages of a RuntimeError that say the same as torch.OutOfMemoryError
     memory_signs: ClassVar[tuple[str, ...]] = ("out of memory",)
+    #: True: a process that has imported the device's libraries may be forked, as long as no device is in use
+    forks: ClassVar[bool] = False
     #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
     engine_sleep: ClassVar[bool] = False
 

@@ -21,6 +21,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     collective_backend = "gloo"
     ray_resource = None
+    forks = True
     memory_signs = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate")
 
     @classmethod

@@ -22,6 +22,7 @@ from mindspeed_rl.trainers.model_plans import with_networks
 from mindspeed_rl.trainers.rl_parts import run_prompts
 from mindspeed_rl.trainers.run_folder import absolute_paths
 from mindspeed_rl.workers.cluster import cluster
+from mindspeed_rl.workers.fork_server import RL, fork_server
 from mindspeed_rl.workers.groups import RunGroup
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 
@@ -107,7 +108,8 @@ def compare_run(
     prompts, _ = run_prompts(run, load_tokenizer_of(run.config.actor_config, source))
     chosen = [list(prompts[number]["prompt_ids"]) for number in range(min(num_prompts, len(prompts)))]
     absolute_paths(run.config)
-    with cluster(run.plan.world_size, run.platform, logs=run.folder / "logs" / "ray"):
+    logs = run.folder / "logs" / "ray"
+    with fork_server(run.platform, RL), cluster(run.plan.world_size, run.platform, logs=logs):
         group = ComparisonGroup(run)
         try:
             group.set_up()

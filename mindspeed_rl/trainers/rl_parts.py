@@ -49,7 +49,7 @@ from mindspeed_rl.trainers.services import OwnEngine, Services
 from mindspeed_rl.trainers.wrong_files import check_all
 from mindspeed_rl.workers.agents import check_agents, check_tool_columns, tool_schemas
 from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
-from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.cluster import process_environment, worker_environment
 from mindspeed_rl.workers.columns import WORKER_COLUMNS, worker_columns
 from mindspeed_rl.workers.groups import RewardModelGroup, ScoringGroup
 from mindspeed_rl.workers.model_source import (
@@ -357,7 +357,8 @@ def _existing(path: str | None) -> str | None:
 def open_data_plane(run: Run) -> DataPlane:
     """The data plane that the run file asks for, for the users of this loop."""
     rl, plan = run.rl, run.plan
-    options: dict[str, Any] = {"answer_timeout_s": run.deadlines.seconds["data_plane"]}
+    answer_s = run.deadlines.seconds["data_plane"]
+    options: dict[str, Any] = {"answer_timeout_s": answer_s, "runtime_env": process_environment({})}
     if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":  # its sockets have limits of their own
         options = {"num_storage_units": rl.transfer_queue_data_shard_num}
     users = {**DATA_PLANE_USERS, **worker_columns(run.config)}

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mindspeed_rl.config import RLConfig, RunConfig
 from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import environment, platform_class
+from mindspeed_rl.workers.fork_server import worker_command
 from mindspeed_rl.workers.scratch import scratch_folder
 
 #: name of the process that is Ray's control service
@@ -61,6 +62,12 @@ def worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int = 1) -
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
         deterministic=config.npu_deterministic,
     )
+
+
+def process_environment(env: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's `runtime_env` of a process with these variables; forked, where a fork server of this machine has all of them."""
+    command = worker_command() if is_own_cluster() else None
+    return {"env_vars": dict(env)} | ({} if command is None else {"py_executable": command})
 
 
 def local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> int:

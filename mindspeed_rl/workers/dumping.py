@@ -6,13 +6,16 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import MsprobeConfig
 from mindspeed_rl.dumps.record import Record
 from mindspeed_rl.engine.probe import ModelProbe, NoProbe, place
 from mindspeed_rl.rollout.probe import EngineProbe
 from mindspeed_rl.workers.role import Role
-from mindspeed_rl.workers.rollout import RolloutReplica
+
+if TYPE_CHECKING:  # it brings vLLM, and workers without a rollout dump too
+    from mindspeed_rl.workers.rollout import RolloutReplica
 
 
 class PhaseDumps:

@@ -27,7 +27,7 @@ from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.cluster import head_is_gone, is_own_cluster, worker_environment
+from mindspeed_rl.workers.cluster import head_is_gone, is_own_cluster, process_environment, worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
@@ -85,7 +85,7 @@ class WorkerGroup:
         options = {
             "num_cpus": cpus,
             "resources": None if resource is None else {resource: 1},
-            "runtime_env": {"env_vars": dict(env)},
+            "runtime_env": process_environment(env),
             "max_concurrency": 1,
         }
         self.processes: list[ActorHandle[WorkerProcess]] = []

@@ -17,7 +17,7 @@ from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.workers.cluster import process_environment, worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.reward import RewardWorker
 from mindspeed_rl.workers.waiting import Pending, Watch, wait_all
@@ -43,7 +43,7 @@ class RewardGroup:
         # Scoring needs no tensors: importing torch_npu in these processes would only claim devices.
         options = {
             "num_cpus": 0,
-            "runtime_env": {"env_vars": env | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}},
+            "runtime_env": process_environment(env | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
             "scheduling_strategy": "SPREAD",
         }
         self._remote = ray.remote(RewardWorker).options(**options)

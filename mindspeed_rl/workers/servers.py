@@ -16,7 +16,7 @@ from mindspeed_rl.config import Run, own_rollout_devices, rollout_servers
 from mindspeed_rl.observability.standing import end_processes, forget
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.pool import ServerLost, ServerPool
-from mindspeed_rl.workers.cluster import head_is_gone, worker_environment
+from mindspeed_rl.workers.cluster import head_is_gone, process_environment, worker_environment
 from mindspeed_rl.workers.handles import actor_handle
 from mindspeed_rl.workers.server_links import HttpServer, RayServer, server_token
 from mindspeed_rl.workers.server_process import ServerProcess, ServerSettings
@@ -91,7 +91,7 @@ class RolloutServers:
         remote = ray.remote(ServerProcess).options(
             num_cpus=bundle.pop("CPU"),
             resources=bundle or None,
-            runtime_env={"env_vars": env},
+            runtime_env=process_environment(env),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=number),
         )
         name = f"rollout server {number}"
