@@ -95,6 +95,7 @@ def read_together(pending: Iterable[Mapping[str, Metric]]) -> None:
     """The metrics that are still on the device are plain floats afterwards, read in one transfer."""
     waiting = [metrics for metrics in pending if isinstance(metrics, PendingMetrics)]
     parts = [part for metrics in waiting for part in metrics.parts]
+    # float32 holds counts exactly up to 2**24, more tokens than a micro-batch has
     wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     # one cast for all parts of a type, not one for each
     kinds = list(dict.fromkeys(part.dtype for part in parts))
@@ -277,6 +278,7 @@ class AdvantageInputs:
             raise ValueError(f"rewards is {list(self.rewards.shape)} but response_mask has {rows} rows")
         if self.scored is not None and (self.scored.shape != (rows,) or self.scored.dtype != torch.bool):
             raise ValueError(f"scored must be a [{rows}] bool tensor, not {list(self.scored.shape)} {self.scored.dtype}")
+        # one NaN would reach all advantages of its group, and by whitening those of the batch
         bad = ~torch.isfinite(self.rewards) if self.scored is None else ~torch.isfinite(self.rewards) & self.scored
         if bad.any():
             raise ValueError(f"rewards of rows {bad.nonzero().flatten().tolist()[:8]} are not finite")

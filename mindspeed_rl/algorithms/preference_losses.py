@@ -101,6 +101,7 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
     else:
         losses = _margin_loss(settings.beta * (chosen - rejected), settings.loss_type, settings.label_smoothing)
     losses = losses + _sft_term(batch, settings.pref_ftx)
+    # what DPO calls the implicit rewards, up to a term that only the prompt decides
     return _pair_output(losses, settings.beta * chosen, settings.beta * rejected)
 
 

@@ -114,6 +114,7 @@ class Algorithm:
     def __post_init__(self) -> None:
         if ":" not in self.target:
             raise ValueError(f"target {self.target!r} of a {type(self).__name__} is not of the form module:function")
+        # the record is frozen, and a plug-in may give any collection of words
         object.__setattr__(self, "needs", frozenset(self.needs))
         if self.reads is not None:
             object.__setattr__(self, "reads", frozenset(self.reads))
@@ -259,6 +260,7 @@ def find(table: Mapping[str, Record], kind: type[Record], name: str, folders: Se
         if isinstance(found, Algorithm):
             if not isinstance(found, kind):
                 raise ValueError(f"it is a {type(found).__name__}, but a {kind.__name__} is wanted")
+            # a worker imports the module where the driver has found it
             record = replace(found, folders=tuple(folders))
         elif callable(found) and not inspect.isclass(found):
             record = kind(target=name, reads=None, folders=tuple(folders))

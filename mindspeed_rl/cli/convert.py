@@ -177,6 +177,7 @@ def _check_hf_result(args: argparse.Namespace) -> None:
         value, flag = vars(args)[name], f"--{name.replace('_', '-')}"
         if value != 1:
             raise ValueError(f"{flag} {value}: the result is a Hugging Face folder, which is not split; leave it out or give 1")
+    # a namespace does not tell what was given: what differs from its default was
     defaults = make_parser().parse_args(["--load-dir", ".", "--save-dir", "."])
     for name in _OF_MEGATRON_RESULTS:
         if vars(args)[name] != vars(defaults)[name]:

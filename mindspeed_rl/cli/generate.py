@@ -196,6 +196,7 @@ def _stream(prompt_format: PromptFormat, engine: Engine, ids: list[int], setting
     text = IncrementalText(prompt_format.decoder)
     request = Request(ids, sample_seed(settings.seed, 0, 0, 0))
     for piece in engine.stream([request], settings.sampling):
+        # the end token is drawn like any other, and is no text of the answer
         ids = [token for token in piece.token_ids if token not in settings.sampling.stop_token_ids]
         print(text.feed(ids), end="", flush=True)
     print(text.finish(), flush=True)

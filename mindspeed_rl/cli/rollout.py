@@ -121,6 +121,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """A bound socket: a port that is taken is found before the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
+    # a server that has just ended leaves its port in TIME_WAIT for a minute
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         samples = _samples(arguments.run, arguments.iteration)
+        # brackets in a response are text, not rich's markup
         console = Console(highlight=False, markup=False)
         if arguments.sample is None:
             _print_table(console, samples)

@@ -23,6 +23,7 @@ def breaches(sizes: Sizes) -> Iterator[Breach]:
     The sentences are functions of the key names, so that a search over thousands of plans pays for no text.
     """
     yield from _positive(sizes)
+    # what follows divides by them
     if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size, sizes.actor.num_npus) < 1:
         return
     if sizes.num_nodes > 1 and sizes.actor.num_npus % sizes.num_nodes:
@@ -31,6 +32,7 @@ def breaches(sizes: Sizes) -> Iterator[Breach]:
             ("num_npus",),
             lambda k: f"{k['num_npus']} ({sizes.actor.num_npus}) must be divisible by the number of nodes ({sizes.num_nodes})",
         )
+    # where a layout is uneven dp_size is a fraction, and every rule that divides by it would break with it
     uneven = False
     for role in ("actor", "ref", "reward", "critic"):
         layout = getattr(sizes, role)
@@ -72,6 +74,7 @@ def _positive(sizes: Sizes) -> Iterator[Breach]:
     for name in (*names, "num_npus"):
         value = sizes.value(name)
         if value is not None and value < 1:
+            # bound here: the sentence is made, if at all, when the loop has gone on
             yield Breach("positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1")
 
 
@@ -130,6 +133,7 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
                 f"a rollout is a whole number of optimizer steps"
             ),
         )
+    # Megatron-SWIFT's own rule counts devices, not replicas
     if total < sizes.actor.num_npus:
         yield Breach(
             "completion_per_device",
@@ -271,6 +275,7 @@ def _prompts(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
 
 def _dispatch(sizes: Sizes) -> Iterator[Breach]:
     """Rules of the sizes in which rows leave the data plane."""
+    # a rollout of no whole number of prompts is named by the rules above
     if any(rows.__class__ is not int for rows in (sizes.rollout_prompts, sizes.train_samples)):
         return
     for name, (rows, limit) in dispatch_bounds(sizes).items():
@@ -315,7 +320,9 @@ def dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:
     bounds: dict[str, tuple[int, Number | float]] = {
         "actor_rollout_dispatch_size": (rows, rows / sizes.rollout.dp_size),
         "actor_logprob_dispatch_size": (trained, trained / sizes.actor.dp_size),
+        # without a layout of its own the reference has the actor's
         "ref_dispatch_size": (rows, rows / (sizes.ref or sizes.actor).dp_size),
+        # functions score on every node what comes; only a model has replicas that share the rows
         "reward_dispatch_size": (rows, rows if sizes.rule_reward or sizes.reward is None else rows / sizes.reward.dp_size),
         "adv_dispatch_size": (trained, trained),
         "actor_update_dispatch_size": (trained, trained / sizes.actor.dp_size),

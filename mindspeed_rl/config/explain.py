@@ -33,6 +33,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
     violations = validate(cfg, num_nodes)
     known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
     sizes = read_sizes(cfg, num_nodes) if known else None
+    # all tables divide by these numbers; the errors name those below 1
     if sizes is not None and not sizes.can_divide:
         sizes = None
     rollout = None if sizes is None or sizes.counting == "samples" else sizes

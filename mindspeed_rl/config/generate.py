@@ -16,6 +16,7 @@ class SamplingConfig:
     leaves out take the engine's neutral values (see `ENGINE_SAMPLING`), not the ones below.
     """
 
+    # the defaults are upstream's
     logprobs: int | None = key(
         1, "log-probabilities returned for each generated token", no_effect="that of the drawn token comes always, no other one"
     )

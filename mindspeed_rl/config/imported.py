@@ -71,6 +71,7 @@ class Import:
             option: dotted or plain, as the project calls it.
         """
         names = option.split(".")
+        # the longest first: groups of verl share last names, which the tables tell apart by dotted ones
         ends = [".".join(names[start:]) for start in range(len(names))]
         path = next((RENAMED[end] for end in ends if end in RENAMED), None)
         why = next((OTHERWISE[end] for end in ends if end in OTHERWISE), None)
@@ -160,7 +161,9 @@ def scalar(text: str) -> Any:
             number = float(value)
         except ValueError:
             return value
+        # float takes "nan" and "infinity", which are names here
         return number if math.isfinite(number) else value
+    # YAML makes dates and mappings of some texts, which no option means
     return text if value is None or not isinstance(value, (bool, int, float, list)) else value
 
 

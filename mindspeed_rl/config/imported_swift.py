@@ -149,6 +149,7 @@ def _batch(said: SwiftCommand, made: Import, world: int) -> None:
         made.put("--micro_batch_size", {f"{ACTOR}.micro_batch_size": micro})
         rollout_steps = said.number("steps_per_generation", 1)
     else:
+        # these steps are forward passes, as in TRL, and by default as many as one optimizer step has
         micro, accumulated = said.number("per_device_train_batch_size", 1), said.number("gradient_accumulation_steps", 1)
         step = micro * accumulated * world
         made.put("--per_device_train_batch_size", {f"{ACTOR}.micro_batch_size": micro})
@@ -241,6 +242,7 @@ def _dataset(made: Import, option: str, value: Any, words: list[str]) -> None:
         made.without[f"{option} {' '.join(words[1:])}"] = "prompts come from one source; put the files together"
     name, _, count = words[0].partition("#")
     name = name.split(":")[0] if name.count("/") == 1 and not Path(name).exists() else name
+    # names of the hub may have a dot too, as NuminaMath-1.5, but behind it no ending of letters alone
     is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or bool(Path(name).suffix[1:].isalpha())
     path = (name if is_file else f"hf://{name}") + (f"#{count}" if count else "")
     notes = ["the first rows, not drawn ones" if count else "", "" if is_file else "from the Hugging Face hub"]
@@ -252,6 +254,7 @@ def _dataset(made: Import, option: str, value: Any, words: list[str]) -> None:
 def _system(made: Import, option: str, value: Any, words: list[str]) -> None:
     text = " ".join(words)
     path = Path(text).expanduser()
+    # a text that is too long for a path would raise
     if len(text) < 1024 and path.is_file():
         made.put(option, {f"{ACTOR}.system_prompt": path.read_text(encoding="utf-8").strip()}, f"what stands in {text}")
     elif path.suffix == ".txt":

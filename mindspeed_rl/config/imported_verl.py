@@ -33,7 +33,9 @@ def from_verl(command: str, rewards: Collection[str], num_devices: int | None = 
     said = {}
     for word in words:
         name, equals, text = word.partition("=")
+        # what is left out is the program, its flags and the variables in front of it
         if equals and "." in name and not name.startswith("-"):
+            # Hydra's + and ++ only say that a key may be new
             said[name.lstrip("+")] = scalar(text)
     if not said:
         raise ConfigError(["there is no key of verl, such as data.train_files=train.parquet, in the command line"])

@@ -80,6 +80,7 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
     tensor = ("tensor_model_parallel_size",)
     heads, kv_heads = role.num_attention_heads, role.num_query_groups if role.group_query_attention else None
     yield from divides("heads", "num_attention_heads", heads, tp, tensor, "each tensor parallel rank holds whole heads")
+    # latent attention makes a key and a value for every query head
     if not role.multi_latent_attention:
         yield from divides("kv_heads", "num_query_groups", kv_heads, tp, tensor, "each rank holds whole key/value heads")
     yield from divides("ffn", "ffn_hidden_size", role.ffn_hidden_size, tp, tensor, "the MLP is split evenly")
@@ -104,6 +105,7 @@ def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -
             yield Violation(
                 f"{group}.expert_sequences",
                 keys,
+                # Megatron's expert layer raises without it, in the first training step
                 f"a mixture of experts with tensor_model_parallel_size {tp} needs "
                 "megatron_training.sequence_parallel (false) to be true",
                 ({"megatron_training.sequence_parallel": True},),
@@ -182,6 +184,7 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
             {key: role.noop_layers, "num_layers": layers},
             f"{key} ({role.noop_layers}) must lie in 0..{layers - 1}",
         )
+    # it takes the place of the even split, whose rules follow
     if per_stage:
         if len(per_stage) != pp:
             yield Violation(
@@ -218,6 +221,7 @@ def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violat
     elif chunk is not None and (chunk < 1 or layers // pp % chunk or pp < 2):
         key = _key(cfg, group, "num_layers_per_virtual_pipeline_stage")
         rule = "needs at least two pipeline stages" if pp < 2 else f"must divide the {layers // pp} layers of a pipeline stage"
+        # not all layers of a stage: one chunk is no interleaving
         options = [value for value in range(1, layers // pp) if layers // pp % value == 0] if pp > 1 else []
         nearest = min(options, key=lambda value: abs(value - chunk), default=None)
         yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: nearest},))

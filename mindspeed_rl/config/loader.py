@@ -104,6 +104,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         # its other keys belong to what is missing, so that they are no mistakes of the file
         raise ConfigError(["not available in this version: rl_config.is_multimodal: text models only"])
     if errors:
+        # each once: every role that takes a wrong model block complains of it
         raise ConfigError(dict.fromkeys(errors))
     spelled = apply_second_spellings(rl, generate, set_keys) if rl is not None else {}
     set_keys["run"] = frozenset(name for name in ("platform", "run_dir") if name in tree)

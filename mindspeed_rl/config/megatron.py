@@ -12,6 +12,7 @@ RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
 SupervisedStage = Literal["pretrain", "sft", "dpo", "simpo", "orm", "prm"]
 RL_STAGES: tuple[RLStage, ...] = get_args(RLStage)
 SUPERVISED_STAGES: tuple[SupervisedStage, ...] = get_args(SupervisedStage)
+# Megatron-core's names of a layer's linear modules
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 _NPU = ("npu",)
@@ -92,6 +93,7 @@ class DataKeys:
     )
     pack: bool = key(False, "rows of the dataset hold several samples each")
     neat_pack: bool = key(False, "packed samples see only themselves; needs pack and reset_attention_mask")
+    # the token of the Math-Shepherd data, as upstream has it
     placeholder_token: str = key("ки", "prm: the token at which a step is judged")
     reward_tokens: list[str] = key([], "prm: the tokens that stand for judgements")
 
@@ -124,6 +126,7 @@ class ParallelKeys:
 class OptimizerKeys:
     """Optimizer, schedule and the communication around it."""
 
+    # the defaults of this group are Megatron-LM's, on which upstream's run files rely
     optimizer: Literal["adam"] = key("adam", "AdamW")
     lr: float | None = key(None, "peak learning rate")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = key(
@@ -299,6 +302,7 @@ class MegatronConfig(
     deterministic: bool = key(False, "reproducible kernels on CPU and CUDA", only_on=("cpu", "cuda"))
     ai_framework: Literal["mindspore"] | None = key(None, "backend below the engine; only torch (null) is available")
 
+    # Megatron-LM's defaults again
     log_interval: int = key(100, "supervised stages: iterations between two metric lines")
     log_throughput: bool = key(False, "log floating point operations", no_effect="throughput is always logged")
     eval_iters: int = key(100, "supervised stages: batches of one evaluation")
@@ -339,6 +343,7 @@ def split_shares(split: str | None) -> tuple[float, float, float]:
         shares = []
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
         raise ValueError(f"split: {split!r} must give shares of training, validation and test data, such as 95,5,0.")
+    # Megatron fills up and normalizes the shares likewise
     first, second, third = (share / sum(shares) for share in (*shares, 0.0, 0.0)[:3])
     return first, second, third
 

@@ -93,6 +93,7 @@ def _max_length(folder: Path, config: Mapping[str, Any]) -> int | None:
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     scaling = scaling if isinstance(scaling, Mapping) else {}
     factor = scaling.get("factor")
+    # models with llama3 scaling count the stretch in max_position_embeddings already
     if isinstance(factor, (int, float)) and scaling.get("rope_type", scaling.get("type")) != "llama3":
         length = int(length * factor)
     tokenizer = _count(_read(folder / "tokenizer_config.json"), "model_max_length")

@@ -109,6 +109,7 @@ class Objective:
         needs = {need for part in parts if part is not None for need in part.needs}
         if self.kl_place is not None:
             needs.add("reference")
+        # the KL of a reward is that of the policy that drew the response, before any update
         if self.kl_place == "reward":
             needs.add("old_log_probs")
         if self.masks_by_entropy:
@@ -168,6 +169,7 @@ _FAMILIES: tuple[tuple[dict[str, Any], type[Algorithm]], ...] = (
 def plugin_folders(rl: RLConfig) -> tuple[str, ...]:
     """Return where modules of plug-ins are looked for besides sys.path: the working directory and that of each plug-in file."""
     files = (Path(path).expanduser().resolve() for path in rl.external_plugins)
+    # a console script has its own folder on sys.path, not the working directory
     return tuple(dict.fromkeys((str(Path.cwd()), *(str(file.parent) for file in files))))
 
 
@@ -188,11 +190,13 @@ def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
             found[kind] = find(table, kind, name, folders)
         except ValueError as error:
             sentences.append(str(error))
+    # formulas are filled with the numbers of an objective, for which every name has to be found
     if not sentences and found:
         numbers = objective_of(rl, stage).numbers()
         for kind, record in found.items():
             where = f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}"
             named = {*(record.reads or ()), *record.bounds, *(choice.setting for choice in record.choices.values())}
+            # a broken bound is reported by its key in rl_config, so there has to be one
             bounded = set(record.bounds) - {item.name for item in dataclasses.fields(rl)}
             if unknown := sorted((named - set(numbers)) | bounded):
                 sentences.append(f"{where}: its record names {', '.join(unknown)}, no number of an objective")
@@ -234,10 +238,12 @@ def objective_of(
     rule, folders = STAGES[stage], plugin_folders(rl)
     loss_type = rl.loss_type
     if loss_type is None:
+        # in a stage without a second loss token_level_loss does nothing
         loss_type = rule.loss_type if rl.token_level_loss else rule.sequence_loss_type or rule.loss_type
     loss = find(POLICY_LOSSES, PolicyLoss, loss_type, folders)
     adv_estimator, advantage = rl.adv_estimator, named_estimator(rl)
     if advantage.instead is not None and getattr(rl, advantage.instead[0]) == advantage.instead[1]:
+        # ms-swift says GDPO by scale_rewards
         adv_estimator = advantage.instead[2]
         advantage = ADVANTAGES[adv_estimator]
     mode = rl.rollout_importance_sampling_mode
@@ -270,6 +276,7 @@ def objective_of(
         kl_penalty=rl.kl_penalty,
         kl=find(KL_ESTIMATORS, KlEstimator, rl.kl_penalty, folders),
         kl_coef=rl.init_kl_coef,
+        # with a coefficient of 0 nothing is tied, and no reference model is built
         kl_place=place if rl.init_kl_coef else None,
         kl_clamp=rl.kl_clamp,
         use_bias_correction_kl=rl.use_bias_correction_kl,
@@ -356,6 +363,7 @@ def _supervised_formula(cfg: RunConfig) -> str:
     train = cfg.actor_config
     z = "z = (log pi(chosen) - log pi(rejected)) - (log ref(chosen) - log ref(rejected))"
     beta, eps = f"{train.dpo_beta:g}", train.dpo_label_smoothing
+    # explain shows the formula of a run file with a dpo_beta of 0, which is out of bounds, too
     half = f"{1 / (2 * train.dpo_beta):g}" if train.dpo_beta else "inf"
     preference = {
         "sigmoid": f"loss = -{1 - eps:g} * log sigmoid({beta} z) - {eps:g} * log sigmoid(-{beta} z)",

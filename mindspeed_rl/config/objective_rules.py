@@ -19,6 +19,7 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     rl = cfg.rl_config
     if rl is None or cfg.is_supervised:
         return
+    # reward_funcs and its weights were copied to verifier_*; sentences name the key that the file has
     functions, weights = (
         ("reward_funcs", "reward_weights") if rl.reward_funcs is not None else ("verifier_function", "verifier_weight")
     )
@@ -87,6 +88,7 @@ def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
     rl, objective = cfg.rl_config, resolve_objective(cfg)
     yield from algorithm_violations(rl, objective)
     n, least = rl.n_samples_per_prompt, objective.min_group_size
+    # with num_generations the batch rules say it, below 1 the bounds
     if rl.num_generations is None and 0 < n < least:
         yield broken(
             "group_of_two",
@@ -144,6 +146,7 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
             f"rl_config.loss_type {loss_type} divides by max_response_length (generate_config.sampling_config.max_tokens), "
             "which is not set",
         )
+    # for losses that read both: of one that takes clip_ratio_high as a cap the order says nothing
     if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
         yield broken(
             "clip_order",
@@ -213,6 +216,7 @@ def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds)
         bounds.rule,
         keys,
         f"rl_config.loss_type {loss_type} {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
+        # a bound without a usual value proposes none
         *([] if None in mended.values() else [mended]),
         *([{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}] if bounds.otherwise else []),
     )
@@ -224,6 +228,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
     if rl is None or cfg.is_supervised:
         return
     set_rl = cfg.set_keys.get("rl_config", frozenset())
+    # the values as written: second spellings have overwritten the first by now
     original = cfg.spelled
 
     def differ(first: str, second: str, a: Any, b: Any) -> Violation:
@@ -243,6 +248,7 @@ def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
         ("rl_config.reward_weights", "rl_config.verifier_weight"),
     ]
     if rl.num_generations is not None:
+        # without num_generations it is upstream's beta, which nothing reads
         pairs.append(("rl_config.beta", "rl_config.init_kl_coef"))
     for first, second in pairs:
         if first in original and second in original and original[first] != original[second]:

@@ -225,6 +225,7 @@ def _meaning(path: str, schema: type, field: dataclasses.Field[Any], language: L
     if path in UPSTREAM:
         note = UPSTREAM[path] if language == "en" else _chinese()["upstream"][path]
         parts.append(phrases["upstream"].format(note))
+    # a bar would end the cell of the table
     return phrases["stop"].join(parts).replace("|", "\\|")
 
 

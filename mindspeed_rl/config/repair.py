@@ -105,6 +105,7 @@ def _construct(sizes: Sizes) -> dict[str, int]:
     dp, replicas, m = world // sizes.actor.replica_size, world // sizes.rollout.replica_size, change["micro_batch_size"]
     if sizes.counting == "samples":
         return {**change, "global_batch_size": _round_to(sizes.global_batch_size, dp * m)}
+    # most advantage estimators compare the responses of a prompt
     change["group_size"] = n = max(2, sizes.group_size)
     if sizes.counting == "completions":
         step = _round_to(sizes.global_batch_size, math.lcm(n * dp * m, replicas, world))

@@ -126,6 +126,7 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     lie = _engines(cfg, sizes)
     spread = f", experts over {lie.expert_ranks} devices (EP{lie.expert_ranks})" if lie.expert_ranks > 1 else ""
     generators = _generators(cfg, everyone)
+    # engines on devices of their own have nothing of the training beside them
     if generators != everyone:
         beside = ""
     phases = [{"phase": "generate", "devices": generators, "holds": f"{count} rollout engine(s) TP{tensor}{spread}{beside}"}]

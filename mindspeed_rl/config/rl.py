@@ -163,6 +163,7 @@ class ModeKeys:
     require_max_age_all_finished: bool = key(
         True,
         "finish the oldest partial responses",
+        # all values above 1 that its bounds allow
         needs=("partial_rollout_max_split", tuple(range(2, 65))),
         no_effect="every response has ended after partial_rollout_max_split rollouts",
     )
@@ -177,6 +178,7 @@ class ModeKeys:
 class AdvantageKeys:
     """From rewards to advantages."""
 
+    # text, not a Literal, like every name of an algorithm: a plug-in is module:NAME
     adv_estimator: str = key("group_norm", "how advantages are computed", names=tuple(ADVANTAGES))
     scale_rewards: Scale = key("group", "what centred rewards are divided by the spread of")
     adv_epsilon: float = key(1e-6, "added to the spread before dividing; TRL and ms-swift take 1e-4")
@@ -253,6 +255,7 @@ class KlKeys:
     kl_penalty: str = key("low_var_kl", "estimator of the KL divergence", names=tuple(KL_ESTIMATORS))
     kl_ctrl_type: Literal["fixed", "adaptive"] = key("fixed", "constant coefficient, or one steered towards kl_target")
     init_kl_coef: float = key(0.01, "coefficient of the KL divergence; no reference model is needed when 0")
+    # upstream's run files carry a beta that it never reads; num_generations tells that ms-swift's is meant
     beta: float | None = key(None, "the same as init_kl_coef in the words of ms-swift; read only together with num_generations")
     kl_horizon: int = key(1000, "adaptive: samples over which the coefficient moves", needs=_ADAPTIVE)
     kl_target: float = key(100.0, "adaptive: divergence that is aimed at", needs=_ADAPTIVE)
@@ -278,6 +281,7 @@ class RewardKeys:
         "Python files that register further reward functions; their folders also hold losses and estimators "
         "given as module:NAME",
     )
+    # upstream never reads this key and the next
     verifier_parallel: int = key(1, "reward worker processes when num_reward_workers is unset")
     verifier_timeout: int = key(30, "seconds one score may take when reward_timeout_s is unset")
     num_reward_workers: int | None = key(None, "reward worker processes; verifier_parallel when unset")
@@ -313,6 +317,7 @@ class RewardKeys:
     overlong_buffer_enable: bool = key(False, "penalize responses near the length limit")
     overlong_buffer: int = key(0, "tokens before the limit over which the penalty grows", needs=_OVERLONG)
     overlong_buffer_penalty_factor: float = key(1.0, "penalty at the limit", needs=_OVERLONG)
+    # upstream says the limit here once more; a rule holds both together
     rollout_max_tokens: int = key(2048, "the limit; equal to max_tokens", needs=_OVERLONG)
     filter_groups_enable: bool = key(False, "train only on groups whose metric varies, generate until there are enough")
     filter_groups_metric: str = key("acc", "reward function that must vary", needs=_FILTER)
@@ -451,6 +456,7 @@ class RLConfig(BatchKeys, ModeKeys, AdvantageKeys, LossKeys, KlKeys, RewardKeys,
 
     def __post_init__(self) -> None:
         """Let the base budgets reach the three passes that do not set their own."""
+        # upstream's base budget does not reach the passes, which then have 4096 each
         for role in ("ref", "actor", "update"):
             if getattr(self, f"{role}_max_packing_token_size") is None:
                 setattr(self, f"{role}_max_packing_token_size", self.max_packing_token_size)

@@ -62,7 +62,9 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.max_prompt_length": rl.max_prompt_length, "generate_config.max_model_len": longest},
             f"rl_config.max_prompt_length ({rl.max_prompt_length}) must be at most generate_config.max_model_len ({longest}): "
             "a longer prompt leaves no room for a response",
+            # long enough for seq_length too, or the rule above would break next
             {"generate_config.max_model_len": max(rl.max_prompt_length + response, seq or 0)},
+            # proposed only where it leaves room for a prompt
             *([{"rl_config.max_prompt_length": longest - response}] if longest > response else []),
         )
 
@@ -105,6 +107,7 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
                 "devices",
                 {"rl_config.reference_resource": None},
             )
+        # what the file says counts: cfg.ref_config is the actor's where there is no such group
         if "ref_config" in cfg.set_keys:
             yield broken(
                 "integrated_reference",
@@ -153,7 +156,9 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
             "with its adapters off",
             {"rl_config.share_backbone": False},
         )
+    # raises nothing: names and plug-ins were looked up when the file was loaded
     objective = resolve_objective(cfg)
+    # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
     if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
         yield broken(
             "share_backbone_stage",
@@ -179,6 +184,7 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
         if own is not None and own.num_npus is not None and own.num_npus < 1:
             key = f"rl_config.{name}_resource.num_npus"
             yield broken("apart_positive", {key: own.num_npus}, f"{key} ({own.num_npus}) must be at least 1", {key: 1})
+    # rules also run beside numbers that are out of bounds, so no divisor may be below 1
     devices, tensor = own_rollout_devices(cfg), generate.infer_tensor_parallel_size
     if devices is not None and tensor >= 1 and devices % tensor:
         keys = {"rl_config.rollout_resource.num_npus": devices, "generate_config.infer_tensor_parallel_size": tensor}
@@ -187,6 +193,7 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
             keys,
             f"rl_config.rollout_resource.num_npus ({devices}) must be divisible by "
             f"generate_config.infer_tensor_parallel_size ({tensor}): a server has that many devices",
+            # rounded up, which leaves one server at least
             {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},
         )
     if own_reference_devices(cfg) is not None and (rl.share_backbone or rl.sync_ref_model):
@@ -243,6 +250,7 @@ def _rollout_modes(cfg: RunConfig) -> Iterator[Violation]:
     rl, generate = cfg.rl_config, cfg.generate_config
     if rl is None or generate is None or cfg.is_supervised:
         return
+    # upstream's rule: a response that goes on in a later rollout leaves its place
     if rl.partial_rollout_max_split > 1 and rl.guarantee_order:
         yield broken(
             "partial_rollout_order",
@@ -287,6 +295,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
             "with rollout servers set rl_config.trainer_mode: async",
             {"rl_config.partial_rollout_max_split": 1},
         )
+    # true has become one_step_off by now where trainer_mode was left at sync (spellings.py)
     if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
         yield broken(
             "async_generate_mode",
@@ -306,6 +315,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
         )
     if mode != "async":
         return
+    # what trains next, and the whole versions beyond it
     ahead = int(rl.max_off_policy_threshold) + 1
     if rl.num_warmup_batches > ahead:
         yield broken(
@@ -426,6 +436,7 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
     reasons = {
         "the rollout servers take merged weights": rollout_is_apart(cfg),
         "the engine takes no adapters of experts": bool(actor.num_experts),
+        # the largest of vLLM's MaxLoRARanks
         f"the engine takes adapters of rank 512 at most, and lora_r is {actor.lora_r}": actor.lora_r > 512,
     }
     for reason, holds in reasons.items():
@@ -470,6 +481,7 @@ def _length(cfg: RunConfig) -> Iterator[Violation]:
 
 def _rates(cfg: RunConfig) -> Iterator[Violation]:
     actor = cfg.actor_config
+    # Megatron's scheduler asserts both, without a word, and only once the model is built
     for name in ("min_lr", "lr_warmup_init"):
         value = getattr(actor, name)
         if actor.lr is not None and value > actor.lr:
@@ -499,6 +511,7 @@ def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
     actor, critic = cfg.actor_config, cfg.critic_config
     if cfg.rl_config is None or cfg.is_supervised or critic is None or not resolve_objective(cfg).has_critic:
         return
+    # a link, or another spelling, is the same folder
     folders = [os.path.realpath(os.path.expanduser(role.save)) for role in (actor, critic) if role.save]
     if len(folders) < 2 or folders[0] != folders[1]:
         return
@@ -517,6 +530,7 @@ def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
 
 def _is_number(text: str) -> bool:
     try:
+        # weights may be text too, as in Megatron's own --data-path
         float(text)
     except ValueError:
         return False

@@ -166,6 +166,7 @@ def _as_float(value: Any) -> float:
 def _as_int(value: Any) -> int:
     if _as_float(value) != int(_as_float(value)):
         raise ValueError
+    # a whole number does not go through float, which rounds beyond 2**53
     return value if isinstance(value, int) else int(float(value))
 
 

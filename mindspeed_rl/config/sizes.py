@@ -21,6 +21,7 @@ from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.rl import Resource
 from mindspeed_rl.config.run import RunConfig
 
+# no float: rules ask whether a share comes out whole
 Number = int | Fraction
 
 DISPATCH_KEYS = (
@@ -50,6 +51,7 @@ _PIECES = {
 def _cut(share: Number, pieces: int, unit: int) -> Number:
     """Return a share cut into at most so many equal pieces, of whole multiples of `unit` rows where that leaves several."""
     whole = exact(share)
+    # a plan that does not come out even is shown as it is, and refused by the rules
     if isinstance(whole, Fraction):
         return whole
     counts = [count for count in range(pieces, 1, -1) if whole % count == 0]
@@ -216,6 +218,7 @@ class Sizes:
         if name == "num_npus":
             return self.actor.num_npus
         if name == "steps_per_generation" and self.generation_batch_size is None:
+            # unset it counts as 1, and that is where nearest values are looked for
             return self.steps_per_generation or 1
         return getattr(self, name)
 
@@ -350,6 +353,7 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
         train_prompts=rl.filter_groups_train_batch_size if rl.filter_groups_enable else None,
         actor=layout(actor, world),
         rollout=Layout(
+            # a server started by hand does not say its devices: it counts with those that the file gives an engine
             own_rollout_devices(cfg) or len(rollout_servers(cfg)) * generate.infer_tensor_parallel_size or world,
             generate.infer_tensor_parallel_size,
             generate.infer_pipeline_parallel_size,

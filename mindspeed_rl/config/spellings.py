@@ -31,6 +31,7 @@ def apply_second_spellings(
     if rl.reward_funcs is not None:
         rl.verifier_function = list(rl.reward_funcs)
         rl.verifier_weight = list(rl.reward_weights) if rl.reward_weights is not None else [1.0] * len(rl.reward_funcs)
+    # a mode that is written stays, and rules tell of the contradiction
     if rl.async_generate and rl.trainer_mode == "sync":
         rl.trainer_mode = "one_step_off"
     if rl.router_replay.mode == "disabled":

@@ -45,6 +45,7 @@ class ToolCall:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise BadRow(f"a function call needs a name and arguments, not {json.dumps(value, ensure_ascii=False)[:120]}")
         arguments = value.get("arguments", {})
+        # OpenAI's own form has them as JSON text
         if isinstance(arguments, str):
             try:
                 arguments = strict_json.loads(arguments)

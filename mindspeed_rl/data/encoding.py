@@ -36,6 +36,7 @@ class TextEncoder:
         self._backend: Any = None
         if tokenizer.is_fast:
             self._backend = tokenizer.backend_tokenizer
+            # a tokenizer.json may bring a truncation and a padding of its own
             self._backend.no_truncation()
             self._backend.no_padding()
 
@@ -75,6 +76,7 @@ class TextEncoder:
             if text is None:
                 raise ValueError(f"the chat template needs a {token.name}, which the tokenizer does not have")
             number: Any = tokenizer.convert_tokens_to_ids(text)  # of one token: its number, or None
+            # a token that is not there is answered with the number of the unknown one
             if number is None or (number == tokenizer.unk_token_id and text != tokenizer.unk_token):
                 raise ValueError(f"the chat template needs the token {text!r}, which the tokenizer does not have")
             self._special[token.name] = number

@@ -23,6 +23,7 @@ def work_folder(output_prefix: str, fingerprint: str, *, resume: bool) -> Iterat
     folder.mkdir(exist_ok=True)
     lock = open(folder / "lock", "a")
     try:
+        # the kernel takes the lock back with its process, so a killed run keeps nobody out
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
@@ -84,6 +85,7 @@ def join_parts(parts: Sequence[str], prefix: str, *, move: bool) -> None:
 def publish(built: Mapping[str, str], final: Mapping[str, str]) -> list[str]:
     """Move finished files to their names: old indexes go first, new indexes come last."""
     for name in built:
+        # without its index nothing opens a dataset: nobody reads new tokens by old places
         Path(f"{final[name]}.idx").unlink(missing_ok=True)
     files = []
     for suffix in SUFFIXES:
@@ -113,6 +115,7 @@ def merge(folder: str, output_prefix: str, keys: Sequence[str]) -> list[str]:
         if not names:
             raise ValueError(f"merge_group_keys: no .bin/.idx file in {folder!r} has {key!r} in its name")
         for name in names:
+            # half a pair is found before anything is written
             open_indexed(root / name)
         groups[key] = [str(root / name) for name in names]
     work = target.parent / f".{target.name}.merge-{os.getpid()}.incomplete"

@@ -67,6 +67,7 @@ def encode_chunks(
     # What is loaded by now lives to the end: the garbage collector need not look at it, and forks need not copy it.
     gc.freeze()
     _worker_handler, _worker_on_bad_row = handler, on_bad_row
+    # it makes its processes once work is submitted, so with one worker there are none
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
     waiting: deque[Future[ChunkResult]] = deque()
     try:

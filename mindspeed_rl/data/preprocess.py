@@ -142,6 +142,7 @@ def build_handler(config: PreprocessConfig) -> Handler:
             config.prompt_type or forced or kind.default_template or "empty", tokenizer, path=config.prompt_type_path
         )
         if template.eos_token is not None:
+            # before the handler is made, whose encoder keeps the number of the end token
             set_eos_token(tokenizer, template.eos_token)
         _check_reasoning(config, template)
     settings = {f.name: getattr(config, f.name) for f in fields(HandlerSettings) if f.name not in _NOT_SAID}
@@ -240,6 +241,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = USUAL_CHUNKS) -> Repor
         print(f"ignored (another format than the folder's other files): {path}", file=sys.stderr)
     names = final_names(config, handler)
     total_weight = source.total_weight()
+    # of a single part nothing is finished before all is
     resume = config.n_subs > 1
     fingerprint = _fingerprint(config, source)
     with work_folder(config.output_prefix, fingerprint, resume=resume) as work:
@@ -279,6 +281,7 @@ def open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize
 
 
 def _fingerprint(config: PreprocessConfig, source: RowSource) -> str:
+    # the files do not depend on these, so a repeated run may change them
     settings = {key: value for key, value in asdict(config).items() if key not in ("workers", "log_interval")}
     text = json.dumps([settings, source.fingerprint()], sort_keys=True, default=list, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -297,6 +300,7 @@ def _write_parts(
     parts = [str(work / f"{k:03d}_of_{config.n_subs - 1:03d}") for k in range(config.n_subs)]
     stamps = [Path(f"{part}.json") for part in parts]
     finished = {k: Counts.from_dict(json.loads(stamp.read_text())) for k, stamp in enumerate(stamps) if stamp.is_file()}
+    # chunks are taken ahead of their results, which come back in the same order
     numbers: deque[int] = deque()
 
     def to_do() -> Iterator[Chunk]:
@@ -323,12 +327,14 @@ def _write_parts(
             finished[writer.number] = writer.close(stamps[writer.number])
             writer = None
     finally:
+        # ends the workers where a row has stopped the run
         results.close()
         progress.close()
         if writer is not None:
             writer.abort()
     for number in sorted(finished):
         total.add(finished[number])
+    # a part that kept no row has an empty .bin, which no reader takes
     return total, [parts[number] for number in sorted(finished) if finished[number].rows_kept]
 
 
@@ -337,6 +343,7 @@ def _pack(
 ) -> tuple[dict[str, str], str]:
     """Write packs of the merged samples; return their path prefixes and a line for the report."""
     assert config.seq_length is not None
+    # MindSpeed-LLM's capacity, so that packs come out alike
     packs = greedy_packs(lengths, config.seq_length - 1)
     inputs, labels = open_indexed(merged["input_ids"]), open_indexed(merged["labels"])
     packed = {name: str(work / f"packed_{Path(prefix).name}") for name, prefix in merged.items()}

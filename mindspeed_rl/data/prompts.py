@@ -78,6 +78,7 @@ class PromptDataset:
     ) -> None:
         """`first` is the row that `lengths` begins with."""
         self._rows = rows
+        # strictly below, as upstream filters
         self._kept = np.flatnonzero(lengths < max_prompt_length)
         self.lengths = lengths[self._kept]
         self._first = first
@@ -265,6 +266,7 @@ def _load_raw(
         if not numbered:
             continue
         if handler is None:
+            # one row decides how all are read: a data set has one layout
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
             if settings.map_keys is None and isinstance(first.get("prompt"), str) and "instruction" not in first:
                 settings = replace(settings, map_keys=PLAIN_COLUMNS)
@@ -308,6 +310,7 @@ def _load_raw(
                 tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
                 rows.append(tokens, values, (path, number))
         if bad and settings.on_bad_row == "error":
+            # rows that cannot be encoded are found behind all that cannot be rendered
             number, error = min(bad, key=lambda entry: entry[0])
             raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
         if bad:

@@ -66,6 +66,7 @@ class InstructionDataset:
         input_ids = self._rows.row(index, "input_ids").astype(np.int64)
         labels = self._rows.row(index, "labels").astype(np.int64)
         numbers = self._rows.row(index, "attention_mask")
+        # a neat pack ends in padding (0) or in the number of its last sample; one sample that fills the row is no pack at all
         neat = bool(numbers[-1] != 1)
         used = np.flatnonzero((numbers != 0) & ((labels != IGNORE_INDEX) | (input_ids != self._pad_id) if not neat else True))
         end = int(used[-1]) + 1 if len(used) else 0

@@ -156,6 +156,7 @@ def open_source(
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return _saved_dataset(path)
         return _folder(path)
+    # a mistyped path must not become a question to the hub
     if location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix:
         return open_hub(location, cache_dir, streaming, dataset_options or {})
     raise ValueError(f"input={location!r} does not exist")
@@ -167,6 +168,7 @@ def _format_of(path: Path) -> str:
         raise ValueError(
             f"input={str(path)!r} has the unknown format {path.suffix or 'without suffix'!r}; known: {', '.join(FORMATS)}"
         )
+    # the suffix does not tell: files of either name hold arrays or lines
     if kind in ("json", "jsonl"):
         return "json" if _starts_with_bracket(path) else "jsonl"
     return kind
@@ -182,6 +184,7 @@ def _starts_with_bracket(path: Path) -> bool:
 
 
 def _folder(path: Path) -> Source:
+    # sorted, because the order of rglob is the file system's; hidden below the folder only, which may itself lie in ~/.cache
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
     kinds = Counter(file.suffix.lower() for file in files if file.suffix.lower() in FORMATS)
     if not kinds:
@@ -212,6 +215,7 @@ def _saved_dataset(path: Path) -> Source:
             splits = ", ".join(map(str, loaded))
             raise ValueError(f"input={str(path)!r} has the splits {splits}; give the folder of one of them")
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    # tables, which are cut and sent without becoming Python objects here
     return Source("dataset", (str(path),), dataset=loaded.with_format("arrow"))
 
 
@@ -244,6 +248,7 @@ def _line_chunks(path: str, kind: str, size: ChunkSize) -> Iterator[Chunk]:
             lines = block.count(b"\n")
             stop = start + len(block)
             if not block.endswith(b"\n"):
+                # so that the chunk ends where a line does
                 rest = file.readline()
                 stop += len(rest)
                 lines += 1
@@ -259,9 +264,11 @@ def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     with open(path, "rb") as raw:
         for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES), path):
             rows.append(value)
+            # raw is ahead by what the text layer has read, which only shifts where chunks are cut
             if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = first + len(rows), raw.tell(), []
+        # perhaps without rows: with it the weights add up to total_weight
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
 
 
@@ -298,15 +305,18 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
         more = file.read(size)
         if not more:
             raise ValueError(f"{path}, row {number + 1}: is not valid JSON ({problem})")
+        # an element that is cut off is decoded again from its start; doubling keeps a huge one from costing its square
         buffer, at, size = buffer[at:] + more, 0, size * 2
 
 
 def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
+    # the default of 128 KiB ends the reading at a long field
     csv.field_size_limit(1 << 30)
     rows: list[Any] = []
     first = 1
     position = 0
     with open(path, "rb") as raw:
+        # newline "": the csv module tells line ends inside quotes by itself
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES, newline="")
         for number, row in enumerate(csv.DictReader(text), start=1):
             rows.append(_csv_row(row))
@@ -317,6 +327,7 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
 
 
 def _csv_row(row: dict[Any, Any]) -> Mapping[str, Any] | BadRow:
+    # DictReader puts surplus fields under None, and None where fields are missing
     if None in row or None in row.values():
         return BadRow("has another number of fields than the header")
     byte = next((byte for value in row.values() if (byte := _wrong_byte(value)) is not None), None)
@@ -433,9 +444,11 @@ def _chunk_rows(chunk: Chunk) -> list[NumberedRow]:
         return list(enumerate(table.slice(0, chunk.num_rows).to_pylist(), start=chunk.first_row))
     with open(chunk.path, "rb") as file:
         file.seek(chunk.start)
+        # not splitlines, which cuts at a lone \r too: rows are counted by \n
         lines = file.read(chunk.stop - chunk.start).split(b"\n")
     if not lines[-1]:
         lines.pop()
+    # `limited` cuts a chunk by its number of rows alone
     numbered = list(enumerate(lines[: chunk.num_rows], start=chunk.first_row))
     if chunk.kind == "txt":
         return [(number, _text_row(line)) for number, line in numbered]
@@ -444,6 +457,7 @@ def _chunk_rows(chunk: Chunk) -> list[NumberedRow]:
 
 def _text_row(line: bytes) -> Mapping[str, Any] | BadRow:
     try:
+        # a file's first line may begin with a byte order mark
         return {"text": line.decode("utf-8-sig").rstrip("\r")}
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8 ({error})")

@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+# where Python's own int() stops reading text
 MAX_DIGITS = 4300
 _HALF = re.compile(r"[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -37,6 +38,7 @@ class StrictDecoder:
             raise json.JSONDecodeError("nested too deeply", text, start) from None
         half = None if text.isascii() else _HALF.search(text, start, end)
         if half is None and _ESCAPED_HALF.search(text, start, end):
+            # two escaped halves may be one character: the decoded text tells
             half = _HALF.search(json.dumps(value, ensure_ascii=False))
         if half is not None:
             self._problem = f"it holds U+{ord(half.group()):04X}, half of a surrogate pair, which is no character"
@@ -60,6 +62,7 @@ class StrictDecoder:
         value = dict(pairs)
         if len(value) != len(pairs):
             keys = [key for key, _ in pairs]
+            # noted, not raised: the value's end has to be found, where the next one may begin
             twice = next(key for number, key in enumerate(keys) if key in keys[:number])
             self._problem = f"the key {twice!r} stands twice in an object"
         return value

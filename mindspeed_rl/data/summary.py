@@ -71,6 +71,7 @@ def length_line(lengths: np.ndarray) -> str:
     """Mean, percentiles and extremes of the lengths in one line."""
     if len(lengths) == 0:
         return "lengths: none"
+    # "higher": lengths that occur, not numbers between two of them
     p50, p90, p99 = (int(value) for value in np.percentile(lengths, [50, 90, 99], method="higher"))
     return f"lengths: mean {lengths.mean():.1f}, p50 {p50}, p90 {p90}, p99 {p99}, max {int(lengths.max())} tokens"
 

@@ -173,6 +173,7 @@ class Template:
         self.drop_thinking = bool(entry.get("drop_thinking", False))
         self.thinking_off_suffix: str = entry.get("thinking_off_suffix", "")
         self.efforts: dict[str, str] = entry.get("reasoning_effort", {})
+        # data from other models has the usual marks, whatever this template writes
         marks = {(opening.strip(), closing.strip()), ("<think>", "</think>")}
         self._thoughts = [
             re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\s*", re.DOTALL)
@@ -220,6 +221,7 @@ class Template:
                 source.append(opening)
             elif self.can_think and thinking == "false":
                 source.append(self.thought_empty)
+            # a prompt ends as sources do where an answer follows
             elif self.thought_in_source:
                 source.append(self.thought_words[0] if thinking == "true" else self.thought_empty)
             turns.append(Turn(joined(source), joined(target)))
@@ -238,6 +240,7 @@ class Template:
             if self.tools_before_system:
                 source += self.system.apply(content=text)
             else:
+                # the styles' texts begin with the blank line that parts them from a system prompt
                 system = system + text if system else text.lstrip("\n")
         if not system and not self.force_system:
             return source, ""
@@ -270,6 +273,7 @@ class Template:
             calls = self.tools.calls(message.calls)
         except ValueError as error:
             raise BadRow(str(error)) from error
+        # Qwen's own chat templates part an answer's text from its calls likewise
         separator = "\n" if content and not content.endswith("\n") and not calls.startswith("\n") else ""
         return opening, [thought, *self.function.apply(content=content + separator + calls)]
 
@@ -287,6 +291,7 @@ class Template:
                 thought = thought or match["thought"].strip("\n")
                 content = content[match.end() :]
                 break
+        # as MindSpeed-LLM: an empty thought is read, and learned only where thinking is asked for
         if thinking == "false" or (not thought and thinking != "true"):
             return self.thought_empty, "", content
         opening, closing = self.thought_words
@@ -332,6 +337,7 @@ class HfTemplate:
             raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
         self._tokenizer = tokenizer
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        # the longest first: where one begins with another, an alternation takes the first that fits
         special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)))
         self._borders: dict[tuple[tuple[str, ...], Role | None, bool, Thinking], _Border] = {}
@@ -342,8 +348,10 @@ class HfTemplate:
     ) -> str:
         from jinja2.exceptions import TemplateError
 
+        # left out, not null: templates ask whether it is defined, and have a default of their own
         extra: dict[str, Any] = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
         try:
+            # None, not an empty list: Llama 3.1's template asks `tools is not none` and would write its header of tools
             text = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **extra
             )
@@ -366,6 +374,7 @@ class HfTemplate:
         _, found, terminator = self._apply(messages, (), "none", prompt=False).rpartition(_PROBES[1])
         eos = self._tokenizer.eos_token
         if eos and eos in terminator:
+            # generation stops at the end token, so what follows it (ChatML's newline) is never drawn
             terminator = terminator[: terminator.index(eos) + len(eos)]
         if not found or not terminator:
             raise ValueError("the tokenizer's chat template writes nothing after an answer, so a model could not learn to stop")
@@ -376,6 +385,7 @@ class HfTemplate:
     ) -> _Border:
         key = (tuple(call.name for call in reply.calls), following.role if following else None, bool(tools), thinking)
         if key not in self._borders:
+            # rows with tools of their own bring ever new names into the keys
             if len(self._borders) > _MAX_BORDERS:
                 self._borders.clear()
             self._borders[key] = self._find_border(*key)
@@ -401,6 +411,7 @@ class HfTemplate:
                 if not found:
                     raise BadRow(f"the tokenizer's chat template drops messages from {following!r} after an answer")
             start = text.rfind(answer if answer in text else first)
+            # the probes are equally long, so either may have been found
             text = text[start + len(answer) :]
             between = os.path.commonprefix([between[::-1], text[::-1]])[::-1] if number else text
         place = between.find(self._terminator)
@@ -470,6 +481,7 @@ class HfTemplate:
             self._check_answer(reply, answer, is_last=following is None, thinking=thinking)
             turns.append(Turn(joined([text]), joined([answer])))
             position = end
+        # what stands behind the last end token is nobody's to learn, but part of the text that is tokenized
         if position < len(whole):
             turns.append(Turn(joined([whole[position:]]), ()))
         written = "".join(piece for turn in turns for piece in (*turn.source, *turn.target) if isinstance(piece, str))
@@ -520,6 +532,7 @@ class HfTemplate:
         return start
 
     def _check_answer(self, reply: Message, answer: str, *, is_last: bool, thinking: Thinking) -> None:
+        # of the last answer alone: templates leave out earlier thoughts by design
         if is_last and thinking != "false" and reply.reasoning.strip() not in answer:
             raise BadRow("the tokenizer's chat template drops the reasoning_content of the last answer")
         if not _stands_in(reply.content, answer) and not _stands_in(reply.content.rpartition("</think>")[2], answer):
@@ -557,6 +570,7 @@ def hf_messages(conversation: Conversation) -> list[dict[str, Any]]:
         if message.reasoning:
             entry["reasoning_content"] = message.reasoning
         if message.calls:
+            # a mapping, not OpenAI's text of one: templates write arguments with tojson, which would quote the text
             entry["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.calls
             ]

@@ -24,6 +24,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
 
     folder = Path(path).expanduser()
     looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
+    # a mistyped folder must not become a question to the hub
     if looks_local and not folder.is_dir():
         raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
     try:

@@ -109,6 +109,7 @@ class Glm4MoeTools:
     def schemas(self, tools: Sequence[dict[str, Any]]) -> str:
         listing = "\n".join(_json(tool) for tool in tools)
         return (
+            # no blank line in front: this text is a turn of its own (tools_before_system)
             "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
             f"{listing}\n</tools>\n\n"

@@ -187,6 +187,7 @@ def _of_layout(cfg: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
             changes: dict[str, Any] = {f"actor_config.{key}": now * factor}
             if key.startswith("tensor"):
                 changes["actor_config.sequence_parallel"] = True
+            # roles on the actor's devices have to have its layout
             if cfg.ref_config is not cfg.actor_config:
                 changes |= {name.replace("actor_config", "ref_config"): value for name, value in changes.items()}
             yield changes, costs

@@ -180,6 +180,7 @@ class _Search:
         """Keys of the engines that fit on so many dies, the fastest first."""
         wanted = self._wanted
         found: list[tuple[float, dict[str, Any]]] = []
+        # a training layout that keeps the rules on any number of dies: only the engine's phases are looked at here
         alone = {
             "actor_config.tensor_model_parallel_size": 1,
             "actor_config.pipeline_model_parallel_size": 1,

@@ -166,6 +166,7 @@ def _loss(numbers: Sequence[int], efficiency: Efficiency) -> float:
     """Each figure counts once, however many phases it has."""
     total = 0.0
     for number in numbers:
+        # of logarithms: half as long is as wrong as twice as long
         errors = [math.log(ratio) ** 2 for ratio in ratios(number, efficiency).values()]
         total += statistics.fmean(errors)
     return total

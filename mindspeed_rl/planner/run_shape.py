@@ -66,6 +66,7 @@ class Model:
         return held.dense, held.expert
 
     def gradients(self, held: Elements) -> int:
+        # gradients are summed in float32 whatever the weights are
         return 4 * sum(self._trained(held)) if self.trains else 0
 
     def optimizer(self, held: Elements, *, stepped: bool = True) -> int:
@@ -80,6 +81,7 @@ class Model:
         """The same wherever it is."""
         if not self.trains:
             return 0
+        # with reuse_fp32_param the bf16 weights, which are counted already, are half of the float32 ones
         each = (8 if stepped else 0) + (0 if not self.config.bf16 else 2 if self.config.reuse_fp32_param else 4)
         dense, expert = self._trained(held)
         if self.config.use_distributed_optimizer:
@@ -142,6 +144,7 @@ class RunShape:
         rl = self.cfg.rl_config
         rows = self.sizes.micro_batch_size
         if rl is None or self.generate is None:
+            # chosen and rejected go through the model together
             pairs = 2 if self.cfg.stage in ("dpo", "simpo", "orm") else 1
             return pairs * rows * self.longest
         if rl.use_dynamic_bsz:

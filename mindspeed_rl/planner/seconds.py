@@ -190,6 +190,7 @@ class _Passes:
             return 3.0
         if config.recompute_method != "block":
             return 4.0
+        # Megatron counts the layers of a block anew in every virtual chunk
         share = (config.recompute_num_layers or 1) * layout.vpp / max(1, layout.num_slots // layout.pp)
         return 3.0 + min(1.0, share)
 
@@ -198,10 +199,12 @@ class _Passes:
         run, model, layout = self._run, self._model, self._model.plan.layout
         computing = samples * self._operations * passes / (model.devices * run.chip.flops * self._efficiency.train)
         packs = run.cfg.rl_config is not None and run.cfg.rl_config.use_dynamic_bsz
+        # a budget is filled with sequences as they are; without one every row is counted as the longest
         rows = max(1.0, run.tokens("update") / (self._mean if packs else run.longest))
         batches = max(1.0, samples / model.replicas / rows)
         host = batches * layout.num_slots / layout.pp * passes * self._efficiency.pass_s
         talk = pass_seconds(model, samples / model.replicas * self._mean, self._links) * passes
+        # the interleaved schedule's share of idle time, arXiv:2104.04473
         bubble = (layout.pp - 1) / (batches * layout.vpp) * (computing + host + talk)
         return {"computing": computing, "collectives": talk, "host": host, "bubble": bubble}
 
@@ -212,6 +215,7 @@ class _Passes:
         found = {"gradients": count * step_seconds(model, self._links)}
         if model.config.swap_optimizer:
             state = max(model.state(held) for held in model.elements)
+            # it comes before each step and leaves after it
             found["swapping"] = count * 2 * state / (run.chip.host * self._efficiency.host)
         return found
 
@@ -240,6 +244,7 @@ def _rollout(run: RunShape, efficiency: Efficiency, drawn: Samples) -> dict[str,
     slots = max(1.0, min(float(generate.max_num_seqs), room, count))
     tensor, network = run.sizes.rollout.tensor, run.actor.plan.network
     flops = _flops(run.actor.plan.architecture, network)
+    # the responses of a prompt are prefilled together: the first one's keys and values serve the others
     repeated = run.sizes.group_size if generate.enable_prefix_caching else 1
     # without a cache of prefixes every further turn computes all that came before it
     again = 0.0 if generate.enable_prefix_caching else (drawn.turns - 1) * (prompt + lengths.mean / 2)
@@ -279,8 +284,10 @@ def _touched(run: RunShape, weights: int) -> Callable[[float], float]:
     itemsize = 2 if generate.dtype == "bfloat16" else 4
     sharing = generate.infer_expert_parallel_size if generate.enable_expert_parallel else 1
     ranks = generate.infer_tensor_parallel_size * sharing
+    # three matrices an expert: gate, up and down
     experts = 3 * network.hidden_size * network.moe_ffn_hidden_size * network.num_moe_experts * len(network.moe_layers)
     share = experts * itemsize / ranks
+    # each token is taken to choose its experts whatever others chose, and all alike
     missed = 1.0 - network.moe_router_topk / network.num_moe_experts
     return lambda active: weights - share + share * (1.0 - missed ** (active * sharing))
 
@@ -305,6 +312,7 @@ def _supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
     drawn = Samples(Lengths(length, length), prompt=0.0)
     actor = _Passes(run, run.actor, efficiency, drawn)
     samples = run.sizes.global_batch_size * run.tokens("update") / length / run.sizes.micro_batch_size
+    # the reference makes one forward pass over the same samples
     passes = actor.update_passes + (1.0 if "reference" in run.others else 0.0)
     parts = {"update": actor.seconds(samples, passes) | actor.steps()}
     note = f"sequences of {length:.0f} tokens, the longest"

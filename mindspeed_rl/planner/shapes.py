@@ -102,6 +102,7 @@ def _by_place(
     """One rank's elements by place: "pre", "post", "tied" (a head that repeats the embedding), or the number of a layer."""
     found: dict[str | int, Elements] = {}
     for op in _ops(architecture, network):
+        # prediction layers lie on the last stage, with the head
         place: str | int = "tied" if op.copy_of_tied else "post" if op.place == "mtp" else op.place
         if op.place == "layer":
             assert op.layer is not None
@@ -174,6 +175,7 @@ def rollout_elements(architecture: Architecture, network: Network, tensor: int, 
     vocab = -(-network.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
     total = 0
     for op in _ops(architecture, network.padded(1, 1)):
+        # the engine has one matrix for a tied head, and loads no prediction layers
         if op.copy_of_tied or op.place == "mtp":
             continue
         if op.axis == "etp" and expert_ranks > 1:

@@ -56,6 +56,7 @@ def pass_seconds(model: Model, tokens: float, links: Links) -> float:
         seconds += moe * sent / links.spanning(groups * layout.expert_tp_size)
     if layout.pp > 1:
         handed = layout.vpp * hidden / (tp if config.sequence_parallel else 1)
+        # in the usual order of ranks stages are the outermost axis, so the next one may be on another node
         seconds += handed / links.spanning(model.devices)
     return seconds
 
@@ -65,5 +66,6 @@ def step_seconds(model: Model, links: Links) -> float:
     if model.dp <= 1:
         return 0.0
     gathers = model.config.use_distributed_optimizer
+    # an all-reduce moves its bytes twice: it is a reduce-scatter and a gather, which the distributed optimizer does apart
     held = max(model.gradients(one) + (model.weights(one) if gathers else 0) for one in model.elements)
     return (1 if gathers else 2) * held / links.spanning(model.devices)

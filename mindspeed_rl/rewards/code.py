@@ -78,6 +78,7 @@ def extract_program(response: str) -> str | None:
     try:
         compile(response, "response", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # null bytes and deep nesting raise the others
         return None
     return response if response.strip() else None
 
@@ -154,6 +155,7 @@ def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple
     for given, wanted in zip(cases["inputs"], cases["outputs"]):
         if name:
             returned, result = _answer(program, _CALL, deadline, call={"name": name, "arguments": given})
+            # through JSON as what comes back: tuples are lists, keys are texts
             passed.append(returned == json.loads(json.dumps(wanted)))
         else:
             result = _run(program, _text(given), deadline)

@@ -75,6 +75,7 @@ class EmptyRoot:
 
     def __init__(self, libc: ctypes.CDLL, folder: str, program: bytes, size_mib: int) -> None:
         self._libc, self._root, self._program = libc, folder, program
+        # size counts contents alone, so empty files need a bound of their own
         self._options = f"size={size_mib}m,nr_inodes=4096,mode=755".encode()
         self._paths = interpreter_paths()
         self._covered = _package_folders(self._paths)
@@ -106,6 +107,7 @@ class EmptyRoot:
             file.write(self._program)
         os.chmod(root + SCRIPT, 0o644)
         os.chdir(root)
+        # both at one place, so that the old root lies on top of the new one and needs no folder in it (pivot_root(2))
         check(self._libc.pivot_root(b".", b"."), "pivot_root")
         check(self._libc.umount2(b".", _MNT_DETACH), "leave the old root")
         os.chdir(HOME)
@@ -125,6 +127,7 @@ class EmptyRoot:
         check(returned, f"mount {target}")
 
     def _set_read_only(self, path: str) -> None:
+        # mount(2) ignores the flag for a new bind mount, and a remount leaves out the mounts below it
         attributes = _MountAttributes(set=_MOUNT_ATTR_RDONLY)
         size = ctypes.c_size_t(ctypes.sizeof(attributes))
         returned = self._libc.syscall(
@@ -138,6 +141,7 @@ class _RulesetAttributes(ctypes.Structure):
 
 
 class _PathRule(ctypes.Structure):
+    # as the kernel declares it
     _pack_ = 1
     _fields_ = [("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32)]
 

@@ -119,7 +119,9 @@ def satisfies(value: Any, schema: Mapping[str, Any]) -> bool:
 def _has_type(value: Any, wanted: str | list[str]) -> bool:
     names = [wanted] if isinstance(wanted, str) else wanted
     if isinstance(value, bool):
+        # asked first: True is an int in Python, and no number in JSON
         return "boolean" in names
+    # JSON Schema counts 1.0 among the integers
     if isinstance(value, float) and value.is_integer() and "integer" in names:
         return True
     return any(isinstance(value, _TYPES[name]) for name in names)

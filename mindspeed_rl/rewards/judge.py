@@ -23,6 +23,7 @@ from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 _API_KEY_VARIABLE = "JUDGE_API_KEY"
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.5
+# what passes by itself: overload, limits, gateways
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _TEMPLATE = """Judge the answer to a question.
 
@@ -50,6 +51,7 @@ def parse_score(reply: str) -> float:
     Raises:
         JudgeError: there is none, or it is above 10.
     """
+    # the last one counts: the judge may quote the answer, which may ask for a score
     found = _SCORE.findall(reply)
     if not found or float(found[-1]) > 10:
         raise JudgeError(f"no 'Score: N' with N from 0 to 10 in the judge's reply: {reply[-200:]!r}")
@@ -101,6 +103,7 @@ class Judge:
             if status and status not in _RETRIED:
                 break
             if attempt < _ATTEMPTS - 1:
+                # drawn, so that calls that were refused together do not come back together
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
         raise JudgeError(
             f"the judge at {self._host}:{self._port} answers {status or 'nothing'}: {reply[:200].decode('utf-8', 'replace')}"
@@ -126,6 +129,7 @@ class Judge:
                 f"Host: {self._host}:{self._port}",
                 "Content-Type: application/json",
                 f"Content-Length: {len(body)}",
+                # a reply without a length then ends with the connection
                 "Connection: close",
             ]
             if self._key:

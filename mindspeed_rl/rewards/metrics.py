@@ -53,4 +53,5 @@ def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
 def _without_spread(group: Sequence[RewardResult]) -> bool:
     scores = [result.total - result.penalty for result in group if result.total is not None]
+    # a penalty that was added and is taken off again leaves rounding behind
     return not scores or max(scores) - min(scores) <= 1e-12

@@ -117,6 +117,7 @@ class RewardPool:
         self.counters.update(result.state for result in failures)
         self._recent.extend(result.failed for result in results)
         rate = sum(self._recent) / max(1, len(self._recent))
+        # a share of few samples says little, unless a whole batch has failed
         enough = len(self._recent) >= _FAILURE_MIN_SAMPLES or len(failures) == len(results)
         if failures and enough and rate > self.settings.reward_failure_limit:
             states = Counter(result.state for result in failures).most_common()

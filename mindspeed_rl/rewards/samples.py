@@ -115,6 +115,7 @@ class RewardSettings:
             "num_reward_workers": rl.num_reward_workers if rl.num_reward_workers is not None else rl.verifier_parallel,
             "external_plugins": tuple(rl.external_plugins),
         }
+        # by their names, so that another key takes a field alone
         same = {f.name: getattr(rl, f.name) for f in fields(cls) if f.name not in derived}
         return cls(**same, **derived)
 

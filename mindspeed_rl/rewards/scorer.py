@@ -79,6 +79,7 @@ class Scorer:
         parameters = inspect.signature(made).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        # an instance is no coroutine function, though its __call__ may be one
         called = made if inspect.isroutine(made) else type(made).__call__
         return cls(
             name=name,
@@ -113,6 +114,7 @@ class Scorer:
         """
         if not self.batched:
             return [self._value(returned)]
+        # arrays and tensors, without importing their libraries
         if hasattr(returned, "tolist"):
             returned = returned.tolist()
         if isinstance(returned, (str, bytes)) or not isinstance(returned, Sequence) or len(returned) != num_samples:

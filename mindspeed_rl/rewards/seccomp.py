@@ -58,10 +58,13 @@ class Filter:
         refused = (*numbers, *_COMMON)
         lines = [
             _line(_LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET),
+            # another architecture's calls have other numbers: none of the list would hit
             _line(_JUMP_EQUAL, 1, 0, architecture),
             _line(_RETURN, 0, 0, _KILL),
             _line(_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
+            # the x32 ABI has the same calls under numbers that are not in the list
             _line(_JUMP_AT_LEAST, len(refused) + 1, 0, _X32_BIT),
+            # a jump counts the lines that it leaves out: the rest of the list and the one that allows
             *(_line(_JUMP_EQUAL, len(refused) - place, 0, number) for place, number in enumerate(refused)),
             _line(_RETURN, 0, 0, _ALLOW),
             _line(_RETURN, 0, 0, _REFUSE),

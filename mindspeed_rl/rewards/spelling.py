@@ -30,6 +30,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             rf"\\?(sin|cos|tan|cot|sec|csc)\s*(\^\s*\{{?\d\}}?)?\s*[({{]?\s*(\d+(?:\.\d+)?)\s*{_DEGREE}\s*[)}}]?",
             r"\\\1\2(\\frac{\3}{180}\\pi)",
         ),
+        # behind the rule above, by which the degrees of a sine are radians by now
         (_DEGREE, ""),
         (r"\\(?:text|mathrm|textbf|textrm|textit|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\(?:overline|overrightarrow|overleftrightarrow|vec|widehat)\s*\{\s*([A-Za-z]+)\s*\}", r"\1"),
@@ -52,6 +53,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\lg(?![a-zA-Z])|(?<![A-Za-z\\])lg(?![A-Za-z])", r"\\log_{10}"),
         (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        # before the rule for a single star, which would read two products
         (r"\*\*", "^"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"(?<=[\w)}\]])\s*[*·⋅]\s*(?=[\w({\\])", r"\\cdot "),

@@ -48,6 +48,7 @@ def add_model_scores(results: Sequence[RewardResult], scores: Sequence[float], *
         if result.failed:
             added.append(RewardResult(result.total, parts, result.state, result.error, result.penalty))
             continue
+        # a row that the rules skipped has no total that its penalty could be in
         base = result.penalty if result.total is None else result.total
         added.append(RewardResult(base + weight * float(score), parts, "ok", "", result.penalty))
     return added

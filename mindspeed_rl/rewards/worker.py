@@ -77,6 +77,7 @@ def load_plugin(path: str) -> None:
     if spec is None or spec.loader is None:
         raise ValueError(f"external_plugins: '{path}' is not a Python file (*.py)")
     module = importlib.util.module_from_spec(spec)
+    # before it runs: dataclasses and pickle look their module up there
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -82,6 +82,7 @@ def compute(expression: str) -> str:
     Raises:
         ToolError: it is no arithmetic, has no value, or is larger than allowed.
     """
+    # models write powers and products as people do
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
     if len(text) > _MAX_CHARACTERS:
         raise ToolError(f"the expression is longer than {_MAX_CHARACTERS} characters", "bad_arguments")
@@ -96,12 +97,14 @@ def compute(expression: str) -> str:
         raise ToolError(f"{expression!r} is too large", "bad_arguments") from None
     if isinstance(value, int):
         return str(value)
+    # below 2**53, to where a float holds every whole number
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.12g}"
 
 
 def _value(node: ast.expr, depth: int) -> Number:
     if depth > _MAX_DEPTH:
         raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+    # the type itself: True is an instance of int
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(node.value)
     if isinstance(node, ast.Name) and node.id in _NAMES:

@@ -121,6 +121,7 @@ class _SharedSession:
 
     async def call(self, call: ToolCall, timeout_s: float) -> Answer:
         """See `Session`."""
+        # the calls of a turn are made side by side, and the first of them creates the instance for all
         async with self._creating:
             if self._id is None:
                 words = dict(self._options.get("create_kwargs") or {})

@@ -132,6 +132,7 @@ class CheckedEnvironment:
         if not isinstance(found, (tuple, list)) or len(found) != 3:
             raise BadEnvironment(f"{self._name}.step must return (messages, reward or None, done), not {_short(found)}")
         new, reward, done = found
+        # a truth value is an int in Python, and here most likely `done` in the wrong place
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
             raise BadEnvironment(f"{self._name}.step: the reward must be a number or None, not {_short(reward)}")
         if not isinstance(done, bool):
@@ -154,6 +155,7 @@ class CheckedEnvironment:
         else:
             running = asyncio.ensure_future(in_thread(lambda: function(*arguments)))
         try:
+            # not wait_for, which waits on for a coroutine that does not heed its cancellation
             done, _ = await asyncio.wait([running], timeout=limit_s)
         except asyncio.CancelledError:
             running.cancel()

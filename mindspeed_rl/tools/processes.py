@@ -89,6 +89,7 @@ class ToolProcess:
     def _send(self, frame: bytes) -> None:
         self._channel.send_soon(frame)
         if self._channel.has_unsent:
+            # a long question does not fit the socket at once, and to wait here would hold up the loop
             self._loop.add_writer(self._channel.fileno(), self._flush)
 
     def _flush(self) -> None:

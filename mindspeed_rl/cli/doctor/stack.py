@@ -132,4 +132,5 @@ def _judged(name: str, found: str | None) -> tuple[State, str]:
 
 
 def _fits(release: str, releases: str) -> bool:
+    # the NPU's packages are often released as candidates, which specifiers leave out by default
     return SpecifierSet(releases).contains(release, prereleases=True)

@@ -21,6 +21,7 @@ from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinkin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# MindSpeed-LLM's cutoff without seq_length
 DEFAULT_CUTOFF_TOKENS = 100_000
 TOO_LONG = "too long"
 EMPTY_ANSWER = "empty answer"
@@ -170,6 +171,7 @@ class Handler(ABC):
         value = self.column(row, key, required=required)
         if value is None:
             return ""
+        # answers such as 42 are numbers in many files
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise BadRow(f"column {self.map[key]!r} must be text, not {value}")
@@ -212,6 +214,7 @@ class Handler(ABC):
                 batch.dropped[drop.reason] += 1
         encoded = iter(self.encoder.encode_renderings([r for _, draft in drafts for r in draft.renderings]))
         for number, draft in drafts:
+            # taken whatever becomes of the row, or the next one would get its texts
             own = [next(encoded) for _ in draft.renderings]
             try:
                 batch.rows.append(self.assemble(draft, sound(own)))
@@ -219,6 +222,7 @@ class Handler(ABC):
                 batch.bad.append((number, str(error)))
             except DroppedRow as drop:
                 batch.dropped[drop.reason] += 1
+        # rows that cannot be rendered come before rows that cannot be encoded; a run stops at the first of the file
         batch.bad.sort()
         return batch
 

@@ -67,6 +67,7 @@ class InstructionHandler(Handler):
         if seq_length is not None:
             closes = efficient_eos or (self.settings.append_eod and not ends_with(turns, self.encoder.eos_id))
             total = sum(len(source) + len(target) for source, target in turns) + closes
+            # MindSpeed-LLM's rule, so that files come out alike: dropped at seq_length, with neat_pack cut to one less
             if total >= seq_length and not self.settings.neat_pack:
                 raise DroppedRow(TOO_LONG)
             budget = seq_length - 1
@@ -225,9 +226,11 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
             raise BadRow(f"message {index} needs a role")
         role = entry["role"]
         content = _openai_text(entry.get("content"), index)
+        # developer is OpenAI's later name of the same role
         if role in ("system", "developer") and index == 0:
             system = content
         elif role == "user":
+            # between two answers templates have one turn
             if messages and messages[-1].role == "user":
                 messages[-1] = user(join_lines(messages[-1].content, content))
             else:
@@ -247,6 +250,7 @@ def openai_messages(entries: Any) -> tuple[str | None, list[Message]]:
 
 
 def _openai_text(content: Any, index: int) -> str:
+    # null beside tool_calls, as OpenAI's answers have it
     if content is None:
         return ""
     if isinstance(content, str):
@@ -276,6 +280,7 @@ class HunyuanInstructionHandler(OpenAIInstructionHandler):
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
         entries = self.column(row, "messages", required=True)
         if isinstance(entries, (list, tuple)):
+            # looked at as written: openai_messages joins user messages in a row, which would hide a wrong order
             turns = [entry.get("role") for entry in entries if isinstance(entry, Mapping)]
             turns = turns[1:] if turns[:1] == ["system"] else turns
             for index, role in enumerate(turns):

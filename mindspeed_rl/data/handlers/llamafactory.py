@@ -141,6 +141,7 @@ class MixedSource:
         for row in self._interleaved():
             rows.append(row)
             if len(rows) == USUAL_CHUNKS.num_rows:
+                # without weight: how many rows a mixture has shows at its end
                 yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
                 first, rows = first + len(rows), []
         yield Chunk("mixture", "rows", first, len(rows), 0, payload=rows)
@@ -209,4 +210,5 @@ class LlamaFactoryInstructionHandler(Handler):
             raise BadRow(f"{row.origin}: {error}" if row.origin else str(error)) from error
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
+        # any of them will do: they differ in how they read a row, not in what becomes of its tokens
         return self._handlers[0].assemble(draft, encoded)

@@ -68,6 +68,7 @@ class PairwiseHandler(Handler):
                 turns,
                 eos_id=self.encoder.eos_id,
                 efficient_eos=rendering.efficient_eos,
+                # nothing is cut: a shortened answer is not the one that was preferred
                 budget=1 << 62,
                 keeps_fitting_half=False,
                 append_eod=self.settings.append_eod,

@@ -152,6 +152,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
         if not isinstance(value, (list, tuple)):
             return value
         _, messages = self._messages(row, "response")
+        # without an answer the row is dropped and counted as such
         return messages[-1].content if messages[-1].role == "assistant" else None
 
     def _messages(self, row: Mapping[str, Any], key: str) -> tuple[str | None, list[Message]]:
