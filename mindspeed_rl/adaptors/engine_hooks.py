@@ -40,6 +40,7 @@ def unlink_message_buffers() -> None:
         buffer = getattr(queue, "buffer", None)
         if buffer is not None and buffer.is_creator:
             buffer.shared_memory.unlink()
+            # or its `__del__` would unlink a name that is gone, or another engine's
             buffer.is_creator = False
 
 

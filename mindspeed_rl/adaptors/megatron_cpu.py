@@ -56,7 +56,7 @@ def _jit(module: Any) -> None:
 
 def _random(module: Any) -> None:
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        return torch.get_rng_state()
+        return torch.get_rng_state()  # a copy, whatever `clone` says
 
     def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
@@ -112,7 +112,7 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        **unused: Any,
+        **unused: Any,  # of FusedAdam's, such as adam_w_mode
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -153,6 +153,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _optimizer_package(module: Any) -> None:
+    # the branch of FusedAdam: the other one takes torch's classes by name, past `Adam`
     module.Adam, module.USING_PYTORCH_OPTIMIZER = AdamW, False
 
 
@@ -164,6 +165,7 @@ def _optimizer(module: Any) -> None:
 def _distributed_optimizer(module: Any) -> None:
     owner = module.DistributedOptimizer
     owner.__init__ = _with_cuda_type_names(owner.__init__)
+    # as with Apex: checkpoints then read and write one `step` a parameter group
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = AdamW, True, True
 
 
@@ -181,6 +183,7 @@ def _token_dispatcher(module: Any) -> None:
 
 def _moe_utils(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = _moe_to_cpu
+    # without TransformerEngine the name is not defined at all, though the router asks whether it is None
     if "te_general_gemm" not in vars(module):
         module.te_general_gemm = None
 
@@ -217,6 +220,7 @@ def _writer(module: Any) -> None:
 
     def preload_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
         return [
+            # training changes the tensors while they are written
             (path, key, (blobs, [(item, tensor.detach().clone()) for item, tensor in tensors]))
             for path, key, (blobs, tensors) in write_buckets
         ]
@@ -255,6 +259,7 @@ def _async_calls(module: Any) -> None:
         if request.preload_fn:
             # in the caller's thread: training changes the tensors as soon as this returns
             args[1] = request.preload_fn()
+        # Megatron subtracts it in a debug message when the call is over
         self.start_time = 0.0
         self.process = threading.Thread(target=request.async_fn, args=args, kwargs=request.async_fn_kwargs or {})
         self.process.start()
@@ -306,6 +311,7 @@ class _AdaptingLoader(importlib.abc.Loader):
         _adapt(module)
 
     def __getattr__(self, name: str) -> Any:
+        # inspect and importlib.resources ask the loader for sources and files
         return getattr(self._loader, name)
 
 
@@ -317,6 +323,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if not name.startswith(_PREFIX + "."):
             return None
+        # not by all finders of sys.meta_path, of which this one is the first
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _AdaptingLoader(spec.loader)
@@ -343,6 +350,7 @@ def apply() -> None:
     version = importlib.metadata.version("megatron-core")
     if not version.startswith(SUPPORTED_VERSIONS):
         raise RuntimeError(f"megatron-core {version} is installed; the CPU adaptor is for {', '.join(SUPPORTED_VERSIONS)}.x.")
+    # modules of Megatron warn that packages for GPUs are missing
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine|TransformerEngine|apex).*")
     sys.meta_path.insert(0, _MegatronFinder())
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # pyrefly: ignore[method-assign]  (what this file is for)

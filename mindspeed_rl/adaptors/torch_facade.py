@@ -98,6 +98,7 @@ class _Cuda(types.ModuleType):
         self.is_available = self.is_initialized = self.is_current_stream_capturing = _returns(False)
         # a device in place of an index: Megatron hands it on as `device=`
         self.current_device, self.device_count = _returns(_CPU), _returns(1)
+        # less than any fused kernel asks for
         self.get_device_capability = _returns((0, 0))
         self.set_device = self.synchronize = self.empty_cache = self.set_stream = self.reset_peak_memory_stats = _nothing
         self.memory_allocated = self.max_memory_allocated = _returns(0)

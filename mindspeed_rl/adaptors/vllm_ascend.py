@@ -173,6 +173,7 @@ class VllmAscendHooks(EngineHooks):
 
     def before_build(self, run_id: str) -> None:
         module: Any = importlib.import_module(_ROTARY_EMBEDDING)
+        # the name in this module alone: importlib's own stays as it is
         module.find_spec = _find_real_spec
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def apply() -> None:
         **keywords: Any,
     ) -> None:
         def compute(out: Tensor, tokens: Tensor, weights: Tensor, ids: Tensor) -> None:
+            # without a map: with one, what comes here has local numbers already
             of_all(self, out, tokens, w1, w2, weights, ids, activation, global_num_experts, None, *others, **keywords)
 
         if expert_map is None:

@@ -141,6 +141,7 @@ class TransferDockClient:
 
     def put(self, data: Mapping[str, Sequence[Any] | Ragged], indexes: Sequence[int], *, overwrite: bool = False) -> None:
         packed = {name: pack(rows) for name, rows in data.items()}
+        # an array is one buffer on the way, a list is pickled number by number
         self._answer("put", self._actor.put.remote(packed, np.asarray(indexes, dtype=np.int64), overwrite))
 
     def get(

@@ -86,6 +86,7 @@ def row_numbers(indexes: Sequence[int], capacity: int) -> np.ndarray:
     if len(indexes) == 0:
         raise ValueError("No indexes were given: say which rows the data belongs to.")
     rows = np.asarray(indexes, dtype=np.int64)
+    # numpy would count negative ones from the end
     if rows.min() < 0 or rows.max() >= capacity:
         wrong = int(rows.max() if rows.max() >= capacity else rows.min())
         raise ValueError(f"Index {wrong} is outside the dock of {capacity} rows.")

@@ -307,7 +307,7 @@ def _start_engine(n_samples_per_prompt: int, num_storage_units: int, init_timeou
             "controller": {"polling_mode": True, "sampler": RowRules(n_samples_per_prompt)},
             "backend": {"SimpleStorage": {"num_data_storage_units": num_storage_units}},
         },
-        flags={"allow_objects": True},
+        flags={"allow_objects": True},  # OmegaConf refuses the sampler otherwise
     )
     failures: list[BaseException] = []
 
@@ -317,11 +317,13 @@ def _start_engine(n_samples_per_prompt: int, num_storage_units: int, init_timeou
         except Exception as error:  # handed to the caller below, who would not see it in this thread
             failures.append(error)
 
+    # `init` has no deadline of its own, and must not keep the process alive
     starting = threading.Thread(target=start, daemon=True)
     starting.start()
     starting.join(init_timeout_s)
     if starting.is_alive():
         free = ray.available_resources().get("CPU", 0)
+        # the controller, which comes first, would turn a later attempt away by its fixed name
         transfer_queue.close()
         raise TimeoutError(
             f"TransferQueue did not start within {init_timeout_s:g} s: it needs {needed} free logical CPUs; of {present} in "

@@ -49,6 +49,7 @@ def stalled_collectives(records: Mapping[int, Mapping[str, Any]]) -> list[Stalle
             names[group] = about["name"]
         for entry in record.get("entries", ()):
             group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+            # sends and receives are counted apart: only the numbers of collectives are the same on all ranks
             if entry.get("is_p2p"):
                 continue
             held = begun.setdefault(group, {})
@@ -59,6 +60,7 @@ def stalled_collectives(records: Mapping[int, Mapping[str, Any]]) -> list[Stalle
     for (group, number), entries in open_by_call.items():
         first = min(entries.values(), key=lambda entry: entry["time_created_ns"])
         late = [rank for rank in sorted(members.get(group, ())) if begun[group].get(rank, 0) < number]
+        # such as nccl:all_reduce
         kind = str(first["profiling_name"]).partition(":")[2] or str(first["profiling_name"])
         name = names.get(group, group)
         stalled = Stalled(name, number, kind, tuple(sorted(entries)), tuple(late))

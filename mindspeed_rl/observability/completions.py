@@ -96,6 +96,7 @@ def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[
         else:
             texts.append(text)
             before, waiting = waiting, []
+    # the text ends inside a character
     if waiting:
         texts[-1] = _behind(decode, before, waiting)
     return texts

@@ -143,6 +143,7 @@ def _thinned(name: str, xs: list[float], ys: list[float], most: int) -> Curve:
     buckets = [slice(start, start + size) for start in range(0, len(xs), size)]
     return Curve(
         name,
+        # the last of each, so that a curve ends where the run does
         [xs[bucket][-1] for bucket in buckets],
         [five_digits(statistics.fmean(ys[bucket])) for bucket in buckets],
         [five_digits(min(ys[bucket])) for bucket in buckets],

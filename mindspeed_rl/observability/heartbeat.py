@@ -59,11 +59,13 @@ class Heartbeat:
         # behind whatever is there: who asks empties it
         self._stacks = file_of(folder, name, ".stacks").open("a", encoding="utf-8")
         self._lock = threading.Lock()
+        # what was asked before this process began is not for it
         self._beats, self._answered = 0, self._asked()
         self._about = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "interval_s": interval_s}
         self.doing, self.since, self.notice = "no phase", time.time(), ""
         self.on_notice: Callable[[], None] = lambda: None
         with contextlib.suppress(ValueError):  # of a thread: signals are the main thread's
+            # without chain: the signal's default action ends the process
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
         self._write()
         self._over = threading.Event()

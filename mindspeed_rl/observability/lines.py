@@ -20,6 +20,7 @@ class LineWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
+        # unbuffered, so that `write` hears at once how much the disk took
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -28,6 +29,7 @@ class LineWriter:
         Raises:
             OSError: the disk did not take it; the file is as before.
         """
+        # broken text of a model may hold lone surrogates, which strict UTF-8 refuses
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
         end = os.fstat(self._file.fileno()).st_size
         if self._file.write(line) != len(line):
@@ -47,6 +49,7 @@ def hold(path: Path, record: Mapping[str, Any]) -> None:
     """
     temporary = _held(path).with_suffix(".tmp")
     temporary.write_text(json.dumps(record), encoding="utf-8")
+    # in one step: a run that goes on would fail on half a record
     os.replace(temporary, _held(path))
 
 

@@ -46,6 +46,7 @@ class Metric:
         """
         if self.reduction != other.reduction:
             raise ValueError(f"A metric cannot be reduced by '{self.reduction}' here and by '{other.reduction}' there.")
+        # a part that has seen nothing must not win a maximum, or be the last
         if not self.count or not other.count:
             return self if self.count else other
         return Metric(self.reduction, REDUCTIONS[self.reduction](self.value, other.value), self.count + other.count)
@@ -116,6 +117,7 @@ class Metrics(Mapping[str, Metric]):
         """Adds values to the three metrics `name/mean`, `name/max` and `name/min`; nothing for no values."""
         values = [float(value) for value in values]
         if values:
+            # fsum, because its result does not depend on the order of the values
             self.add(f"{name}/mean", Metric("mean", math.fsum(values), float(len(values))))
             self.add(f"{name}/max", Metric("max", max(values), float(len(values))))
             self.add(f"{name}/min", Metric("min", min(values), float(len(values))))

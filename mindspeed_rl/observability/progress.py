@@ -130,6 +130,7 @@ class IterationProgress:
             print(text, file=self._stream, flush=True)
 
     def _eta_s(self, iteration: int) -> float | None:
+        # iterations before a resume took none of this time
         done, left = iteration - self._first, self.total - iteration
         if done <= 0 or left <= 0:
             return None

@@ -96,6 +96,7 @@ def write_report(
     (run_dir / "report.json").write_text(text + "\n", encoding="utf-8")
     path = run_dir / "report.md"
     path.write_text(_markdown(report, summaries, find_signs(run.records, run.completions)), encoding="utf-8")
+    # as whoever makes the page from the folder later reads it
     write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path
 

@@ -37,10 +37,12 @@ class TensorBoardTracker:
         self._texts = import_module("tensorboard.plugins.text.metadata")
         folder, now_ns = run_dir / "tensorboard", time.time_ns()
         folder.mkdir(parents=True, exist_ok=True)
+        # named as tensorboard's own writer does: readers look for the word and take files in this order
         name = f"events.out.tfevents.{now_ns // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now_ns % 10**9}"
         records = import_module("tensorboard.summary.writer.record_writer")
         # unbuffered: what the disk did not take is not tried again when the file is closed
         self._records = records.RecordWriter((folder / name).open("wb", buffering=0))
+        # readers expect the version as the first event
         self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     @staticmethod

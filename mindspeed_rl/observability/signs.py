@@ -57,6 +57,7 @@ def repeats(text: str) -> bool:
 
 def garbled(text: str) -> bool:
     """True when more than one character in fifty is no text: a broken byte, a control character, unassigned."""
+    # a single odd character would be more than one in fifty
     if len(text) < 20:
         return False
     odd = sum(1 for char in text if char == "\ufffd" or (not char.isprintable() and not char.isspace()))
@@ -80,6 +81,7 @@ def _flat_reward(records: Sequence[Record]) -> Iterator[Sign]:
     first, last = values[:quarter], values[-quarter:]
     before, after = statistics.fmean(first), statistics.fmean(last)
     error = math.sqrt(statistics.variance(first) / quarter + statistics.variance(last) / quarter)
+    # within two standard errors the difference may be chance
     if abs(after - before) <= 2 * error or after == before:
         yield Sign(
             "reward_flat",
@@ -92,6 +94,7 @@ def _flat_reward(records: Sequence[Record]) -> Iterator[Sign]:
 
 def _no_spread(records: Sequence[Record]) -> Iterator[Sign]:
     iterations, values = _series(records, "rewards/groups_without_spread", "reward/zero_std_groups")
+    # three in a row: one batch of prompts that are too easy is no sign
     if len(values) >= 3 and min(values[-3:]) >= 0.9:
         yield Sign(
             "no_spread",
@@ -127,6 +130,7 @@ def _length_explosion(records: Sequence[Record]) -> Iterator[Sign]:
 
 def _mismatch(records: Sequence[Record]) -> Iterator[Sign]:
     iterations, values = _series(records, "rollout/log_probs_diff_mean")
+    # a median of fewer values says little of what is usual
     for index in range(min(5, len(values)), len(values)):
         usual = statistics.median(values[max(0, index - 20) : index])
         if values[index] > 0.01 and values[index] > 5 * usual:
@@ -170,6 +174,7 @@ def _failing_rewards(records: Sequence[Record]) -> Iterator[Sign]:
 def _not_finite(records: Sequence[Record]) -> Iterator[Sign]:
     for name in ("actor/pg_loss", "actor/grad_norm", "train/loss", "train/grad_norm", "critic/vf_loss"):
         for record in records:
+            # metrics.jsonl has null for what is not finite
             if name in record and record[name] is None:
                 yield Sign(
                     "not_finite",

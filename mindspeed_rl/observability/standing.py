@@ -102,12 +102,13 @@ def ask_standings(folder: Path, *, patience_s: float = 5.0) -> list[Standing]:
     alive = [item for item in before.values() if item.state in ("works", "silent", "stopped")]
     for item in alive:
         with contextlib.suppress(OSError):
+            # emptied, not deleted: the process goes on writing to the file that it holds open
             os.truncate(file_of(folder, item.name, ".stacks"), 0)
             file_of(folder, item.name, ".recorder").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         (folder / FOLDER / REQUEST).write_text(str(time.time()), encoding="utf-8")
     end = time.monotonic() + patience_s
-    waiting = {item.name for item in alive if item.state != "stopped"}
+    waiting = {item.name for item in alive if item.state != "stopped"}  # who is stopped cannot answer
     while waiting and time.monotonic() < end:
         time.sleep(0.1)
         waiting -= {item.name for item in read_standings(folder, names=waiting) if item.beats > before[item.name].beats}
@@ -115,7 +116,7 @@ def ask_standings(folder: Path, *, patience_s: float = 5.0) -> list[Standing]:
         if item.name in waiting and item.host == socket.gethostname() and _writes_stacks(item.pid):
             with contextlib.suppress(OSError):
                 os.kill(item.pid, signal.SIGUSR2)
-                time.sleep(0.2)
+                time.sleep(0.2)  # it writes in its own time
     return [_with_details(folder, item, answered=item.name not in waiting) for item in read_standings(folder)]
 
 
@@ -177,6 +178,7 @@ def _read(path: Path) -> Standing | None:
         return None
     process = _process(about["pid"], about["host"], path)
     state: State = "works"
+    # asked first: a process that ended well is gone as well
     if about["doing"] == "ended":
         state = "ended"
     elif about["host"] == socket.gethostname() and process is None:
@@ -195,6 +197,7 @@ def _process(pid: int, host: str, path: Path) -> psutil.Process | None:
         return None
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
+        # one that began after the file was written has been given the number of a process that ended
         if process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= path.stat().st_mtime:
             return process
     return None

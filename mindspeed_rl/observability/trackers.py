@@ -105,6 +105,7 @@ class Trackers:
         """Every tracker is closed; one that takes longer than `close_s` for it is left behind, with a warning."""
         deadline_s = time.monotonic() + self._close_s
         for tracker in self._others:
+            # all of them before the first is waited for: they share one deadline
             tracker.begin_to_close()
         for tracker in self._others:
             tracker.close(deadline_s)
@@ -140,6 +141,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any],
         classes[name] = registry.load(target, f"rl_config.report_to {name}")
         if isinstance(classes[name], Checked):
             classes[name].check()
+    # cut back before `recall`, which looks at the last line that stays
     for name in ("metrics.jsonl", "completions.jsonl"):
         forget_after(run_dir / name, goes_on_after)
     recall(run_dir / "metrics.jsonl", goes_on_after)

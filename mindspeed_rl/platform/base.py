@@ -180,6 +180,7 @@ class Platform(ABC):
 
     def set_deterministic(self, enabled: bool) -> None:
         """Makes repeated runs give equal bits, as far as the device can."""
+        # an operator without a deterministic form is no reason to end a run in its first step
         torch.use_deterministic_algorithms(enabled, warn_only=True)
 
     def worker_env(self) -> dict[str, str]:
@@ -215,6 +216,7 @@ class Platform(ABC):
         world = distributed.distributed_c10d._world
         groups = {
             group.group_name: {"name": group.group_desc or group.group_name, "ranks": sorted(ranks)}
+            # a copy: the thread that trains may make a group meanwhile
             for group, ranks in list(world.pg_group_ranks.items())
             if isinstance(group, distributed.ProcessGroup)  # a number stands for the groups of others
         }

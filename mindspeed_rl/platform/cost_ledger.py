@@ -72,6 +72,7 @@ class CostLedger(TorchDispatchMode):
 
         A phase inside another is named after the outermost too: "update / forward".
         """
+        # what memory rose to until here belongs to the phases outside
         self._measure()
         self._phases.append(phase if len(self._phases) == 1 else f"{self._phases[1]} / {phase}")
         try:
@@ -226,10 +227,10 @@ def _by_tensor(args: Any, kwargs: Any) -> bool:
 
 def _source_line() -> str:
     """The nearest line that is neither torch's nor of this file, such as "mindspeed_rl/engine/vocab.py:96"."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # 0 is this function, 1 is `_wait`
     while frame is not None:
         path = frame.f_code.co_filename
         if not any(part in path for part in _MACHINERY):
             return f"{_ROOTS.sub('', path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return "autograd"
+    return "autograd"  # its threads have no frames but those of machinery

@@ -49,6 +49,7 @@ class CpuPlatform(Platform):
 
     def reset_peak_memory(self) -> None:
         with contextlib.suppress(OSError):  # elsewhere than on Linux it stays the highest ever
+            # 5 sets the peak of the resident memory back, see proc(5)
             Path("/proc/self/clear_refs").write_text("5")
 
     def rng_state(self) -> torch.Tensor:

@@ -38,5 +38,6 @@ def _listen_on_loopback(host: str, port: int) -> int | None:
             return None
     except ValueError:  # a name, which may mean either
         return None
+    # all members knock at once
     listening = socket.create_server((host, port), backlog=1024)
     return listening.detach()

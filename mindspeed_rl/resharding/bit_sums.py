@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
+# empty: their types tell numba which loop to compile
 _IN_NUMPY = {2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
 #: sums are modulo 2^64
 MASK = (1 << 64) - 1
@@ -79,6 +80,7 @@ def _sum_on_device(view: Tensor, first: int | None) -> Tensor:
         x = chunk.to(torch.int64)
         terms = x * (x + _C)
         if first is not None:
+            # odd, because modulo 2^64 an even factor would lose the upper bits of a change
             terms *= torch.arange(first, first + x.numel(), device=x.device) * _C * 2 + 1
             first += x.numel()
         total += terms.sum()

@@ -24,11 +24,11 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 # Numbers are written as the upper 16 bits of an element: finite, normal values in bfloat16, float16 and float32, so that
 # a copy to a wider type keeps them.
 _BASE = 1 << 14
-_LEAST = 1 << 10
+_LEAST = 1 << 10  # what is smaller is subnormal in float16
 _PRIME = 16381  # the largest below _BASE
 #: more runs than this along an edge mean that the loader interleaves rows
 _MOST_RUNS = 64
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # elements compared at a time: as int64 numbers they take four times the room of halves
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -150,6 +150,7 @@ class _Run:
 def _runs(line: _Line) -> list[_Run] | None:
     """A line in runs; None where they are too many to be boxes."""
     rows, columns = line.row.diff(), line.column.diff()
+    # padding carries no numbers: any of it follows any other
     follows = ((rows == 1) & (columns == 0)) | ((rows == 0) & (columns == 1)) | (line.tensor[1:] < 0)
     breaks = (~(follows & (line.tensor.diff() == 0))).nonzero().flatten().tolist()
     if len(breaks) >= _MOST_RUNS:
@@ -272,6 +273,7 @@ class _Reader:
         """The boxes in a plane as its edges tell it; None where they are no boxes."""
         runs = [_runs(line) for line in edges]
         down, across = runs[0], runs[1] if len(runs) == 2 else [_Run(0, 1, 0, 0, 0, None)]
+        # where both edges have several runs they do not say what lies inside
         if down is None or across is None or min(len(down), len(across)) > 1:
             return None
         found = []
@@ -306,6 +308,7 @@ class _Reader:
         """The parameters that hold anything else than their entries say."""
         index = {name: number for number, name in enumerate(self._names)}
         wrong = set()
+        # numbers of rows and columns at once could not be expanded: they would be as large as the model
         for salt, of in ((31, _of_rows), (57, _of_columns)):
 
             def numbering(tensor: int, rows: int, columns: int, salt: int = salt, of: _Numbering = of) -> Tensor:
@@ -314,6 +317,7 @@ class _Reader:
             self._feed(numbering)
             for name, some in entries.items():
                 parameter = self._parameters[name]
+                # every number's pattern is nonzero: this finds what lies outside of all entries, and entries that overlap
                 if int(torch.count_nonzero(parameter)) != sum(volume(entry.box) for entry in some):
                     wrong.add(name)
                 for entry in some:

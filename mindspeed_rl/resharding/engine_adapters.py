@@ -70,6 +70,7 @@ def sent_adapters(tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtyp
         module, is_a, _ = key.removeprefix("base_model.model.").partition(".lora_A.")
         if is_a:
             b = tensors[key.replace(".lora_A.", ".lora_B.")]
+            # cast before it is scaled, as vLLM does: the other order rounds otherwise
             found[module] = bit_sum(a.to(dtype)), bit_sum(b.to(dtype) * scale)
     return found
 

@@ -58,6 +58,7 @@ class Exchange:
         self.add_up(sizes)
         most = int(sizes.max())
         found = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        # padded, because an allgather takes equal sizes
         self._group.allgather([found], [torch.nn.functional.pad(said, (0, most - said.numel()))]).wait()
         return [_bytes_in(each[:size]).decode() for each, size in zip(found, sizes.tolist())]
 
@@ -67,6 +68,7 @@ class Exchange:
         Args:
             words: None on the others.
         """
+        # a sum in which only the first member's number is not 0
         size = torch.tensor([0 if words is None else len(words)], device=device)
         self.add_up(size)
         told = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -175,6 +177,8 @@ class _Carrier:
                 bucket.receives.append(move)
                 bucket.receive_sizes[move.source] += move.num_bytes
         for bucket in buckets.values():
+            # an all-to-all takes parts by member; the sorts are stable and moves come in the order of the plan, so both ends
+            # agree on the order in which one member's messages to another lie
             bucket.sends.sort(key=lambda move: move.target)
             bucket.receives.sort(key=lambda move: move.source)
         return buckets
@@ -187,12 +191,14 @@ class _Carrier:
         before: tuple[_Bucket, dist.Work, Tensor, list[int]] | None = None
         yield from self._finish(ready.pop(-1, []))
         for turn, number in enumerate(self._numbers):
+            # the bucket before the last one is unpacked, so its memory is free
             bucket, space = self._buckets[number], memory[turn % 2]
             sent = sum(bucket.send_sizes)
             send, receive = space[:sent], space[sent : bucket.num_bytes]
             self._pack(bucket.sends, send)
             if before is not None:
                 before[1].wait()
+            # begun before the last one is unpacked, so that the wire is not idle meanwhile
             work = self._exchange.start(send, bucket.send_sizes, receive, bucket.receive_sizes)
             if before is not None:
                 yield from self._unpack(before[0], before[2], before[3])
@@ -238,6 +244,7 @@ class _Carrier:
             name = self._name(move)
             found = space[offset : offset + move.num_bytes]
             dtype = self._dtypes[name]
+            # torch views bytes as another type only where an element of it may begin
             if (space.storage_offset() + offset) % dtype.itemsize:
                 found = found.clone()
             offset += move.num_bytes

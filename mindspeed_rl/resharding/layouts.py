@@ -44,6 +44,7 @@ def training_places(layout: Layout, world_size: int, *, cp: int = 1, order: str 
     Raises:
         ValueError: the world cannot hold the layout.
     """
+    # in the other order each data-parallel replica has its stages side by side
     stages_last = order.endswith("pp")
     etp, groups = layout.expert_tp_size, layout.num_expert_groups
     dense, experts = layout.tp * cp, etp * groups
@@ -128,6 +129,7 @@ def training_boxes(
                 )
                 for box, _ in shard_boxes(split, shape, num_shards, shard):
                     known = boxes.setdefault(box, [])
+                    # a tied head lists the tensor of the embedding again
                     known += [rank for rank in ranks if rank not in known]
     for copy, owner in (copies or {}).items():
         held[copy] = held[owner]
@@ -160,7 +162,7 @@ class InferenceLayout:
 _WHOLE = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 #: projections of which an engine with more ranks than heads has each head on several ranks
 _REPEATED = (".k_proj.", ".v_proj.")
-_PADDED_ROWS = 64
+_PADDED_ROWS = 64  # DEFAULT_VOCAB_PADDING_SIZE of vLLM
 
 
 def inference_boxes(ops: Sequence[WeightOp], layout: InferenceLayout, *, num_experts: int = 0, first_rank: int = 0) -> _Boxes:
@@ -172,6 +174,7 @@ def inference_boxes(ops: Sequence[WeightOp], layout: InferenceLayout, *, num_exp
     needed: _Boxes = {}
     every = range(layout.replicas)
     for op in ops:
+        # vLLM ties the head by itself, and draws without the layers that predict further tokens
         if op.copy_of_tied or op.place == "mtp":
             continue
         for name, shape, split in zip(op.hf, op.shapes, op.splits):

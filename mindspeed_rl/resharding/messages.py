@@ -40,6 +40,7 @@ class MessageList:
             return self.piece
         first = np.cumsum([0, *(len(ranks) for ranks in self.groups)])
         ranks = np.array([rank for ranks in self.groups for rank in ranks], dtype=np.int64)
+        # stable, because every rank makes the plan for itself and all must come to the same one
         largest_first = np.argsort(-self.size, kind="stable")
         return _senders(self.group, self.size, largest_first, first.astype(np.int64), ranks)
 
@@ -105,6 +106,7 @@ def _senders(group: Column, size: Column, largest_first: Column, first: Column, 
     source = np.full(group.size, -1, dtype=np.int64)
     for message in range(group.size):
         start = first[group[message]]
+        # those without a choice first: the others even out what these leave
         if first[group[message] + 1] - start == 1:
             source[message] = ranks[start]
             load[ranks[start]] += size[message]
@@ -143,6 +145,7 @@ def _buckets(source: Column, target: Column, size: Column, num_ranks: int, bucke
     buckets = np.empty(size.size, dtype=np.int64)
     for message in range(size.size):
         one, other = source[message], target[message]
+        # a message that is larger than a bucket travels alone
         room = max(bucket_bytes, size[message]) - size[message]
         bucket = max(first_open[one], first_open[other])
         while True:
@@ -159,5 +162,6 @@ def _buckets(source: Column, target: Column, size: Column, num_ranks: int, bucke
             opened = first_open[rank]
             while load[rank, opened] > 0 and load[rank, opened] + most_bytes > bucket_bytes:
                 opened += 1
+            # buckets before it have no room for another message, so later searches do not begin at the first one
             first_open[rank] = opened
     return buckets

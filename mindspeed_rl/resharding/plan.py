@@ -81,6 +81,7 @@ class Moves(Sequence[Move]):
     """All messages of a plan, ordered by bucket, then as the tensors are."""
 
     def __init__(self, messages: MessageList, boxes: Sequence[Box], source: Column, bucket: Column) -> None:
+        # stable: both ends of a message pack and unpack in this order
         order = np.argsort(bucket, kind="stable")
         self._boxes = boxes
         self._piece, self._box, self._target = messages.piece[order], messages.box[order], messages.target[order]
@@ -224,9 +225,11 @@ def plan_transfer(
                     continue
                 size = volume(box)
                 found += size
+                # different needs may cut the same piece out of a shard, which is then summed once
                 number = numbers.get((index, box))
                 if number is None:
                     number = numbers[index, box] = len(pieces)
+                    # any copy would do: the work of summing is spread by bytes
                     prover = min(holders, key=lambda rank: proving.get(rank, 0))
                     proving[prover] = proving.get(prover, 0) + size * tensor.itemsize
                     pieces.append(Piece(index, box, prover))
@@ -237,6 +240,7 @@ def plan_transfer(
                         copies.append((number, target))
                     else:
                         builder.add(number, target, group)
+            # shards do not overlap, so counting elements is enough
             if found != volume(need):
                 raise PlanError(
                     f"resharding: ranks {list(targets)[:4]} need {need} of {tensor.name}, of which training ranks hold "
@@ -247,6 +251,7 @@ def plan_transfer(
     source = messages.choose_senders()
     bucket = messages.fill_buckets(source, bucket_bytes, most_bytes)
     moves = Moves(messages, builder.boxes, source, bucket)
+    # -1 without messages: no exchange at all
     return Plan(tuple(tensors), tuple(pieces), tuple(copies), moves, 1 + int(bucket.max(initial=-1)), need_pieces)
 
 

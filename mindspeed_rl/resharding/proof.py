@@ -191,6 +191,7 @@ def _wrong_together(loaded: Sequence[tuple[str, int, int]]) -> list[str]:
     wrong = []
     for name, values in groups.items():
         together = sum(found for found, _ in values) & MASK
+        # several times where ranks of the engine repeat heads
         cut = any(together == times * values[0][1] & MASK for times in range(1, len(values) + 1))
         if not cut and any(found != wanted for found, wanted in values):
             wrong.append(name)

@@ -93,6 +93,7 @@ class WeightPush:
             for parameter, tensors in said.bundles.items():
                 self._bundles.setdefault(parameter, set()).update(tensors)
         if destinations is not None:
+            # a tensor may be cut over the ranks of an engine: only together they take it whole
             mates = [said for said in told if said.replica == replica and said.empty is not None]
             _check_filled([said.empty for said in mates if said.empty is not None])
             self._check_taken({(name, box) for said in mates for name, box in said.needs})
@@ -151,6 +152,7 @@ class WeightPush:
                 direct.setdefault(entry.tensor, []).append((entry.box, entry.view(parameters[entry.parameter].data)))
             sinks = Sinks(direct, {name for names in self._destinations.whole.values() for name in names})
         if trained.sources is not None:
+            # the adapters have been trained since they were merged
             trained.sources.forget_merged()
         travels, present = self._what_travels()
         self.received_bytes = self.plan.moves.received_by(self._exchange.rank, travels)
@@ -161,6 +163,7 @@ class WeightPush:
         if sinks is not None and sinks.gathered:
             engine: Any = model
             (load or engine.load_weights)(arriving)
+        # runs the exchanges where nothing is gathered; whatever `load` has left over was not taken
         for name, _ in arriving:
             raise WeightDeliveryError(f"weight push: the rollout engine did not take {name}.")
         self._delivered = present
@@ -173,6 +176,7 @@ class WeightPush:
             return None, None
         trained = self._trained
         present = fingerprints(self.plan, trained.sources, self._dtypes, self._exchange, trained.device)
+        # nobody knows what the engines hold, so all of it travels
         if self._delivered is None:
             return None, present
         changed = {number for number, pair in enumerate(zip(self._delivered, present)) if pair[0] != pair[1]}
@@ -252,6 +256,7 @@ class _Told:
     @classmethod
     def from_json(cls, text: str) -> _Told:
         replica, needs, dtypes, bundles, empty = json.loads(text)
+        # JSON makes lists of tuples, and boxes are keys
         boxes = [(name, tuple((start, stop) for start, stop in box)) for name, box in needs]
         return cls(replica, boxes, {name: getattr(torch, kind) for name, kind in dtypes.items()}, bundles, empty)
 

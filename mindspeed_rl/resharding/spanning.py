@@ -99,6 +99,7 @@ class SpanningGroup:
     def close(self) -> None:
         """The connections are closed; members need not agree on when."""
         group, self._group = self._group, None
+        # it holds the group as well
         del self.exchange
         if hasattr(group, "shutdown"):
             group.shutdown()

@@ -88,6 +88,7 @@ class WeightStream:
         plan, dtypes = self.whole_plan(dtype, ranks)
         exchange = world_exchange()
         sinks = Sinks(gathered=set(self.shapes)) if ranks is None or exchange.rank in ranks else None
+        # adapters may have been trained since; behind the last tensor the memory is wanted back
         self.sources.forget_merged()
         yield from carry(plan, exchange, dtypes, self.trained.device, sources=self.sources, sinks=sinks)
         self.sources.forget_merged()

@@ -117,6 +117,7 @@ def continued_seed(seed: int, num_kept: int) -> int:
     if not num_kept:
         return seed
     digest = hashlib.blake2b(f"{seed}+{num_kept}".encode(), digest_size=8).digest()
+    # 31 bits, as in `sample_seed`
     return int.from_bytes(digest, "big") >> 33
 
 

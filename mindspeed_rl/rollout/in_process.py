@@ -138,6 +138,7 @@ class InProcessEngine:
                     await self._changed.wait()
         finally:
             task.cancel()
+            # also after a failure: the other ranks wait in a broadcast
             self._tell(_END)
         return task.result()
 
@@ -155,6 +156,7 @@ class InProcessEngine:
         commands, self._commands = self._commands, []
         if self._peers:
             content = pickle.dumps(commands) if commands else b""
+            # the others must know the size; without commands, as in most steps, this is the only message
             header = torch.tensor([len(content), then])
             dist.broadcast(header, src=self.first, group=self.group)
             if content:
@@ -198,6 +200,7 @@ class InProcessEngine:
             assert begun is not None
             return replace(begun, finish="length")
         self.engine.check(len(request.prompt_ids))
+        # before the version is read: a pause ends with other weights
         await self._open.wait()
         number = str(next(iter(self._numbers)))
         running = _Running(asyncio.get_running_loop().create_future(), [(0, self.engine.weight_version)])
@@ -226,6 +229,7 @@ class InProcessEngine:
         """Everybody who waits has what there is."""
         nothing = Completion([], [], truncated=False)
         for number, running in self._running.items():
+            # the command that begins it may not have been done yet
             completion = self.engine.progress(number) if running.begun else nothing
             if not running.answer.done():
                 running.answer.set_result(_with_versions(completion, running.spans, "aborted"))
@@ -244,6 +248,7 @@ class InProcessEngine:
 
     async def release(self) -> None:
         self._commands.append(_Call("release_memory"))
+        # at once: no step follows that would carry it
         self._tell()
 
     async def restore(self) -> None:

@@ -153,13 +153,14 @@ class ServerPool:
 
     def lose(self, name: str, reason: str) -> None:
         """The server is no longer asked; what it was working on goes on elsewhere."""
-        member = self._members.pop(name, None)
+        member = self._members.pop(name, None)  # several tasks may notice one loss
         if member is None:
             return
         self.lost.append((name, reason))
         self._idle(member)
         current = asyncio.current_task()
         for task in member.tasks:
+            # whoever noticed is one of these tasks, and has to get to its end
             if task is not current:
                 task.cancel()
         self._on_lost(name, reason)
@@ -230,11 +231,13 @@ class ServerPool:
         # before a pause only those go on that a server was lost with
         waiting = [request for request in self._waiting if request.moves or not self._draining]
         self._waiting = [request for request in self._waiting if not request.moves and self._draining]
+        # summed once: a server's load is a sum over all its requests
         loads = {name: member.load for name, member in self._members.items()}
         for request in waiting:
             name = min(loads, key=lambda key: loads[key])
             member = self._members[name]
             loads[name] += request.load
+            # its silence counts from here: a server without requests has nothing to tell
             if not member.requests:
                 member.heard_s = time.monotonic()
                 member.busy_since = time.time()
@@ -247,6 +250,7 @@ class ServerPool:
     async def _send(self, member: _Member) -> None:
         await asyncio.sleep(0)
         batch, member.outbox = member.outbox, []
+        # or the sends of the whole run would pile up
         member.tasks = [task for task in member.tasks if not task.done()]
         try:
             messages = [request.message() for request in batch]
@@ -268,6 +272,7 @@ class ServerPool:
 
     async def _listen(self, member: _Member) -> None:
         heard, server = 0, member.server
+        # several questions in the longest silence, so that it is noticed soon after it is reached
         wait_s = min(_NEWS_WAIT_S, self._timeout_s / 4)
         while True:
             try:
@@ -278,6 +283,7 @@ class ServerPool:
                 self.lose(server.name, _reason("tell its news", error, wait_s + self._timeout_s))
                 return
             now = time.monotonic()
+            # a pause, or nothing to work on, is no silence
             if news["events"] or self._paused or not member.requests:
                 member.heard_s = now
             for event in news["events"]:
@@ -294,9 +300,11 @@ class ServerPool:
     def _take(self, member: _Member, event: Mapping[str, Any]) -> bool:
         """A piece reaches its request; True when the server was lost by it."""
         request = member.requests.get(event["key"])
+        # given up while its pieces were on their way
         if request is None:
             return False
         if "error" in event:
+            # any other server would refuse it too
             if event["kind"] == "request":
                 del member.requests[request.key]
                 self._note_idle(member)
@@ -305,6 +313,7 @@ class ServerPool:
             self.lose(member.server.name, event["error"])
             return True
         tokens = tuple(event["token_ids"])
+        # "aborted" until the last piece: so what there is can go on at another server
         piece = Generated(tokens, tuple(event["log_probs"]), (event["version"],) * len(tokens), event["finish"] or "aborted")
         request.whole = request.whole.followed_by(piece)
         if event["finish"] is not None:
@@ -342,12 +351,15 @@ class ServerPool:
             await self._drain()
         self._paused = True
         if mode == "abort":
+            # no server will answer these
             for request in self._waiting:
                 if not request.done.done():
                     request.done.set_result(request.whole)
             self._waiting = []
+        # noted first: what the servers end on the way is no longer among their requests
         running = [request.done for member in self._members.values() for request in member.requests.values()]
         await self._ask_all("pause", mode=mode)
+        # the last pieces come as news, perhaps behind the servers' answers
         if mode == "abort" and running:
             await asyncio.wait(running, timeout=self._timeout_s)
 
@@ -372,7 +384,7 @@ class ServerPool:
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         for member in self._members.values():
-            member.heard_s = time.monotonic()
+            member.heard_s = time.monotonic()  # the pause was no silence
         await self._ask_all("resume")
         self._paused = False
         self._place_waiting()
@@ -383,6 +395,7 @@ class ServerPool:
     async def receive(self, version: int, names: Sequence[str]) -> dict[str, list[str] | Exception]:
         """What each of these servers says of the weights that it took, or how it failed; none is lost by that here."""
 
+        # looked up inside, so that a server which is gone by then is one of the results
         async def one(name: str) -> list[str]:
             return await self._members[name].server.call("receive", version=version)
 

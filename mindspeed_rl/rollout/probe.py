@@ -15,6 +15,7 @@ from mindspeed_rl.dumps.record import Sink
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward")
+# numbers by which a sink orders what it gets as the forward pass computes it
 _PER_STEP, _LAYERS, _PER_LAYER, _FINAL_NORM, _LOGITS = 100_000, 10, 4, 90_000, 90_001
 
 

@@ -74,6 +74,7 @@ class RolloutService:
         Raises:
             ValueError: there is no such call.
         """
+        # names come over HTTP: no other method may be within reach
         if name not in self.CALLS:
             raise ValueError(f"{name} is no call of a rollout server; there are {', '.join(self.CALLS)}.")
         return await getattr(self, name)(**arguments)

@@ -132,6 +132,7 @@ class VllmEngine:
         """
         if self.weight_version < 0:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
+        # otherwise an output of all tokens so far is made at every step
         params = sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
         prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
         # vLLM from about 0.16 on makes the name unique by a suffix, which only the outputs are without
@@ -262,6 +263,7 @@ class VllmEngine:
         engine = self._llm.llm_engine
         if self._adapter is not None:
             engine.remove_lora(self._adapter.lora_int_id)
+        # vLLM counts adapters from 1, and takes one that it knows by its number from its cache
         self._adapter = LoRARequest(f"version {version}", version + 1, str(folder))
         if not engine.add_lora(self._adapter):
             raise RuntimeError("weight push: the rollout engine did not take the adapter.")

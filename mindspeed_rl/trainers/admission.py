@@ -67,6 +67,7 @@ class Admission:
             num_in_flight: started and not taken.
         """
         ahead = self.threshold + (1 if self.strategy == "drop" else 0)
+        # a fraction times whole numbers may fall short of a whole number by rounding
         limit = math.floor((ahead + version + 1) * self.sync_step * self.batch_prompts + 1e-9)
         return max(0, limit - num_taken - num_in_flight)
 

@@ -86,6 +86,7 @@ class Advantages:
             self._say_unscored(iteration, [result.state for result in results])
         response_mask = sampled & scored[:, None]  # a row whose score failed and was dropped takes no part
         metrics = self._score_metrics(batch, rewards[scored])
+        # masked out is not enough: 0 times NaN is NaN
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
         advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
         metrics.merge(estimator_metrics)

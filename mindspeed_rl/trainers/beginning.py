@@ -148,6 +148,7 @@ def with_sound_checkpoint(run: Run) -> Run:
         except ValueError as error:
             print(f"warning: iteration {iteration} is passed over (load_previous): {error}", flush=True)
             continue
+        # the critic too: both have to go on from the same iteration
         roles: dict[str, Any] = {
             name: dataclasses.replace(role, load_iteration=iteration)
             for name in ("megatron_training", "actor_config", "critic_config")

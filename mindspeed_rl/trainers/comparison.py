@@ -130,6 +130,7 @@ def gather_evidence(
         expert_layers: numbers of the layers with routed experts.
     """
     sides.push_twice()
+    # all responses first: `check_weights` leaves nothing of use in the engine
     engine = [_only(sides.generate(prompt, num_tokens, number)) for number, prompt in enumerate(prompts)]
     weights, notes = _weights(sides.check_weights())
     temperature = sides.temperatures()[0][0]
@@ -142,8 +143,10 @@ def gather_evidence(
         log_probs = next(rank.log_probs for rank in ranks if rank.log_probs is not None)
         gaps.append((log_probs - torch.tensor(side.log_probs)).abs())
         other = other or _first_other([*prompt, *response], side.read)
+        # the last token of the prompt is where the first one of the response is predicted
         first = len(prompt) - 1
         for name, ours in _joined(ranks).items():
+            # behind a token that differs everything does
             if name in side.activations and not other:
                 places.setdefault(name, []).append((ours[first : first + len(response)], side.activations[name]))
     gap = torch.cat(gaps)
@@ -198,7 +201,7 @@ def _joined(ranks: Sequence[TrainerSide]) -> dict[str, Tensor]:
 def _place(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Place:
     ours, engine = (torch.cat([pair[side].to(torch.float64) for pair in pairs]) for side in (0, 1))
     apart = (ours - engine).abs().amax(1)
-    scale = max(float(ours.abs().max()), 1e-30)
+    scale = max(float(ours.abs().max()), 1e-30)  # of zeros alone
     largest = float(apart.max())
     return Place(name, largest / scale, float((apart > 0.1 * largest).double().mean()) if largest else 0.0)
 
@@ -225,6 +228,7 @@ def _fitted(engine: Sequence[EngineSide]) -> tuple[float, float] | None:
         log_probs = (logits / math.exp(log_temperature)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         return float((log_probs - reported).abs().max())
 
+    # temperatures are factors: even steps of the logarithm
     grid = torch.linspace(math.log(_COLDEST), math.log(_HOTTEST), 161).tolist()
     best = min(range(len(grid)), key=lambda number: left(grid[number]))
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]

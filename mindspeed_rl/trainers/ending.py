@@ -45,6 +45,7 @@ class Ending:
         finally:
             self._is_over = True
             signal.setitimer(signal.ITIMER_REAL, 0)
+            # None where a handler was not set by Python: it cannot be set again
             signal.signal(signal.SIGTERM, before[0] or signal.SIG_DFL)
             signal.signal(signal.SIGALRM, before[1] or signal.SIG_DFL)
 

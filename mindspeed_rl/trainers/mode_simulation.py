@@ -114,6 +114,7 @@ class _Engine:
             return
         self.busy_s += seconds
         self._grown += seconds / self._pace()
+        # time is divided by the pace and multiplied by it again, which does not give the same bits
         while self._heap and self._heap[0][0] <= self._grown + 1e-9:
             group = heapq.heappop(self._heap)[2]
             group.missing -= 1
@@ -154,6 +155,7 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0) -> Outcome:
     fixed = _scale(times, seed)
     engine = _Engine(fixed, fixed / batch / mode.share)
     train_s = times.train_s / (1.0 if mode.share == 1.0 else 1.0 - mode.share)
+    # other lengths than those that the scale was fitted to
     lengths = _lengths(times, seed + 1)
     now, taken, started = 0.0, 0, 0
     groups: dict[int, _Group] = {}
@@ -251,7 +253,7 @@ def table() -> str:
         slowest = 0.0
         for name, mode in modes_of(times).items():
             found, outcome = (mode, simulate(times, mode)) if mode.share == 1.0 else best(times, mode)
-            slowest = slowest or outcome.iteration_s
+            slowest = slowest or outcome.iteration_s  # of sync, which comes first
             share = "all, in turn" if found.share == 1.0 else f"{found.share * 8:.0f}/8"
             lines.append(
                 f"| {times.name} | {name} | {share} | {outcome.iteration_s:.0f} | {slowest / outcome.iteration_s:.2f} | "

@@ -32,6 +32,7 @@ class ModelRewards:
         scores = ragged(batch["rm_scores"]).tensor().tolist()
         results = self._add(objects(batch["reward_results"]), scores)
         totals = [math.nan if result.total is None else result.total for result in results]
+        # the reward functions have filled these cells before
         self._plane.put({"rewards": totals, "reward_results": results}, rows, overwrite=True)
         metrics = Metrics()
         metrics.add_spread("reward_model/score", scores)

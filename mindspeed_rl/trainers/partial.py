@@ -33,6 +33,7 @@ class PartialSource:
 
     def take(self, iteration: int, count: int) -> tuple[list[PromptGroup], list[WorkerReport]]:
         reports: list[WorkerReport] = []
+        # once in any case: the others grow on, also where enough groups are complete already
         if self._taken_now == 0:
             reports += self._grow()
         while (numbers := self.admission.chosen(iteration, count, self._in_flight())) is None:

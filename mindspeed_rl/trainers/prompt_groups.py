@@ -138,12 +138,15 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
     tensors = {
         "prompt_ids": torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64),
         "token_ids": torch.tensor([token for segment in segments for token in segment.token_ids], dtype=torch.int64),
+        # as Python's own floats, so that a resumed run has the same bits
         "log_probs": torch.tensor([value for segment in segments for value in segment.log_probs], dtype=torch.float64),
         "versions": torch.tensor([version for segment in segments for version in segment.versions], dtype=torch.int64),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
+    # lengths as text and tokens as tensors: as text the tokens would take several times the room
     save_file(tensors, partial, {"format": _FORMAT, "groups": json.dumps(described)})
+    # a kill before this leaves no half file under the name
     partial.replace(path)
 
 

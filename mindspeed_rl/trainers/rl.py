@@ -49,6 +49,7 @@ class RLTrainer(Bookkeeping):
             with self.iteration(iteration + 1):
                 collect(self.rollout.run(iteration))
                 collect(self.baselines.answer())
+                # behind the greedy answers, for which the engine needs its memory
                 collect(actors.finish_rollout())
                 collect(self.model_rewards.run(num_rows))
                 if schedule.needs_reference:
@@ -65,6 +66,7 @@ class RLTrainer(Bookkeeping):
                 schedule.after_update(iteration, self.metrics)
                 if schedule.syncs_reference(iteration):
                     collect(actors.sync_reference(schedule.reference_mixup_alpha))
+                # before the checkpoint: the push interrupts what is in flight, which is saved as it stands then
                 self._push_weights(iteration + 1)
                 if schedule.saves(iteration):
                     self.before_save(iteration + 1)

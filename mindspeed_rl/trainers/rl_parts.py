@@ -105,6 +105,7 @@ class RLParts:
         Raises:
             ValueError: a key or file is wrong.
         """
+        # first: all that follows looks into the checkpoint that is meant
         run = with_sound_checkpoint(run)
         cfg, actor = run.config, run.config.actor_config
         check_all(_files(run))
@@ -118,6 +119,7 @@ class RLParts:
         for part in filter(None, (prompts, held_out)):
             check_tool_columns(run.rl, tokenizer, part)
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
+        # before the beginning, which has to know how many iterations are left
         self._run = run = with_length(run, len(prompts))
         self.beginning = find_beginning(run, source)
         _check_models(run, self._inputs, source, self.beginning.iteration or None)
@@ -142,13 +144,15 @@ class RLParts:
         """Data plane, rewards and workers run until the stack is closed; returns the state of a resumed run, else nothing."""
         run, inputs = self._run, self._inputs
         plane = open_data_plane(run)
-        stack.callback(plane.close)
+        stack.callback(plane.close)  # runs last: workers use it until they end
         actors = make_actor_group(run, plane)
         stack.callback(actors.close)
+        # they import their libraries while the reward functions are tried
         actors.prepare_workers()
         rewards = RewardGroup(run, plane, inputs.tokenizer_path)
         stack.callback(rewards.close)
         first = inputs.prompts[0]
+        # before any model is built: a reward that cannot score is found in seconds
         rewards.check(first["prompt_ids"], first["label"], first["columns"])
         steps.done("the reward functions score a prompt")
         scorers: ScoringGroup = actors
@@ -237,6 +241,7 @@ def with_length(run: Run, num_prompts: int) -> Run:
     if epochs is None:
         return run
     iters = math.ceil(epochs * num_prompts / run.plan.num_prompts)
+    # the learning rate of each role follows its own train_iters
     roles = {
         name: dataclasses.replace(role, train_iters=iters)
         for name in ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
@@ -270,6 +275,7 @@ def _check_models(run: Run, inputs: Inputs, actor: ModelSource, goes_on_after: i
     cfg = run.config
     assert run.objective is not None
     found = [(cfg.actor_config, actor, False)]
+    # a shared backbone is the actor's own weights
     if run.objective.needs_reference and not run.rl.share_backbone:
         found.append((*rl_reference(run, actor, goes_on_after)[:2], False))
     if run.objective.has_critic and cfg.critic_config is not None:
@@ -286,6 +292,7 @@ def _check_models(run: Run, inputs: Inputs, actor: ModelSource, goes_on_after: i
     check_reward_start(reward, source)
     _check_weights([*found, (reward, source, not reward.reward_tokens)])
     folder = source.hf_folder
+    # weights alone say nothing of the tokens that they read
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return
     other = load_tokenizer(folder, use_fast=not cfg.actor_config.tokenizer_not_use_fast)

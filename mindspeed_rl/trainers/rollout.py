@@ -96,6 +96,7 @@ class SynchronousRollout:
         if self._blocking:
             generated = self._actors.generate(draw).wait()
             return generated + self._rewards.start(self._num_samples).wait()
+        # begun first: it waits in the data plane and scores rows as they come
         scoring = self._rewards.start(self._num_samples)
         generated, scored = self._actors.generate(draw).wait_with(scoring)
         return generated + scored
@@ -120,6 +121,7 @@ class FilteredRollout:
         self._filter = GroupFilter(run)
         self._timeout_s = run.deadlines.rows_s
         rollout = worker_columns(run.config)["actor_rollout"]
+        # what is merged is put anew, so whatever the rollout put has to be read back
         self._columns = [*SCORED_COLUMNS, *(name for name in rollout if name not in SCORED_COLUMNS)]
         self._draws = 0
 
@@ -150,6 +152,7 @@ class FilteredRollout:
         if num_kept < wanted:
             self._filter.give_up(iteration, f"{draws} rollouts", num_kept, wanted)
         size = self._plan.num_train_samples
+        # kept ones first: the others only fill up what is missing
         parts = kept + spare
         merged = {name: take(concatenate([part[name] for part in parts]), range(size)) for name in self._columns}
         self._plane.clear(wanted)

@@ -76,6 +76,7 @@ class RolloutLogger(RunLogger):
         columns += ["rollout_log_probs", "weight_versions", *(["old_log_probs"] if with_trainer else [])]
         batch, _ = plane.get("metrics", columns, indexes=range(count), timeout_s=60.0)
         prompts = self._tokenizer.batch_decode([ids.tolist() for ids in batch["prompt_ids"]])
+        # a row without a score takes no part, and has no token in the mask
         means = (advantages * response_mask).sum(1) / response_mask.sum(1).clamp(min=1)
         group_size = self._plan.n_samples_per_prompt
         written = []

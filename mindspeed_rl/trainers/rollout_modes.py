@@ -72,6 +72,7 @@ def _streaming(run: Run, services: Services, feed: PromptFeed) -> StreamingSourc
 
     async def score(group: PromptGroup) -> list[RewardResult]:
         items = [group.item] * len(group.samples)
+        # a wait for Ray, which in the loop would stop the news of all servers
         return await asyncio.to_thread(services.rewards.score_now, items, group.trajectories)
 
     return StreamingSource(

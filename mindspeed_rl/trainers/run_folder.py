@@ -161,6 +161,7 @@ def absolute_paths(cfg: RunConfig) -> RunConfig:
     for config in {id(role): role for role in roles if role is not None}.values():
         for key in ("load", "save", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model"):
             value = getattr(config, key)
+            # what does not exist here may be the name of a model at a hub; a folder to save in need not exist yet
             if value and (key == "save" or Path(value).expanduser().exists()):
                 setattr(config, key, _absolute(value))
         if cfg.is_supervised:  # the workers read the data; elsewhere the driver does

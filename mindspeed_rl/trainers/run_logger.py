@@ -55,7 +55,7 @@ class RunLogger:
         self._timeline.add(iteration, intervals)
         self._trackers.log(iteration, results)
         self._progress.update(iteration, results)
-        if self.page is not None:
+        if self.page is not None:  # last: it is made of the files above
             self.page.touch()
         self.last = {name: value for name, value in self.last.items() if name.startswith("eval/")} | results
 

@@ -48,6 +48,7 @@ class Schedule:
             self._plan.mini_batch_size,
             self._plan.epochs,
             group_size=self._plan.n_samples_per_prompt,
+            # apart by more than a run has iterations, so that runs of neighbouring seeds share no shuffle
             shuffle_seed=self._actor.seed * 1_000_003 + iteration if self._rl.shuffle_mini_batch else None,
         )
 

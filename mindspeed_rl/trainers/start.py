@@ -44,6 +44,7 @@ def started(run: Run) -> Iterator[RLTrainer | SupervisedTrainer]:
     steps = StartSteps()
     run = dataclasses.replace(run, prediction=predict(run))
     cfg = run.config
+    # before the run folder is made: a mistake in a key leaves none behind
     parts = SupervisedParts(run) if cfg.is_supervised else RLParts(run)
     run, cfg = parts.run, parts.run.config  # with the length of the run, where the prompts decide it
     ending = Ending(cfg.actor_config.sigterm_grace_s)

@@ -122,6 +122,7 @@ class StreamingSource:
 
     def before_push(self) -> None:
         """New weights may come."""
+        # nothing is started before the first weights
         if self._version is None:
             return
         with self._timers("rollout_pause"):
@@ -167,6 +168,7 @@ class StreamingSource:
         while True:
             if self._failure is not None:
                 raise self._failure
+            # before the look: what changes during it is not missed
             self._changed.clear()
             found = await look()
             if found is not None or loop.time() >= end:
@@ -175,10 +177,12 @@ class StreamingSource:
                 await asyncio.wait_for(self._changed.wait(), end - loop.time())
 
     async def _all_ended(self) -> bool | None:
+        # what is being scored meanwhile needs no engine
         return None if self._generating else True
 
     async def _snapshot(self) -> tuple[list[PromptGroup], int, int]:
         copies = [
+            # a copy of the list, in which responses go on arriving while the snapshot is written
             PromptGroup(group.number, group.item, group.version, list(group.samples), group.results)
             for group in self._groups.values()
         ]
@@ -219,7 +223,7 @@ class StreamingSource:
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(number, None)
         if not task.cancelled() and (failure := task.exception()) is not None:
-            self._failure = self._failure or failure
+            self._failure = self._failure or failure  # later ones may follow from the first
         if self._changed is not None:
             self._changed.set()
 
@@ -233,6 +237,7 @@ class StreamingSource:
         seed = self._requests.seed(group.number, number)
         self._generating += 1
         try:
+            # interrupted by a push: asked for again, it goes on when the engine does
             while (sample := group.samples[number]) is None or sample.finish == "aborted":
                 task = replace(self._requests.task(group.item, seed), begun=None if sample is None else sample.response)
                 group.samples[number] = await self._agents.sample(self._engine, task)
@@ -247,6 +252,7 @@ class StreamingSource:
         numbers = self._chosen(iteration, count)
         if numbers is None:
             return None
+        # makes no room for other prompts: those taken count as those in flight do
         self._taken += count
         self._ready -= set(numbers)
         return [self._groups.pop(number) for number in numbers]

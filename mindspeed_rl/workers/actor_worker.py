@@ -125,10 +125,12 @@ class ActorWorker(ModelWorker):
         Training state leaves before the engine's weights come: both together are more than a device may have.
         """
         for role in (*self.roles.trained(), *self.roles.frozen()):
+            # the actor's weights stay: they are what is pushed
             self._rest(role, weights=role is not self.roles.actor)
         self.roles.actor.offloader.onload(params=True)
         proven = self.rollout.load(self.roles.actor.stream, version, self._adapters)
         self._offload_all()
+        # only now: the actor's weights were where the cache goes
         self.rollout.engine.restore_cache()
         return proven
 
@@ -325,6 +327,7 @@ class ActorWorker(ModelWorker):
     def finish(self) -> WorkerReport:
         """Waits for background saves; tools are ended."""
         self._close_rollout()
+        # the actor's last, as in `save`
         for role in (*self.roles.frozen(), *self.roles.trained()[::-1]):
             role.finish_saves()
         return self._report()

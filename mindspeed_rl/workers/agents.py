@@ -110,6 +110,7 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
     if loop != "environment":  # which may begin with messages of its own
         turns.check_prompt(prompt_ids)
     role = "tool" if run.rl.tool_config_path is not None else "user"
+    # a template that cannot write such a turn raises here
     turns.between([{"role": role, "content": "0"}], tokenizer.eos_token_id)
 
 
@@ -126,7 +127,7 @@ def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
     Raises:
         ValueError: a row names a tool, an option or an argument that there is not; says where, and what there is.
     """
-    columns = set(prompts[0]["columns"])
+    columns = set(prompts[0]["columns"])  # as those of all rows
     if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(TOOL_COLUMNS):
         return
 

@@ -186,6 +186,7 @@ class ApartActorGroup(ActorGroup):
         """A checkpoint of every role that changes; the actor's comes last, since a run resumes where the actor does."""
         others = [] if self._critic is None else self._critic.save(iteration, run_state)
         if self._critic is not None:
+            # complete, not only begun: a run that resumes with the actor's checkpoint needs this one whole
             others += self._critic.finish()
         return others + super().save(iteration, run_state)
 
@@ -244,6 +245,7 @@ class ServedActorGroup(ApartActorGroup):
 
     def close(self) -> None:
         """Ends tools, the run's own servers and all worker processes."""
+        # whatever a tool raises here, the processes below must end
         with contextlib.suppress(Exception):
             self.servers.loop.run(self.agents.close())
         self.servers.close()
@@ -274,9 +276,11 @@ class ServedActorGroup(ApartActorGroup):
         ((host, port),) = wait_all(
             [self.processes[0].address.remote()], self._names[:1], "join_servers", self._plane, self._watch
         )
+        # a run on one node gives its address as 127.0.0.1, where servers elsewhere do not find it
         if rollout_servers(self._run.config) and self._run.num_nodes == 1 and not self._all_local():
             host = ray.util.get_node_ip_address()
         meeting: Meeting = self.servers.weights.new_meeting(host, port, names)
+        # joining ends when all members are there: begun before servers are invited, awaited behind that
         futures = [process.call.remote("join_servers", meeting) for process in self.processes]
         invite(meeting)
         self.wait("join_servers", futures)
@@ -288,6 +292,7 @@ class ServedActorGroup(ApartActorGroup):
         """(reports, None), or (None, what broke the group)."""
         futures = [process.call.remote("send_weights", version) for process in self.processes]
         errors = [error for error in map(self._error_in_time, futures, self._names) if error is not None]
+        # a trainer that died ends the run; a group that broke around living ones can be made anew without a server
         if not errors or any(isinstance(error, ray.exceptions.RayActorError) for error in errors):
             return self.wait("send_weights", futures), None
         return None, errors[0]
@@ -332,6 +337,7 @@ class ServedActorGroup(ApartActorGroup):
             lambda: self._rows_plane.get("actor_rollout", columns, indexes=rows, timeout_s=run.deadlines.rows_s),
         )
         pool = self.servers.pool
+        # evaluations have used the servers too, and are no part of the rollout
         pool.busy.clear()
         wanted = row_tasks(run, batch, rows, draw, self.sampling)
         tasks = {asyncio.create_task(self.agents.sample(pool, task)): row for row, task in zip(rows, wanted)}

@@ -115,6 +115,7 @@ class ComparisonWorker(DeviceWorker):
             if not bool(differs.any()):
                 continue
             fault: Any = "other"
+            # what the first push brought: the second one did not reach it
             if torch.equal(held, before):
                 fault = "stale"
             elif bit_sum(held) == bit_sum(expected):

@@ -62,6 +62,7 @@ def count_on_ranks(order: CountOrder, *, timeout_s: float) -> list[dict[str, Any
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_rank, args=(order, rank, master, sender), daemon=True)
         process.start()
+        # or the pipe would stay open here when the rank dies, and nobody would hear of it
         sender.close()
         ends.append(receiver)
         processes.append(process)

@@ -47,6 +47,7 @@ def _rows(order: CountOrder) -> Rows:
     response = order.tokens - prompt
     vocabulary = order.plan.network.vocab_size
     ids = torch.randint(0, vocabulary, (order.rows, order.tokens), generator=generator)
+    # negative, as log-probs are, which most of these columns hold
     numbers = dict.fromkeys(("advantages", "rollout_log_probs", *order.columns), torch.linspace(-1.0, -0.5, response))
     masks = dict.fromkeys(("scored_mask", "loss_mask"), torch.ones(response, dtype=torch.bool))
     columns = {name: [value.clone() for _ in range(order.rows)] for name, value in (numbers | masks).items()}
@@ -119,6 +120,7 @@ class _Plain:
         config, plan = order.config, order.plan
         self._rows, self._device = _rows(order), platform.current().current_device()
         transformer = planned_config(config, plan)
+        # rows are equally long, so stages need not tell each other shapes, as they do not in Megatron's script
         transformer.variable_seq_lengths = False
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), plan.layout.pp
         # WrappedTorchNorm is no module itself, but makes one
@@ -141,6 +143,7 @@ class _Plain:
         shape = len(rows), self._tokens
         ids = torch.stack([self._rows.input_ids[row] for row in rows])
         mask = torch.zeros(shape)
+        # on the places that predict a token of the response
         mask[:, self._tokens // 2 - 1 : -1] = 1.0
         parts = ids, ids.roll(-1, 1), mask, torch.arange(self._tokens).expand(shape).contiguous()
         first = parallel_state.get_tensor_model_parallel_rank() == 0

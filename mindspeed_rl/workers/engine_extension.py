@@ -51,7 +51,7 @@ def _end_with(owner: str) -> None:
         time.sleep(_LOOK_EVERY_S)
     if os.getppid() == parent and str(parent) != owner.split()[0]:
         os.kill(parent, signal.SIGKILL)
-    os._exit(1)
+    os._exit(1)  # sys.exit would end this thread alone
 
 
 def _prepare() -> None:
@@ -89,6 +89,7 @@ class EngineExtension:
 
     def weights_leave(self) -> None:
         """This worker is in no group."""
+        # vLLM mixes the class into its worker, so there is no constructor of ours that could have set it
         group, self._weights_group = getattr(self, "_weights_group", None), None
         self._weights_push: WeightPush | None = None
         if group is not None:

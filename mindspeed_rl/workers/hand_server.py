@@ -46,6 +46,7 @@ def serve(
         whole_distribution: no token is cut off when training responses are drawn.
     """
     device = platform.select(platform_name)
+    # what the user's shell says wins: there is no run file that could
     for name, value in device.worker_env().items():
         os.environ.setdefault(name, value)
     set_up_logging(None)

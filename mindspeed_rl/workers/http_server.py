@@ -41,6 +41,7 @@ class GuardedApp:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
+        # takes equally long for every wrong token, which a comparison of bytes does not
         if not hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected):
             await _answer(send, 401, {"error": "this server asks for its token: Authorization: Bearer <token>"})
         elif scope["type"] == "http" and scope["path"].startswith(self._prefix):
@@ -68,6 +69,7 @@ class GuardedApp:
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
+            # looked at while it comes, so that no caller can fill the memory
             if len(body) > _MOST_BYTES:
                 await _answer(send, 413, {"error": f"a call has at most {_MOST_BYTES} bytes"})
                 return

@@ -27,6 +27,7 @@ class OutOfDeviceMemory(RuntimeError):
             f"out of memory in phase {phase}: {', '.join(f'{owner} {count / _GIB:.2f} GiB' for owner, count in largest)}."
         )
 
+    # Ray pickles what a worker raises, and an exception is rebuilt from its message alone otherwise
     def __reduce__(self) -> tuple[type[OutOfDeviceMemory], tuple[str, dict[str, int]]]:
         return type(self), (self.phase, self.owners)
 

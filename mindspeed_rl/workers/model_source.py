@@ -63,6 +63,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
         raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
     weights: tuple[Path, WeightsKind, int | None] | None = None
     for key, value in candidates:
+        # the number is of `load`'s checkpoints, and means nothing in another folder
         asked = config.load_iteration if key == "load" else None
         try:
             kind = weights_kind(Path(value).expanduser(), asked)
@@ -80,6 +81,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
     assert weights is not None
     folders = [weights[0]] if weights[1] == "hf" else []
     folders += [Path(path).expanduser() for path in (config.tokenizer_name_or_path, config.pretrained_checkpoint) if path]
+    # last, so that what the user names wins over what was put beside the checkpoints
     folders.append(weights[0] / HF_FILES)
     for folder in folders:
         if (folder / "config.json").is_file():
@@ -126,6 +128,7 @@ def weights_kind(folder: Path, iteration: int | None = None) -> WeightsKind | No
         if not found.is_dir():
             held = ", ".join(map(str, iterations(folder)[-5:])) or "none"
             raise ValueError(f"{folder} has no checkpoint of iteration {newest} (load_iteration); it has {held}")
+        # only our own checkpoints say where the run stood
         return "training" if (found / "run_state.json").is_file() else "megatron"
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return "hf"
@@ -228,13 +231,17 @@ def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tup
     key, path = next((item for item in named.items() if item[1]), (f"{group}.load", None))
     if mode and mode.ref_model_load_path:
         config = without_network_keys(config)  # which say what the group's own weights are
+    # weights alone: a reference takes up no state of a run
     config.load, config.pretrained_checkpoint, config.finetune = path, None, True
+    # the reference has no adapters, and the number is of the actor's checkpoints
     config.lora_target_modules, config.load_iteration = None, None
     config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
+    # it has no optimizer, and draws nothing
     config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
     same = path is not None and Path(path).expanduser() == actor.weights
     if goes_on_after is not None:
         moved = actor.weights / _REFERENCE_FOLDER
+        # one that has moved goes on where it was when the actor was saved
         if rl.sync_ref_model and (moved / f"iter_{goes_on_after:07d}").is_dir():
             config.load = str(moved)
             return config, find_model(config, "ref_config"), goes_on_after
@@ -268,6 +275,7 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
     if config.ref_model:
         reference = without_network_keys(reference)  # which say what the policy is
     reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
+    # the number is of `load`'s checkpoints
     reference.load_iteration = config.load_iteration if path == config.load else None
     reference.save, reference.lora_target_modules = None, None
     if not config.ref_model and start.kind == "training" and not config.finetune and path == str(start.weights):

@@ -77,6 +77,7 @@ class ModelWorker(DeviceWorker):
         """This replica's share of a step's rows, balanced by tokens where the run file asks for it."""
         lengths = None
         if self.run.rl.use_dp_batch_balance and self.replica.count > 1:
+            # lengths of the whole step: all replicas divide the same rows in the same way
             batch = self.replica.fetch("actor_train", ["sequence_lengths"], rows)
             lengths = [int(one.sum()) for one in batch["sequence_lengths"]]
         return self.replica.share(rows, lengths)

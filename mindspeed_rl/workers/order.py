@@ -47,6 +47,7 @@ def mini_batches(
     for epoch in range(epochs):
         order = np.arange(num_rows)
         if shuffle_seed is not None:
+            # numpy keeps the stream of RandomState over releases, that of its newer generators it does not promise
             groups = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([shuffle_seed, epoch]))).permutation(
                 num_rows // group_size
             )

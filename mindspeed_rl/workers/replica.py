@@ -41,6 +41,7 @@ class Replica:
     def fetch(self, consumer: str, columns: Sequence[str], rows: Sequence[int]) -> Batch:
         """Rows of the data plane on every rank of the replica; waits for rows that are not ready."""
         batch = None
+        # one rank asks: rows leave the data plane once a replica, not once a rank
         if self._is_source:
             batch = self._plane.get(consumer, list(columns), indexes=list(rows), timeout_s=self._timeout_s)[0]
         return self._control.broadcast(batch)

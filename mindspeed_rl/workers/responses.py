@@ -63,6 +63,7 @@ def training_sampling(keys: SamplingConfig, source: ModelSource, tokenizer: PreT
     return Sampling(
         temperature=keys.temperature,
         max_tokens=keys.max_tokens,
+        # generation_config.json may name end tokens besides the tokenizer's one
         stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *_generation_stops(source)})),
         top_p=keys.top_p,
         top_k=keys.top_k,

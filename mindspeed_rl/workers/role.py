@@ -94,6 +94,7 @@ class Role:
         else:
             self._load_start(self.source, iteration)
         if steps_per_iteration is not None:
+            # before the checkpoint: its optimizer state needs an optimizer to go into
             self.engine.start_training(steps_per_iteration)
         if self.source.kind == "training":
             loaded = load_checkpoint(self.engine, self.source.weights, iteration)
@@ -147,6 +148,7 @@ class Role:
                 link = folder.with_name("latest.partial")
                 link.unlink(missing_ok=True)
                 link.symlink_to(folder.name)
+                # in one step: who reads `latest` finds the folder before or this one
                 os.replace(link, folder.with_name("latest"))
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -177,6 +179,7 @@ class Role:
 
         Adapters are merged; with `lora_ckpt_filter` those of a language model are written alone, as a folder that `peft` loads.
         """
+        # what a save that was killed has left
         if dist.get_rank() == 0 and folder.exists():
             shutil.rmtree(folder)
         lora = LoraSettings.from_config(self.config)
@@ -191,6 +194,7 @@ class Role:
             with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:
                 writer.add_all(self.stream.named_tensors(ranks=[0]))
         else:
+            # gathering is collective, so it is gone through to the end on every rank
             for _ in self.stream.named_tensors(ranks=[0]):
                 pass
         dist.barrier()

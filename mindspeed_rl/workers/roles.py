@@ -68,6 +68,7 @@ def shared_settings(run: Run, tokenizer: Any) -> PassSettings:
     return PassSettings(
         packed=run.rl.use_remove_padding,
         pad_id=tokenizer.pad_token_id,
+        # greedy sampling has 0, by which nothing can be divided
         temperature=run.generate.sampling_config.temperature or 1.0,
     )
 
@@ -112,6 +113,7 @@ def build_reward_model(run: Run, config: MegatronConfig, tokenizer: Any, shared:
     source = find_model(config, "reward_config")
     check_reward_start(config, source)
     plan = plan_model(config, source.hf_folder, head=scoring.head)
+    # what it judges by was not sampled with the actor's temperature
     role = Role("reward", config, plan, source, replace(shared, temperature=1.0), steps_per_iteration=None)
     role.engine.choices = scoring.choices
     return role, scoring

@@ -131,6 +131,7 @@ class RolloutReplica:
     def add_push(self, metrics: Metrics, adapters: AdapterFolder | None = None) -> None:
         """Adds what the last push brought to this rank."""
         assert self._push is not None
+        # the first rank writes the folder, the others get it
         beside = 0 if adapters is None or not dist.get_rank() else adapters.num_bytes
         add_bytes(metrics, self._push.received_bytes + beside, self._push.needed_bytes + beside)
 
@@ -172,7 +173,7 @@ class RolloutReplica:
                     f"weight push: {len(wrong)} adapters of the rollout engine differ from those trained: "
                     f"{', '.join(wrong[:5])}."
                 )
-        return 2 * len(held)
+        return 2 * len(held)  # an A and a B each
 
     def tensors_by_parameter(self) -> dict[str, tuple[str, ...]]:
         """The HF tensors that each parameter of this rank's engine is made of; none before the first load."""
@@ -264,6 +265,7 @@ class RolloutReplica:
 
         async def answered() -> list[Trajectory]:
             found = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
+            # nobody trains on answers, and routing would be most of what travels
             return [one.without_routing() for one in found]
 
         return self.host.run(answered)
@@ -275,6 +277,7 @@ class RolloutReplica:
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """This rank's one of the groups; collective over the world."""
+    # gloo on every platform: its messages are commands, which lie in host memory
     made = [dist.new_group(list(ranks), backend="gloo") for ranks in groups]
     (own,) = [group for ranks, group in zip(groups, made) if dist.get_rank() in ranks]
     assert isinstance(own, dist.ProcessGroup)  # a number for groups of others
@@ -283,4 +286,4 @@ def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 def kv_bytes_per_token(network: Network, dtype: torch.dtype) -> int:
     """Of the whole model's KV cache."""
-    return 2 * network.num_layers * network.num_query_groups * network.kv_channels * dtype.itemsize
+    return 2 * network.num_layers * network.num_query_groups * network.kv_channels * dtype.itemsize  # keys and values

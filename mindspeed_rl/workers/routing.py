@@ -64,6 +64,7 @@ class _Replay:
         self._replica = replica
         replica.divide_by_stage()
         self._topk = engine.model.plan.network.moe_router_topk
+        # a column for each stage: experts of the layers of other stages would be most of what travels
         self._column = routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
     def for_update(self, rows: Rows) -> Rows:
@@ -78,6 +79,7 @@ class _Replay:
         batch = self._replica.fetch_stage(consumer, [self._column, ROUTED_LENGTHS], numbers)
         routing = []
         for values, known, lengths in zip(batch[self._column], batch[ROUTED_LENGTHS], rows.sequence_lengths):
+            # wider than the unsigned bytes that may have travelled, which have no -1
             experts = values.to(torch.int16).view(int(known.sum()), self._layers.num_layers, self._topk)
             routing.append(_spread(experts, known.tolist(), lengths))
         return replace(rows, routing=routing)

@@ -70,6 +70,7 @@ def run_files(run: Run) -> dict[str, str]:
         found.setdefault(str(rl.reward_model), "rl_config.reward_model")
         for path in rl.external_plugins:
             found.setdefault(path, "rl_config.external_plugins")
+    # what is not here may be the name of a model at a hub, which every machine gets for itself
     return {path: key for path, key in found.items() if os.path.isabs(path) and os.path.exists(path)}
 
 
@@ -100,6 +101,7 @@ def check_hosts(run: Run, names: Sequence[str], ask: Callable[[Sequence[str]], S
             if ours == theirs:
                 continue
             said = f"{read[path]}: {path} {_difference(ours, theirs)}" if path in read else f"{marks[path]} is another folder"
+            # once a machine, whose processes all see the same
             mistakes.setdefault((said, answer.host), f"{said} on {answer.host} ({name})")
     if mistakes:
         raise ValueError(

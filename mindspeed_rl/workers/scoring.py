@@ -71,6 +71,7 @@ class ProcessScoring:
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
         marked = []
         for response in responses:
+            # a mark that the response itself contains would be judged as the end of a step
             text = self._tokenizer.decode(response.tolist(), skip_special_tokens=True).replace(self._mark, "")
             steps = split_steps(text) or [""]
             marked.append(torch.tensor(self._tokenizer.encode(mark_steps(steps, self._mark), add_special_tokens=False)))

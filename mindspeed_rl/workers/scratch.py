@@ -46,6 +46,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     with (folder / _OWNER).open("w", encoding="ascii") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # flushed, because it is read while the file is open here
         print(os.getpid(), file=owner, flush=True)
         try:
             yield folder
@@ -70,6 +71,7 @@ def orphans(place: Path) -> list[Orphan]:
     found = []
     for path in sorted(place.glob(f"*/{_OWNER}")):
         with contextlib.suppress(OSError, ValueError):
+            # of the name itself: in a folder for all users others may make links to what is ours
             about = path.parent.lstat()
             if about.st_uid == os.getuid() and time.time() - about.st_ctime > _NEW_S and not _is_locked(path):
                 found.append(Orphan(path.parent, int(path.read_text(encoding="ascii"))))

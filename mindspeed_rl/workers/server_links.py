@@ -63,6 +63,7 @@ class HttpServer:
         Raises:
             RuntimeError: the server said no; its own words.
         """
+        # made here, because aiohttp ties a session to the loop that runs when it is made
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(headers=self._headers, timeout=limits)

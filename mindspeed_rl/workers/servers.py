@@ -136,6 +136,7 @@ class RolloutServers:
             wrong.append(
                 f"its max_model_len is {facts['max_model_len']}, generate_config.max_model_len is {config.max_model_len}"
             )
+        # decided when an engine is built, and no request can change it
         if facts["whole_distribution"] != self._settings.whole_distribution:
             wrong.append("its log-probs are not those of this run's top_p, top_k and min_p; start it with the same")
         if wrong:
@@ -148,6 +149,7 @@ class RolloutServers:
         alive = set(self.pool.names)
         for name in [name for name in self._actors if name not in alive]:
             with contextlib.suppress(Exception):
+                # one that hangs still holds the devices that its successor needs
                 ray.kill(self._actors.pop(name))
                 end_processes(self._run.folder, [name])
             if self._restarts_left <= 0:
@@ -165,12 +167,14 @@ class RolloutServers:
     def close(self) -> None:
         """The run's own servers are gone, others are left as they were found."""
         with contextlib.suppress(Exception):
+            # a server that hangs must not hold up the end of the run
             self.loop.run(asyncio.wait_for(self._leave(), 10))
         self.loop.close()
         for actor in self._actors.values():
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         end_processes(self._run.folder, list(self._actors))
+        # without the control service this would be waited for
         if self._placement is not None and not head_is_gone():
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)

@@ -109,6 +109,7 @@ class SupervisedWorker(DeviceWorker):
         metrics.add_last("train/lr", result.lr)
         metrics.add_last("train/grad_norm", result.grad_norm)
         if self.is_output:
+            # a share, because each replica has a rank that adds its own
             metrics.add_sum("train/samples", num_samples / self.replica[0])
             metrics.add_sum("train/tokens", sum(rows.lengths))
             metrics.add_sum("train/model_tflop", self.flops.training(rows.lengths) / 1e12)

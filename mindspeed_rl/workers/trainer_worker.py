@@ -39,6 +39,7 @@ class TrainerWorker(ActorWorker):
 
     def leave_servers(self) -> None:
         """The group with the servers' workers is left."""
+        # the plan goes too: it is of the members of this group
         group, self._group, self._push = self._group, None, None
         if group is not None:
             group.close()

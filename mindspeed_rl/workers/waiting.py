@@ -125,6 +125,7 @@ class Wait:
         """
         _check_head(self._phase)
         watch, now = self._watch, self._watch._now_s()
+        # an answer of any of them is progress: the others may only have been waiting for it
         if list(missing) != self._missing:
             self._missing, self._event_s = list(missing), now
         limit_s = watch.limit(self._name)
@@ -132,6 +133,7 @@ class Wait:
             raise WorkerFailed(self.describe(f"did not end within {limit_s:.0f} s (rl_config.deadlines.{self._name})"))
         hung: list[str] = []
         interval_s = watch._tolerance.heartbeat_interval_s
+        # files are read no more often than processes beat
         if now - self._looked_s >= interval_s and now - self._event_s >= MISSED_BEATS * interval_s:
             self._looked_s = now
             hung = [item.name for item in self._standings() if item.is_late and item.state != "dead"]  # Ray tells of deaths
@@ -267,6 +269,7 @@ def wait_all(
                 done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
                 failed = [(named[future], error) for future in done if (error := _error_of(future)) is not None]
                 hung = wait.look([named[future] for future in pending]) if pending and not failed else []
+                # who raised is not replaced: another worker would raise the same
                 for name in [*hung, *(name for name, error in failed if _distance_from_cause(error) == 0)]:
                     if (other := ask_another(name)) is not None:
                         pending = [future for future in pending if named[future] != name] + [other]
@@ -285,6 +288,7 @@ def wait_all(
         except WorkerFailed as error:
             if plane is not None:
                 with contextlib.suppress(Exception):
+                    # who waits for rows that will not come hears of it now, not at its own deadline
                     plane.abort(str(error).partition(":")[0])
             raise
         wait.end()
@@ -305,9 +309,11 @@ def _later_failures(
 
 def _distance_from_cause(error: Exception) -> int:
     """0 for a death, 1 for an error of its own, more for what another worker's end brings about."""
+    # Ray reports a constructor that raised as a death too, but its error is the worker's own
     if isinstance(error, RayActorError) and not error.actor_init_failed:
         return 0
     text = str(error)
+    # raised by an `abort`, which only follows a failure
     if "DataPlaneAborted" in text:
         return 3
     return 2 if any(sign in text for sign in (*LOST_PEER, *_LATE_PEER)) else 1
@@ -338,6 +344,7 @@ def _raised_in(text: str) -> str:
     lines = text.strip().splitlines()
     files = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     start = files[-1] + 1 if files else 0
+    # the source line of a frame, and the marks below it, are indented
     while start < len(lines) - 1 and lines[start].startswith("  "):
         start += 1
     return "\n".join(lines[start:])

@@ -45,6 +45,7 @@ class LoopThread:
         try:
             return future.result()
         except BaseException:
+            # also on Ctrl-C: the coroutine would go on in its own thread
             future.cancel()
             raise
 
@@ -116,6 +117,7 @@ class WeightPush:
             names, servers = self._pool.names, self._pool.servers()
             if not names:
                 raise WorkerFailed(f"no rollout server is left: {'; '.join(': '.join(item) for item in self._pool.lost[-4:])}")
+            # the plan of a push is made for the members of a group: both last as long as the servers stay the same
             if servers != self._joined:
                 self._joined = []
                 if not self._meet(names, meet):
@@ -132,10 +134,12 @@ class WeightPush:
             if broken is None and proof is not None and not any(self._is_innocent(item) for item in results.values()):
                 self._pool.version = version
                 return sent, proof
+            # who failed has left the group, so the others have to meet anew
             self._joined = []
             failures = self._count(failures, broken)
 
     def _count(self, failures: int, broken: Exception | None) -> int:
+        # each failure may take out a server: two more failures than servers mean that none of them is the cause
         if failures >= 2 + len(self.workers_of):
             cause = "" if broken is None else f" The trainers said: {_last_line(broken)}"
             raise WorkerFailed(f"weight push: it failed {failures + 1} times and no server can be blamed for it.{cause}")
@@ -203,6 +207,7 @@ class WeightPush:
         return isinstance(result, Exception) and any(sign in str(result) for sign in _OTHERS_FAULT)
 
     def _lose(self, name: str, reason: str) -> None:
+        # the pool belongs to the loop's thread
         async def lose() -> None:
             self._pool.lose(name, reason)
 

@@ -125,6 +125,7 @@ class Dialogue:
         limits = self._limits
         room = min(self._sampling.max_tokens, limits.max_tokens - self._used, limits.max_context_tokens - len(context))
         room = room if max_tokens is None else min(room, max_tokens)
+        # without any room the engine is asked all the same, and says that the prompt is too long
         sampling = replace(self._sampling, max_tokens=max(1, room))
         found = await _whole(self._engine, context, sampling, turn_seed(self._seed, self.num_turns))
         self._segments.append(Segment.drawn(found))
@@ -133,6 +134,7 @@ class Dialogue:
         ended = found.finish == "stop"
         self._truncated = not ended
         spoken = found.token_ids[:-1] if ended else found.token_ids
+        # cleaning up would take away spaces that the model drew
         text = self._tokenizer.decode(list(spoken), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         self._has_thought |= "</think>" in text
@@ -197,7 +199,7 @@ class Dialogue:
             ValueError: a token shall train that was not drawn there.
         """
         *before, drawn = self._segments
-        same = len(os.path.commonprefix([drawn.token_ids, tuple(token_ids)]))
+        same = len(os.path.commonprefix([drawn.token_ids, tuple(token_ids)]))  # takes any sequences
         for place, token in enumerate(token_ids):
             if place >= same and trains[place]:
                 raise ValueError(f"token {place} of the turn ({token}) shall train, but the model did not draw it there")

@@ -104,6 +104,7 @@ class TokenSession:
         self._may_go_on = self._hear(messages, list(tools))
         if not self._may_go_on:
             raise NoRoom("no tokens are left")
+        # a task of its own, which `close` can cancel while the program still waits for the answer
         self._drawing = asyncio.ensure_future(self._dialogue.reply(max_tokens))
         try:
             turn = await self._drawing

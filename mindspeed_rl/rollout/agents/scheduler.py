@@ -180,6 +180,7 @@ class Scheduled(AgentLoop):
             turn = await dialogue.reply()
             if not dialogue.may_go_on(turn):
                 break
+            # a copy: what the user's code changes is told from what was said by comparing the two
             request = InferRequest(copy.deepcopy([*prompt, *dialogue.messages]), row_of(task.columns, task.label))
             choice = ResponseChoice(ChoiceMessage(turn.text), "stop" if turn.ended else "length", list(turn.token_ids))
             try:
@@ -194,6 +195,7 @@ class Scheduled(AgentLoop):
     def _plugin(self) -> _Plugin:
         if not inspect.isclass(self._target):
             return _Function(self._target)
+        # ms-swift's base class takes max_turns, a class of the user's own need not
         takes = inspect.signature(self._target).parameters
         return _Class(self._target(**({"max_turns": self.settings.limits.max_turns} if "max_turns" in takes else {})))
 
@@ -201,6 +203,7 @@ class Scheduled(AgentLoop):
         messages = task.columns.get("messages")
         if isinstance(messages, list) and messages:
             return [dict(message) for message in messages]
+        # the chat template's own marks are no part of what was said
         text = self.settings.tokenizer.decode(list(task.prompt_ids), skip_special_tokens=True)
         return [{"role": "user", "content": text}]
 

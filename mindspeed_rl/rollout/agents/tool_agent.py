@@ -27,6 +27,7 @@ class ToolAgent(AgentLoop):
         assert tools is not None  # there is a tool box
         parser = self._tool_box.parser
         dialogue = self.dialogue(task, engine)
+        # also where nothing is called: means are over the trajectories that have the figure
         dialogue.metrics |= {"tool_seconds": 0.0, "tool_calls_failed": 0.0}
         goes_on = True
         while goes_on:

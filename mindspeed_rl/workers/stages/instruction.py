@@ -34,11 +34,13 @@ def labelled_rows(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> Rows:
     """
     input_ids, prompt_lengths, targets, masks = [], [], [], []
     for ids, labels in pieces:
+        # nothing predicts the first token
         labelled = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
         first = int(labelled[0]) if len(labelled) else len(ids)
         mask = torch.from_numpy(labels[first:] != IGNORE_INDEX)
         input_ids.append(torch.from_numpy(ids))
         prompt_lengths.append(first)
+        # 0 where nothing is learnt: IGNORE_INDEX is no token of the vocabulary
         targets.append(torch.from_numpy(labels[first:]) * mask)
         masks.append(mask)
     return Rows(input_ids, prompt_lengths, {"loss_mask": masks}, targets)

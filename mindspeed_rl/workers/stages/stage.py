@@ -50,6 +50,7 @@ def parts(dataset: Dataset, split: str | None) -> tuple[Part, Part]:
         ValueError: the shares are not up to three numbers that are not negative.
     """
     shares = split_shares(split)
+    # sums are rounded, not shares: no item is lost between two parts
     ends = [round(len(dataset) * sum(shares[: number + 1])) for number in range(2)]
     return Part(dataset, 0, ends[0]), Part(dataset, ends[0], ends[1])
 
