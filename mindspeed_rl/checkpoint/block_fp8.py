@@ -107,6 +107,7 @@ class BlockFp8Source:
         stored = self._folder.read(name, dim, start, stop)
         if not _is_8_bit(stored.dtype):
             return stored
+        # a slice may begin inside a block: scales go by the place in the whole weight
         first = [start if axis == dim and stop is not None else 0 for axis in range(2)]
         return _in_full(stored, _scales_of(self._folder, name, self._block).read(), self._block, first)
 
@@ -136,5 +137,6 @@ def _scales_of(folder: HfFolder, name: str, block: tuple[int, int]) -> TensorRec
 
 def _in_full(stored: Tensor, scales: Tensor, block: tuple[int, int], first: Sequence[int] = (0, 0)) -> Tensor:
     """weight[i, j] x scale[i // rows, j // columns], where `first` is the place of stored[0, 0] in the whole weight."""
+    # indexed, not repeated: the last block of an axis may be shorter
     rows, columns = ((torch.arange(size) + offset) // step for size, offset, step in zip(stored.shape, first, block))
     return (stored.float() * scales.float()[rows][:, columns]).to(torch.bfloat16)

@@ -32,6 +32,7 @@ class DamagedCheckpoint(ValueError):
 def checksum(path: Path) -> tuple[int, int]:
     """Bytes and CRC-32 of a file, read in blocks."""
     size = total = 0
+    # blocks are far larger than Python's buffer, which would copy each once more
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
             size += len(block)
@@ -66,6 +67,7 @@ def read(folder: Path) -> Sums | None:
     """
     path = folder / NAME
     if not path.is_file():
+        # a list that was lost must not make a checkpoint pass for an old one
         if _promises_sums(folder):
             raise DamagedCheckpoint(f"{path} is missing; the files of this checkpoint cannot be verified")
         return None
@@ -98,6 +100,7 @@ def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
         if found != size:
             raise DamagedCheckpoint(f"{path} has {found} bytes, but was written with {size}")
     for name in sorted(_files(folder) - sums.keys() - {NAME}):
+        # what a loader would read; a note beside it does no harm
         if name.endswith((".distcp", ".pt", ".safetensors")):
             raise DamagedCheckpoint(f"{folder / name} is no file of this checkpoint ({NAME} does not know it)")
 

@@ -53,6 +53,7 @@ def open_source(options: ConvertOptions) -> Source:
         return open_hf(options.load_dir, model)
     if options.num_layers is not None or options.first_k_dense_replace is not None:
         raise ValueError("--num-layers and --first-k-dense-replace need an HF source")
+    # the original HF folder may be given as --save-dir (see `_destination`), and has the config.json
     source = open_megatron(options.load_dir, model, options.save_dir if options.save_model_type == "hf" else None)
     if options.load_from_legacy and source.kind != "legacy":
         raise ValueError(f"--load-from-legacy contradicts {options.load_dir}, which has the {source.kind} layout")
@@ -67,6 +68,7 @@ def check_folders(options: ConvertOptions) -> None:
         read, written = path.resolve(), options.save_dir.resolve()
         if read == written or read in written.parents:
             raise ValueError(f"--save-dir {options.save_dir} lies in {flag} {path}, which is read; choose another folder")
+        # the folder of one iteration stands for the checkpoint that it belongs to
         root = read.parent if read.name == "release" or read.name.startswith("iter_") else read
         # an HF folder replaces what is at its place, a Megatron checkpoint a few names below it
         replaced = [written] if options.save_model_type == "hf" else [written / name for name in WRITTEN_BELOW]
@@ -150,6 +152,7 @@ def _destination(options: ConvertOptions, source: Source) -> Destination:
         "dtype": None if options.params_dtype is None else _DTYPES[options.params_dtype],
         "overwrite": options.overwrite,
     }
+    # a folder cannot be renamed onto a link, and belongs on the disk that the link points to
     save_dir = options.save_dir.resolve() if options.save_dir.is_symlink() else options.save_dir
     if options.save_model_type == "hf":
         path = save_dir
@@ -215,6 +218,7 @@ def _layout(options: ConvertOptions, network: Network) -> Layout:
 
 
 def _parse_size(text: str) -> int:
+    # no more digits than a float keeps
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)([KMG]I?B)", text.strip().upper())
     if match is None or float(match[1]) == 0:
         raise ValueError(f"--max-shard-size {text}: expected a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")

@@ -85,6 +85,7 @@ class Cast:
         if name in self.keep or not tensor.is_floating_point():
             return tensor
         cast = tensor.to(self.dtype)
+        # the source is looked at only when the result is not finite: what it held already is no fault of the cast
         if not is_finite(cast) and is_finite(tensor):
             largest = tensor.abs().max().item()
             raise ValueError(
@@ -128,6 +129,7 @@ class HfPlan:
                 name: TensorRecord(str(path), offsets[name], self.entries[name][1], self.entries[name][0]) for name in names
             }
             size = max((record.offset + record.num_bytes for record in records.values()), default=len(header))
+            # a resumed run finds it, partly filled
             if not path.is_file():
                 with path.open("wb") as stream:
                     stream.write(header)
@@ -179,11 +181,13 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
     dtypes = {name: group.dtype for group in source.groups for name in group.hf}
     layout = destination.layout or Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
     network = network.padded(destination.make_vocab_size_divisible_by, layout.tp)
+    # elsewhere experts lie one by one, and the legacy layout has none
     grouped = destination.grouped_gemm and bool(network.num_moe_experts) and destination.kind == "mcore"
     packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
     ops = architecture.weight_ops(network, packing)
     if destination.mindspeed_mla and network.multi_latent_attention:
         ops = with_mindspeed_mla(network, ops)
+    # a router's balancing bias: in bfloat16 the small steps of its updates would be lost
     buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
     steps: list[Transform] = [] if peft is None else [peft]
     if destination.dtype is not None:
@@ -194,6 +198,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
     def dtype_of(op: WeightOp) -> torch.dtype:
         if op.hf[0] not in dtypes:
             raise ValueError(f"{source.path} lacks {op.hf[0]!r}")
+        # that of the first: a parameter whose tensors differ in dtype is refused when its pieces are written
         return dtypes[op.hf[0]]
 
     staging = destination.staging

@@ -160,10 +160,12 @@ def _write(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> Non
     staging = plan.destination.staging
     fingerprint = _fingerprint(plan, task_bytes)
     state = staging / _STATE_NAME
+    # half a conversion of other options or files: its task numbers would mean other tensors
     if staging.exists() and not (state.is_file() and json.loads(state.read_text()).get("fingerprint") == fingerprint):
         shutil.rmtree(staging)
     fresh = not staging.exists()
     if fresh:
+        # a resumed run has some of its bytes on the disk already, and would be told to need them again
         _check_space(plan)
         staging.mkdir(parents=True)
     targets = plan.create()
@@ -179,6 +181,7 @@ def _write(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> Non
     strange: set[str] = set()
     with done_file.open("a", encoding="utf-8") as log:
         for number, report in _execute(_run_jobs, open_tasks, (plan.transform,), workers):
+            # flushed at once: a task that a kill leaves unsaid is written again, to the same places
             log.write(f"{number}\n")
             log.flush()
             strange.update(report.strange)
@@ -197,6 +200,7 @@ def _jobs(source: Source, targets: Sequence[Target]) -> list[Job]:
 
 
 def _tasks(jobs: Sequence[Job], task_bytes: int) -> list[list[Job]]:
+    # the same in every run of a plan: a resumed run knows finished tasks by their numbers
     tasks: list[list[Job]] = []
     filled = 0
     for job in jobs:
@@ -209,6 +213,7 @@ def _tasks(jobs: Sequence[Job], task_bytes: int) -> list[list[Job]]:
 
 
 def _run_jobs(jobs: Sequence[Job], transform: Transform | None) -> Report:
+    # processes share the cores: with threads in each they would hold each other up
     torch.set_num_threads(1)
     return sum((job.run(transform) for job in jobs), Report())
 
@@ -232,6 +237,7 @@ def _execute(
         except BrokenProcessPool as error:
             raise ValueError("a worker process was killed (out of memory?); try again with fewer --workers") from error
         except BaseException:
+            # tasks that still run write into the folder that is removed next
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
@@ -252,12 +258,14 @@ def _amount(num_bytes: int) -> str:
 def _fingerprint(plan: Plan, task_bytes: int) -> str:
     """Changes with the source files, the options and the plan: what an interrupted run must share with its successor."""
     digest = hashlib.sha256(f"{task_bytes}\n".encode())
+    # size and time stand for the content, which would take as long to read as the conversion does
     weight_files = sorted(
         p for p in plan.source.path.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".pt", ".distcp")
     )
     for path in weight_files:
         stat = path.stat()
         digest.update(f"{path}|{stat.st_size}|{stat.st_mtime_ns}\n".encode())
+    # --overwrite changes nothing of what is written, and may be added for the second run
     digest.update(repr(replace(plan.destination, overwrite=False)).encode())
     digest.update(repr((plan.files, plan.transform, [getattr(group, "lora", None) for group in plan.source.groups])).encode())
     return digest.hexdigest()
@@ -268,16 +276,19 @@ def _publish(plan: Plan) -> Path:
     staging, final = destination.staging, destination.final
     companions = _companions_staging(plan)
     _write_companions(plan, companions)
+    # before the checksums, which count every file in the folder
     for name in (_STATE_NAME, _DONE_NAME):
         (staging / name).unlink(missing_ok=True)
     if destination.kind == "hf":
         _replace_folder(staging, final)
         return final
     checksums.join_parts(staging)
+    # all that may find the disk full is written before the first rename
     (companions / LATEST_NAME).write_text("1", encoding="utf-8")
     os.replace(companions / LATEST_NAME, destination.path / _LATEST_STAGING)
     _replace_folder(companions, destination.path / HF_FILES)
     _replace_folder(staging, final)
+    # named newest last, so that a first checkpoint is not found before it is whole
     os.replace(destination.path / _LATEST_STAGING, destination.path / LATEST_NAME)
     return final
 
@@ -288,6 +299,7 @@ def _companions_staging(plan: Plan) -> Path:
 
 
 def _replace_folder(made: Path, final: Path) -> None:
+    # a folder that is not empty cannot be replaced in one step
     if final.exists():
         shutil.rmtree(final)
     os.replace(made, final)
@@ -317,6 +329,7 @@ def _verify(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> No
     for copy, owner in result.equal.items():
         if not same_bits(in_result[copy].load()[copy], in_result[owner].load()[owner]):
             raise ValueError(f"verification: {copy} differs from {owner} in the result")
+    # copies that only the result has were held against their owners above
     compared = [_Expected(group) for group in result.groups if group.hf[0] in in_source or group.hf[0] not in result.equal]
     jobs = _jobs(plan.source, compared)
     tasks = list(enumerate(_tasks(jobs, task_bytes)))
@@ -331,6 +344,7 @@ def _open_result(plan: Plan) -> Source:
     options = ModelOptions(reward_head=source.network.head == "reward", mtp_num_layers=source.network.mtp_num_layers)
     if plan.destination.kind != "hf":
         return open_megatron(staging, replace(options, mtp_num_layers=None))
+    # for the reader; `_publish` writes it again, over the companions and with the result's dtype
     write_config(staging, source.hf_config)
     return open_hf(staging, options)
 

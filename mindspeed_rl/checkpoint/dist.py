@@ -103,6 +103,7 @@ class Chunk:
             raise ValueError(f"{self.path} is truncated: {self.length} bytes expected at {self.start}, {max(found, 0)} found")
         with open(self.path, "rb") as file:
             view = cast(IO[bytes], _create_file_view(file, self.start, self.length))  # declared as its base class
+            # many zip files lie in one .distcp, and torch's reader takes its stream for a whole one
             piece = load_part_with_records(self.path, view, self.start)
         return piece.reshaped(*self.sizes) if isinstance(piece, TensorRecord) else piece.reshape(self.sizes)
 
@@ -124,6 +125,7 @@ def stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]
         entry = metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(entry, dcp.TensorStorageMetadata):
             continue
+        # the bare name: an index from elsewhere must not lead out of the folder
         path = folder / os.path.basename(info.relative_path)
         if index.fqn not in sizes:
             sizes[index.fqn] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
@@ -180,6 +182,7 @@ class DistGroup:
         whole = torch.empty(0, dtype=self.stored_dtype)
         for chunk in self.chunks:
             part = chunk.part(tuple(i - offset for i, offset in zip(self.index, chunk.offsets[:lead])))
+            # usually one piece is the whole, and stays a view of the file
             if part.shape == self.shape:
                 return part
             if not whole.numel():
@@ -238,6 +241,7 @@ class DistFolder:
         used: set[str] = set()
         groups = []
         for op in architecture.weight_ops(network):
+            # Megatron stores a tied head under the embedding's key
             if not op.copy_of_tied:
                 groups.append(self._group(network, op, used))
         adapters = self._adapters(architecture, network, used)
@@ -245,6 +249,7 @@ class DistFolder:
             name
             for name, entry in entries.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
+            # moments have the parameters' names behind these, and would all count as unknown tensors
             and not name.startswith((*_OPTIMIZER, "rng_state", "rerun_state", "opt_param"))
         }
         extra = sorted(model_keys - used)
@@ -265,6 +270,7 @@ class DistFolder:
         used: set[str] = set()
         adapters = self._adapters(architecture, network, used)
         unknown = sorted(name for name in self.chunks if name.endswith(_LORA) and name not in used)
+        # the moments of adapters end in the same names
         unknown = [name for name in unknown if not name.startswith("optimizer.")]
         if unknown:
             raise ValueError(f"{self.path} holds {unknown[0]!r}, which belongs to no parameter of {network.architecture}")
@@ -298,6 +304,7 @@ class DistFolder:
             entry = self.metadata.state_dict_metadata.get(name)
             if not isinstance(entry, dcp.TensorStorageMetadata):
                 continue
+            # the table does not know an adapter's rank: its shape is taken as it is stored
             shape = tuple(entry.size)[len(sizes) :] if kind else op.shard_shape(1)
             if tuple(entry.size) != (*sizes, *shape):
                 counted = f" for num_hidden_layers {network.num_layers}" if network.num_layers in sizes else ""
@@ -309,6 +316,7 @@ class DistFolder:
                 if all(o <= i < o + s for i, o, s in zip(index, chunk.offsets[:lead], chunk.sizes[:lead]))
             )
             covered = sum(math.prod(chunk.sizes[lead:]) for chunk in overlapping)
+            # pieces do not overlap, so the count alone shows that none is missing
             if covered != math.prod(shape):
                 raise ValueError(f"{self.folder}: the stored pieces of {name} do not cover {op.mcore}")
             used.add(name)
@@ -367,6 +375,7 @@ class DistPlan:
     def create(self, args: argparse.Namespace) -> list[MegatronTarget]:
         """Make the files with holes, index and common state unless they are there; return what fills the holes."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # `_write_files` writes the index last: where it is, the other files are whole
         if not (self.folder / METADATA_FILE).is_file():
             self._write_files(args)
         chunks = stored_chunks(self.folder, read_metadata(self.folder / METADATA_FILE))
@@ -386,6 +395,7 @@ class DistPlan:
             with file.path.open("wb") as stream:
                 for op, dtype, shape in file.items:
                     name, index, sizes = distributed_name(self.network, op)
+                    # a piece for each layer and expert: a hole of its own, which any worker fills without the others
                     stored = torch.Size((*(1 for _ in index), *shape))
                     offsets = torch.Size((*index, *(0 for _ in shape)))
                     start = stream.tell()
@@ -398,6 +408,7 @@ class DistPlan:
                     entry.chunks.append(dcp.ChunkStorageMetadata(offsets, stored))
         metadata = dcp.Metadata({**entries, **self._extra_states(storage)}, planner_data={}, storage_data=storage)
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+        # by these keys Megatron's dist_checkpointing chooses its reader
         (self.folder / "metadata.json").write_text(json.dumps({**config, "common_backend_version": 1}), encoding="utf-8")
         torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 1}, self.folder / "common.pt")
         with (self.folder / METADATA_FILE).open("wb") as stream:
@@ -406,6 +417,7 @@ class DistPlan:
     def _extra_states(self, storage: dict[dcp.MetadataIndex, _StorageInfo]) -> dict[str, dcp.BytesStorageMetadata]:
         """The (empty) extra states of linear layers and attention, which Megatron's loader insists on; all share one object."""
         empty = io.BytesIO()
+        # a list of one, as Megatron saves the objects under a key; None is a state without 8-bit scales
         torch.save([None], empty)
         path = self.folder / EXTRA_STATE_FILE
         path.write_bytes(empty.getvalue())
@@ -417,6 +429,7 @@ class DistPlan:
                 if not found or op.place not in ("layer", "mtp") or not module.rpartition(".")[2].startswith("linear_"):
                     continue
                 name, index, sizes = distributed_name(self.network, op)
+                # Megatron's ShardedObject.unique_key, in which no leading axis is place 0 of 1
                 position = "/shard_" + ".".join(map(str, index or (0,))) + "_" + ".".join(map(str, sizes or (1,)))
                 names[name.removesuffix(".weight") + "._extra_state" + position] = dcp.BytesStorageMetadata()
                 if module.endswith(".self_attention.linear_proj"):

@@ -36,6 +36,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 #: Files beside the weights that make an HF folder usable.
 COMPANION_PATTERNS = ("*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "*.py")
+# they describe the weights or the training beside them, not the model
 _NOT_COMPANIONS = ("*.index.json", "adapter_config.json", "trainer_state.json", "conversion.json")
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -66,6 +67,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # before it is read: a damaged length could ask for any amount of memory
         if size < 8 or length > size - 8:
             raise ValueError(f"{path} is truncated: {size} bytes cannot hold its header")
         try:
@@ -137,6 +139,7 @@ def _read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     if not index_path.is_file():
         if (folder / SINGLE_NAME).is_file():
             return read_safetensors_header(folder / SINGLE_NAME)
+        # an only file may have any name; an adapter's is no model
         files = sorted(folder.glob("*.safetensors"))
         if len(files) == 1 and files[0].name != "adapter_model.safetensors":
             return read_safetensors_header(files[0])
@@ -183,6 +186,7 @@ def _separate_experts(
         parent, kind = match.groups()
         block, router = f"{parent}.{names.block}", f"{parent}.mlp.gate.weight"
         renamed.add(name)
+        # transformers keeps the router beside fused experts under mlp, whatever the family's block is called
         if names.block != "mlp" and router in records:
             renamed.add(router)
             separate[f"{block}.gate.weight"] = records[router]
@@ -202,6 +206,7 @@ def _separate_experts(
 
 def make_safetensors_header(entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The first bytes of a safetensors file and the offset of every tensor in it, in the given order."""
+    # as save_pretrained writes: older transformers refuse a file that does not say it
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     starts: dict[str, int] = {}
@@ -211,6 +216,7 @@ def make_safetensors_header(entries: Sequence[tuple[str, torch.dtype, tuple[int,
         starts[name] = position
         position += size
     text = json.dumps(header, separators=(",", ":")).encode()
+    # data that begin at a multiple of 8 can be mapped as any dtype
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: base + start for name, start in starts.items()}
@@ -264,6 +270,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
     """The config.json entry that states the weights' dtype, under the name this config uses for it."""
+    # older transformers write torch_dtype, newer ones dtype
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     return {key: str(dtype).removeprefix("torch.")}
 
@@ -296,6 +303,7 @@ class HfFolderWriter:
         self.companions = Path(companions)
         self.config_changes = dict(config_changes or {})
         self.max_shard_bytes = max_shard_bytes
+        # beside it, because a rename works within one file system only
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -312,6 +320,7 @@ class HfFolderWriter:
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self.max_shard_bytes:
             self._flush()
+        # copied: it is written later, and the caller may change or free it before
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += size
 
@@ -323,6 +332,7 @@ class HfFolderWriter:
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
+        # named at the end, since the names of shards say how many there are
         save_file(self._pending, self.partial / f"part-{len(self._files):05d}", metadata={"format": "pt"})
         self._files.append(list(self._pending))
         self._total_bytes += self._pending_bytes

@@ -85,6 +85,7 @@ class FreshGroup:
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
+        # drawn in float32 whatever the dtype, so that every cast of a source starts from the same head
         return {self.name: (torch.randn(self.shape, generator=generator) * self.std).to(self.dtype)}
 
     def pieces(self) -> dict[str, list[Tensor]]:
@@ -119,6 +120,7 @@ class LoraShards:
     def merged_into(self, op: WeightOp, base: Tensor) -> Tensor:
         """The whole parameter with its adapter added, in the base's dtype."""
         a, b = self.full(op)
+        # as upstream merges: in float32, rounded once
         return (base.float() + self.scale * (b.float() @ a.float())).to(base.dtype)
 
 
@@ -156,6 +158,7 @@ class MegatronGroup:
         return self._hf_pieces(strict=False)
 
     def _hf_pieces(self, strict: bool) -> dict[str, list[Tensor]]:
+        # one copy is enough, as ranks repeat each other; verification (strict) proves that they do
         shards = [read_piece(copies[0]) for copies in self.shards]
         if strict:
             for shard, copies in zip(shards, self.shards):
@@ -234,6 +237,7 @@ class MegatronTarget:
         return sum(record.num_bytes for copies in self.shards for record in copies)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
+        # read by way of HF's tensors: any source form meets any target form there, and none knows another
         source = MemorySource(tensors)
         for index, copies in enumerate(self.shards):
             pieces = self.op.read_pieces(source, len(self.shards), index)
@@ -282,11 +286,13 @@ class Job:
 
     def run(self, transform: Transform | None) -> Report:
         """Read, transform and write."""
+        # nothing looks at a tensor as a whole, so mapped pieces go to their place without being joined
         if transform is None and not self.equal and all(isinstance(target, HfTarget) for target in self.targets):
             pieces = {name: parts for group in self.groups for name, parts in group.pieces().items()}
             for target in self.targets:
                 assert isinstance(target, HfTarget)
                 target.record.write_pieces(pieces[target.source_name])
+            # behind the write, which has brought the mapped pages into memory
             strange = tuple(name for name, parts in pieces.items() if not all(map(is_finite, parts)))
             return Report(self.num_bytes, strange)
         tensors = self.load(transform)
@@ -319,6 +325,7 @@ def is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # the smallest and the largest element are NaN as soon as one element is
+    # in float32 where they have 8 bits, of which torch has no aminmax
     ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
     return bool(torch.isfinite(ends.min) & torch.isfinite(ends.max))
 
@@ -373,13 +380,16 @@ def connect(
             if name not in by_name:
                 raise ValueError(describe_missing(name, target))
             needed[id(by_name[name])] = by_name[name]
+            # all groups that a target needs are joined: targets that share one end up in one job, and it is read once
             parent[root(id(by_name[name]))] = root(id(by_name[target.hf[0]]))
         first_group.append(id(by_name[target.hf[0]]))
     checks = {copy: owner for copy, owner in equal.items() if copy in by_name and owner in by_name}
     for copy, owner in checks.items():
         if id(by_name[owner]) in needed:
+            # a copy that no target takes is read too: dropped unread, other numbers than the owner's would be lost
             needed[id(by_name[copy])] = by_name[copy]
             parent[root(id(by_name[copy]))] = root(id(by_name[owner]))
+    # in the order of the targets, which is that of their files: the result is written from front to back
     members: dict[int, list[Target]] = {}
     for target, group_id in zip(targets, first_group):
         members.setdefault(root(group_id), []).append(target)

@@ -149,6 +149,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         rank = a.shape[0]
         for name, part in op.to_hf(b).items() if op.splits[0].dim == 0 else [(op.hf[0], b)]:
             module = _PEFT_PREFIX + name.removesuffix(".weight")
+            # safetensors refuses tensors that share memory, as query's, key's and value's A do
             tensors[f"{module}.lora_A.weight"] = a.clone()
             tensors[f"{module}.lora_B.weight"] = part.contiguous()
     modules = sorted({key.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for key in tensors})
@@ -157,6 +158,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
+        # peft declares an int; a fraction is written only where there is one
         "lora_alpha": int(scale * rank) if float(scale * rank).is_integer() else scale * rank,
         "lora_dropout": 0.0,
         "bias": "none",

@@ -30,7 +30,9 @@ from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.weights import WeightOp
 
 RANK_FILE = "model_optim_rng.pt"
+# Megatron leaves a number out where its size is 1, so a single second number counts pipeline or expert ranks
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?$")
+# no weights: state of 8-bit kernels, and rotary frequencies that every model computes from its config
 _IGNORED = re.compile(r"_extra_state$|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_freq$|_float8_state$")
 
 #: LoRA weights of a checkpoint: Megatron name -> its row, A shards, B shards.
@@ -118,6 +120,7 @@ def stored_ops(ops: Iterable[WeightOp], layout: Layout, network: Network) -> lis
 
     With prediction layers on another chunk than the embedding, that chunk has a copy of the embedding.
     """
+    # stages are compared, not chunks: under dualpipev stage 0 has both ends, so its ranks have the embedding for the head
     apart = layout.first_chunk[0] != layout.last_chunk[0]
     kept = [op for op in ops if apart or not op.copy_of_tied]
     if network.mtp_num_layers and apart:
@@ -169,6 +172,7 @@ class MegatronFolder:
             if not isinstance(content, dict):
                 raise ValueError(f"{path} holds no dict; expected Megatron's model_optim_rng.pt")
             self.holds_optimizer |= bool(content.get("optimizer"))
+            # cached for every rank, so what no conversion reads goes: a file from before torch 1.6 holds all of it in memory
             for heavy in ("optimizer", "opt_param_scheduler", "rng_state"):
                 content.pop(heavy, None)
             self._content[name] = content
@@ -201,6 +205,7 @@ class MegatronFolder:
             pp, ep = 1, args.ep or second
         else:
             pp, ep = args.pp or second, args.ep or 1
+        # counted: args say it in one way or another or not at all, the keys of the file always do
         chunks = [key for key in self._load(self.rank_folders[0]) if re.fullmatch(r"model\d+", key)]
         layout = Layout(
             num_layers=network.num_layers,
@@ -260,13 +265,16 @@ class MegatronFolder:
             (rank, vp_stage): self.state(rank, vp_stage, layout) for rank in layout.ranks() for vp_stage in range(layout.vpp)
         }
         first = next(iter(layout.ranks()))
+        # the padding was chosen by whoever saved, so the stored rows say it and no option has to
         embedding = self._embedding_rows(states[first, layout.first_chunk[1]])
+        # not below vocab_size, which Network refuses: the group that is too small is named with its file instead
         network = replace(network, padded_vocab_size=max(embedding * layout.tp, network.vocab_size))
         network = replace(network, mtp_num_layers=self._num_prediction_layers(states))
         names = {name for state in states.values() for name in state}
         grouped = any(re.search(r"\.experts\.weight[12]$", name) for name in names)
         packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
         ops = architecture.weight_ops(network, packing)
+        # Megatron's latent attention has no linear_qkv; MindSpeed's packs its down projections into one
         if network.multi_latent_attention and any(".self_attention.linear_qkv.weight" in name for name in names):
             ops = with_mindspeed_mla(network, ops)
         reader = _Reader(self, network, layout, states)
@@ -345,6 +353,7 @@ class _Reader:
         if self.folder.legacy:
             return ["/".join(keys) for keys in legacy_keys_to_try(op, local)]
         names = names_to_try(self.network, op, local)
+        # an adapted layer's own weight lies under base_layer, as PEFT wraps it
         return [variant for name in names for variant in (name, name.replace(".weight", ".base_layer.weight"))]
 
     def _find(self, op: WeightOp, rank: Rank, vp_stage: int) -> tuple[str, Piece]:
@@ -382,6 +391,7 @@ class _Reader:
             return
         stems = {name.removesuffix(".weight").removesuffix(".base_layer") for name in self._candidates(op)}
         parts: dict[str, list[Piece]] = {"lora_A": [], "lora_B": []}
+        # ranks that repeat a shard repeat its adapter: one copy is taken, and all count as used
         for ranks in where.shards:
             for kind, pieces in parts.items():
                 for name in (f"{stem}.{kind}.default.weight" for stem in stems):
@@ -459,6 +469,7 @@ class RankPlan:
                 records[file.path] = records_at(file.path, file.tensors)
                 continue
             file.path.parent.mkdir(parents=True, exist_ok=True)
+            # 3.0 as upstream writes: below 2 Megatron would reorder query, key and value on loading
             content = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
             records[file.path] = create_with_holes(file.path, content, file.tensors)
         return [

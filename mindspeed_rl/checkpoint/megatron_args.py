@@ -151,6 +151,7 @@ def write_args(
         noop_layers=",".join(map(str, layout.noop_layers)) or None,
         schedules_method=layout.schedule,
         expert_model_parallel_size=layout.ep,
+        # Megatron derives TP for a dense model too
         expert_tensor_parallel_size=layout.expert_tp_size if moe else layout.tp,
         use_mcore_models=not legacy,
         transformer_impl=transformer_impl,

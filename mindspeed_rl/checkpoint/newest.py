@@ -30,6 +30,7 @@ def newest_checkpoint(folder: str | Path) -> str | None:
     if text == "release":
         name = text
     elif text.isdecimal() and len(text) < 20:
+        # (int() refuses thousands of digits, which a damaged file may hold)
         text = str(int(text))
         name = f"iter_{int(text):07d}"
     else:

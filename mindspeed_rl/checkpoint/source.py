@@ -23,6 +23,7 @@ from mindspeed_rl.models.network import Network, read_group, read_quantization_b
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.dist import DistFolder
 
+# buffers that old releases of transformers saved: rotary frequencies and causal masks, which models compute
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|masked_bias$")
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -148,6 +149,7 @@ def as_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
     names = [re.sub(r"ForCausalLM$", "ForSequenceClassification", name) for name in config.get("architectures") or []]
     classifier = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or [])
     labels = read_group(config, "id2label")
+    # transformers leaves id2label out where there are 2 labels, its default
     if classifier and len(labels) != 1:
         raise ValueError(f"config.json describes a classifier with {len(labels) or 2} labels; a reward model has 1")
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -185,6 +187,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     expected: set[str] = set()
     for op in architecture.weight_ops(network):
         for name, shape in zip(op.hf, op.shapes):
+            # a tied head names the embedding once more
             if name in expected:
                 continue
             expected.add(name)
@@ -199,6 +202,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
                 raise ValueError(f"{path}: {name} has shape {list(record.shape)}; config.json means {list(shape)}")
             groups.append(group_of(folder, name, block))
     copies = architecture.hf_copies(network)
+    # the head that a tied model may store is read all the same, to be held against the embedding that stands for it
     if not network.untie_embeddings_and_output_weights and network.head == "lm":
         copies = {**copies, "lm_head.weight": "model.embed_tokens.weight"}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
@@ -228,6 +232,7 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, network: Ne
     if network.mtp_num_layers and architecture.read_mtp_ops is None:
         raise ValueError(f"{architecture.name} has no multi-token-prediction layers; --mtp-num-layers must be 0")
     stored = {layer for name in folder.stored_names if (layer := _layer_of(name)) is not None}
+    # HF numbers prediction layers on behind the decoder's
     wanted = network.num_layers + network.mtp_num_layers
     if not stored or wanted <= max(stored) + 1:
         return
@@ -329,6 +334,7 @@ def _surplus(
         for name in folder.records
         if not (name in expected or name in folder.renamed or _HARMLESS.search(name) or is_scale(folder, name))
     ]
+    # prediction layers come behind all real layers, also where --num-layers keeps fewer of them
     predictions = _prediction_tensors(folder, rest, architecture, replace(network, num_layers=real))
     truncated: list[str] = []
     unknown: list[str] = []
@@ -408,6 +414,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     network = _network(architecture, config, options)
     check_model_type(options, architecture, network)
     checkpoint = opened.open(architecture, network, options.loosely)
+    # with what the files alone tell: padding of the vocabulary, prediction layers
     network = checkpoint.network
     notices, num_dropped = [], len(checkpoint.skipped)
     if opened.holds_optimizer:

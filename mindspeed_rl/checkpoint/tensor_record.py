@@ -55,16 +55,22 @@ class TensorRecord:
         Raises:
             ValueError: the file ends before the tensor does.
         """
+        # columns do not lie together; of the view only the pages in use are read
         if stop is not None and dim != 0:
             return self.read().narrow(dim, start, stop - start)
         record = self if stop is None else self.rows(start, stop)
+        # torch.frombuffer takes no empty buffer
         if not record.num_bytes:
             return torch.empty(record.shape, dtype=record.dtype)
+        # a mapping begins at a page
         skipped = record.offset % mmap.ALLOCATIONGRANULARITY
         with open(record.path, "rb") as file:
+            # touching a mapping behind the end of its file would kill the process (SIGBUS)
             if os.fstat(file.fileno()).st_size < record.offset + record.num_bytes:
                 raise ValueError(f"{record.path} is truncated: it ends inside a tensor of shape {list(record.shape)}")
+            # private copies of pages: torch wants a buffer that can be written, and the file must not change
             view = mmap.mmap(file.fileno(), skipped + record.num_bytes, access=mmap.ACCESS_COPY, offset=record.offset - skipped)
+        # the kernel reads ahead while others are worked on
         view.madvise(mmap.MADV_WILLNEED)
         data = torch.frombuffer(view, dtype=torch.uint8, count=record.num_bytes, offset=skipped)
         if skipped % record.dtype.itemsize:
@@ -81,6 +87,7 @@ class TensorRecord:
         """Put tensors one after the other at this place, which they fill."""
         if any(piece.dtype != self.dtype for piece in pieces):
             raise ValueError(f"{self.path}: tensors of {[piece.dtype for piece in pieces]} do not fit a place of {self.dtype}")
+        # as bytes, since NumPy has no bfloat16 and no 8-bit floats
         views = [piece.contiguous().view(-1).view(torch.uint8).numpy().data for piece in pieces if piece.numel()]
         total = sum(view.nbytes for view in views)
         if total != self.num_bytes:
@@ -88,6 +95,7 @@ class TensorRecord:
         fd = os.open(self.path, os.O_WRONLY)
         try:
             position = self.offset
+            # one call writes 2 GiB at most, and may write less than it was given
             while views:
                 done = os.pwritev(fd, views[:_MAX_VIEWS], position)
                 position += done

@@ -32,6 +32,7 @@ _SAFE: dict[tuple[str, str], Any] = {
     ("builtins", "list"): list,
     ("builtins", "slice"): slice,
     ("builtins", "complex"): complex,
+    # pickle up to protocol 2 writes Python 2's names
     ("__builtin__", "set"): set,
     ("_codecs", "encode"): None,  # filled below
     ("pathlib", "PosixPath"): Path,
@@ -50,6 +51,7 @@ _SAFE_REBUILDERS = (
     "_rebuild_parameter_with_state",
     "_rebuild_device_tensor_from_numpy",
 )
+# enums in args, arrays in rng_state, exit signals: training checkpoints hold them, and no weight depends on one
 _INERT_PACKAGES = (
     "megatron",
     "mindspeed",
@@ -159,6 +161,7 @@ class _RecordUnpickler(SafeUnpickler):
         untyped = storage_type is torch.UntypedStorage
         dtype = torch.uint8 if untyped else torch.storage._get_dtype_from_pickle_storage_type(storage_type.__name__)
         size = self._archive.get_record_size(f"data/{key}")
+        # a record takes its length from the pickle, and must not reach into the bytes behind its storage
         if size != count * dtype.itemsize:
             raise pickle.UnpicklingError(f"storage {key} has {size} bytes; its pickle says {count * dtype.itemsize}")
         offset = self._archive.get_record_offset(f"data/{key}")  # pyrefly: ignore[missing-attribute]  # torch's stub lacks it
@@ -182,6 +185,7 @@ class _RecordUnpickler(SafeUnpickler):
         shape, width = tuple(size), storage.dtype.itemsize
         if tuple(stride) == contiguous_strides(shape) or 0 in shape:
             return TensorRecord(self._path, storage.offset + start * width, shape, storage.dtype)
+        # a view with other strides, such as a transposed weight, is no run of bytes
         whole = TensorRecord(self._path, storage.offset, (storage.num_bytes // width,), storage.dtype).read()
         return whole.as_strided(shape, tuple(stride), start).contiguous()
 
@@ -198,9 +202,11 @@ def load_with_records(path: str | Path) -> Any:
     if not path.is_file():
         raise ValueError(f"checkpoint file {path} is missing")
     with path.open("rb") as file:
+        # the mark of a zip file, which torch writes since 1.6
         if file.read(4) == b"PK\x03\x04":
             return load_part_with_records(str(path), path, 0)
     try:
+        # weights_only takes no pickle_module; the module's list of names is what keeps this safe
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=safe_pickle)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise _unreadable(str(path), 0, error) from error
@@ -228,6 +234,7 @@ def _unreadable(path: str, start: int, error: Exception) -> ValueError:
     if isinstance(error, pickle.UnpicklingError):
         return ValueError(f"{path}: {error}")
     where = f" (zip file at byte {start})" if start else ""
+    # torch goes on with advice and a C++ stack
     reason = str(error).partition("\n")[0].partition(". ")[0]
     return ValueError(f"{path}{where} cannot be read as a torch checkpoint (truncated or damaged?): {reason}")
 

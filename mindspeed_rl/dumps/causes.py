@@ -97,6 +97,7 @@ class Evidence:
     def first_place(self) -> Place | None:
         """Where the activations part by more than rounding explains."""
         noise = _ACTIVATION_NOISE[self.coarser_type]
+        # `not <=`, so that NaN counts as apart
         return next((place for place in self.places if not place.gap <= noise), None)
 
 
@@ -127,6 +128,7 @@ def name_cause(found: Evidence) -> Cause | None:
     if _agrees(found):
         return None
     first = found.first_place
+    # a temperature acts on the logits alone: activations must agree
     if first is None and (cause := _of_temperature(found)):
         return cause
     if first is not None and (layer := _layer(first.name, ".mlp")) is not None and layer in found.expert_layers:
@@ -186,6 +188,7 @@ def _of_temperature(found: Evidence) -> Cause | None:
     if found.fitted_temperature is None:
         return None
     fitted, left = found.fitted_temperature
+    # a fit that leaves much of the gap explains nothing
     if abs(fitted / found.temperature - 1.0) <= _TEMPERATURE_STEP or left > 0.1 * found.largest_gap:
         return None
     text = (

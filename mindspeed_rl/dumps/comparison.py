@@ -94,6 +94,7 @@ def open_dump(folder: Path) -> Dump:
             index = json.loads(path.read_text(encoding="utf-8"))
             if index["format"] != FORMAT:
                 raise ValueError(f"its format is {index['format']!r}, not {FORMAT!r}")
+            # every rank writes the same
             dump.sizes[index["step"], index["role"], index["phase"]] = index["sizes"]
             for item in index["tensors"]:
                 entry = _entry(path.parent, index, item)
@@ -122,6 +123,7 @@ def _entry(folder: Path, index: dict[str, Any], item: dict[str, Any]) -> Entry:
 
 
 def _key(entry: Entry) -> Key:
+    # what is the same everywhere has one key, so that dumps of other numbers of ranks have it in common
     dp, cp = (0, 0) if entry.everywhere else (entry.place.get("dp", 0), entry.place.get("cp", 0))
     return entry.step, entry.role, entry.phase, entry.name, dp, cp
 
@@ -226,6 +228,7 @@ def _compare_one(findings: Findings, ours: Sequence[Entry], theirs: Sequence[Ent
             )
             return
     findings.compared += 1
+    # by tolerance, the coarser type last: its rounding is what may differ
     kinds = sorted({side[0].dtype for side in sides}, key=lambda kind: TOLERANCES.get(kind, 0.0))
     allowed = TOLERANCES.get(kinds[-1], 0.0) if tolerance is None else tolerance
     if all(part.stored for side in sides for part in side):
@@ -244,6 +247,7 @@ def _compare_one(findings: Findings, ours: Sequence[Entry], theirs: Sequence[Ent
 
 def _parts(entries: Sequence[Entry]) -> list[Entry]:
     """One entry for each part of the tensor, in order; ranks that repeat a part are left out."""
+    # falling ranks: of those that repeat a part the lowest stays
     parts = {entry.cut.shard if entry.cut else 0: entry for entry in sorted(entries, key=lambda entry: -entry.rank)}
     return [parts[number] for number in sorted(parts)]
 
@@ -265,12 +269,15 @@ def _difference(a: Tensor, b: Tensor, allowed: float) -> str:
         return f"shapes {list(a.shape)} and {list(b.shape)}"
     if not a.numel():
         return ""
+    # the difference itself must not be rounded
     a, b = a.to(torch.float64), b.to(torch.float64)
     finite = torch.isfinite(a) & torch.isfinite(b)
+    # the same infinity, or NaN in both, is no difference
     same = finite | (a == b) | (a.isnan() & b.isnan())
     if not same.all():
         return f"{int((~same).sum())} elements are not finite on one side"
     gap = torch.where(finite, (a - b).abs(), 0.0)
+    # against the largest number: small elements are often what is left of large ones, with their rounding
     scale = float(torch.where(finite, torch.maximum(a.abs(), b.abs()), 0.0).max())
     largest = float(gap.max())
     if largest <= allowed * scale:
@@ -290,6 +297,7 @@ def _difference_of_statistics(a: Statistics, b: Statistics, allowed: float) -> s
         ("norm", a.norm, b.norm, max(a.norm, b.norm)),
         ("least number", a.least, b.least, scale),
         ("largest number", a.most, b.most, scale),
+        # the mean of numbers of both signs is small, but its rounding is that of the numbers
         ("mean", a.mean, b.mean, scale),
     ):
         if abs(here - there) > allowed * unit:

@@ -254,6 +254,7 @@ def build_micro_batch(
     mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
     columns = {name: _align(values, width) for name, values in rows.columns.items()}
     of_tokens = [input_ids, position_ids, hidden_index, held_labels[hidden_index], held_slots[hidden_index], mask]
+    # one copy for all: many small ones cost more by their number than by their size
     input_ids, position_ids, hidden_index, held_labels, held_slots, mask, *held_columns = platform.current().to_device(
         [*of_tokens, *columns.values()], device
     )

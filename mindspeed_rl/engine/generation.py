@@ -66,9 +66,11 @@ class CachedModel:
         context.enable_decode_mode()
         logits = torch.empty(rows * width if everywhere else rows, self._vocab_size, device=self._device)
         if self._model.post_process:
+            # without the vocabulary's padding, which must not be drawn
             logits = gather_from_tensor_model_parallel_region(output)[:, : self._vocab_size].float().contiguous()
         else:
             dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+        # every rank draws the next token for itself, so no token has to go back to the first stage
         if self._stages.size() > 1:
             dist.broadcast(logits, parallel_state.get_pipeline_model_parallel_last_rank(), group=self._stages)
         return logits
@@ -83,6 +85,7 @@ class CachedModel:
         logits = self.next_logits(torch.tensor([list(prompt[:read]) for prompt in prompts]))
         ends = logits.clone()
         while read < max(lengths):
+            # a prompt that has ended reads its last token again; what follows is not looked at
             column = [prompt[read] if read < len(prompt) else prompt[-1] for prompt in prompts]
             logits = self.next_logits(torch.tensor(column)[:, None])
             read += 1

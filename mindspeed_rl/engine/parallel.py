@@ -114,6 +114,7 @@ def init_model_parallel(config: MegatronConfig, num_chunks: int, timeout_s: floa
         expert_model_parallel_size=expert_sizes(config)[0],
         expert_tensor_parallel_size=expert_sizes(config)[1],
         order=rank_order(config),
+        # Megatron takes whole minutes
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
     )
 

@@ -89,6 +89,7 @@ class _Router(RouterReplay):
     def _compare(self, own: Tensor, experts: Tensor) -> None:
         known = experts >= 0
         same = (own[:, :, None] == experts[:, None, :]).any(1) & known
+        # left on the device: reading a number would make the host wait in every layer
         agreed, compared = same.sum(), known.sum()
         self.agreed = agreed if self.agreed is None else self.agreed + agreed
         self.compared = compared if self.compared is None else self.compared + compared
@@ -170,6 +171,7 @@ class RoutedLayers:
         lengths = torch.tensor(rows.lengths)
         starts = lengths.cumsum(0) - lengths
         device = recording.chosen[0][0].device if recording.chosen else torch.device("cpu")
+        # int32 for the sum below: gloo and NCCL have none of int16
         whole = torch.zeros(int(lengths.sum()), self.num_layers, self._topk, dtype=torch.int32, device=device)
         # where several ranks hold a token, one hands it in
         if self._sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -185,6 +187,7 @@ class RoutedLayers:
         group = parallel_state.get_tensor_and_context_parallel_group()
         assert group is not None
         if group.size() > 1 and whole.numel():
+            # a place is filled by one rank and 0 on the others
             dist.all_reduce(whole, group=group)
         return list(whole.to(torch.int16).cpu().split(rows.lengths))
 

@@ -95,6 +95,7 @@ class AgentEngine:
         )
         self._agents = Agents(agent_loop_class(agent_loop_of(rl))(loop_settings), box)
         self._inner: Engine | None = None
+        # one loop for all streams, since tools keep what they have opened in it
         self._events = asyncio.new_event_loop()
         try:
             self._run(self._agents.start())
@@ -132,11 +133,13 @@ class AgentEngine:
         tasks = self._run(begun())
         serving = self._events.create_task(batches.serve())
         for task in (*tasks, serving):
+            # an end is news too, as a task that fails leaves no piece
             task.add_done_callback(lambda _: news.changed.set())
         try:
             while (pieces := self._run(news.next(tasks, serving))) is not None:
                 yield from pieces
         finally:
+            # who reads may break off: nothing of this stream may run on in the next one
             left = [task for task in (*tasks, serving) if not task.done()]
             for task in left:
                 task.cancel()
@@ -273,9 +276,11 @@ class _Batches:
                 tokens += piece.token_ids
                 log_probs += piece.log_probs
                 _, hear, answered = batch[piece.index]
+                # cancelled: nobody listens any more
                 if not answered.done():
                     hear(piece)
                     if piece.finish is not None:
+                        # version 0 throughout, as nothing is pushed to this engine
                         answered.set_result(Generated(tuple(tokens), tuple(log_probs), (0,) * len(tokens), piece.finish))
                 await asyncio.sleep(0)  # tools go on, and pieces are read, while the engine works
 

@@ -78,6 +78,7 @@ def _candidates(
     running: Sequence[Beam], prompt_ids: list[int], next_tokens: NextTokens, settings: BeamSettings, draw: random.Random
 ) -> list[Beam]:
     """The best extensions, best first; at most 2 x num_beams."""
+    # twice as many, so that num_beams can go on where as many end
     wanted = 2 * settings.num_beams
     top = wanted if settings.sampling is None else max(settings.sampling[1], wanted)
     extended: list[tuple[float, Beam]] = []
@@ -86,10 +87,12 @@ def _candidates(
         for (token, _), share in zip(entries, shares):
             log_prob = beam.log_prob + share
             # the largest of log-probs with Gumbel noise are a draw without replacement
+            # random() may be 0, which has no logarithm
             noise = 0.0 if settings.sampling is None else -math.log(-math.log(draw.random() or 1e-300))
             extended.append((log_prob + noise, Beam((*beam.token_ids, token), log_prob)))
     extended.sort(key=lambda item: -item[0])
     chosen = [beam for _, beam in extended[:wanted]]
+    # the noise decides who is drawn, not who ranks first
     return chosen if settings.sampling is None else sorted(chosen, key=lambda beam: -beam.log_prob)
 
 

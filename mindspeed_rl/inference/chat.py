@@ -92,6 +92,7 @@ def stream_answer(
             continue
         parts = splitter.feed(text.feed(token_ids))
         yield from parts
+        # an interrupt is seen only between parts
         if not parts:
             yield "answer", ""
     yield from splitter.feed(text.finish())
@@ -139,6 +140,7 @@ def run_chat(
             continue
         try:
             prompt_ids = history.prompt(question)
+        # the template cannot write such a conversation: the next question would fail alike
         except BadRow:
             raise
         except ValueError as error:
@@ -172,6 +174,7 @@ def _show_answer(parts: Generator[tuple[Kind, str], None, None], write: Callable
             if interrupts:
                 write(" [interrupted]")
                 break
+    # ends the request in the engine
     parts.close()
     write("\n")
     return answer.strip()

@@ -42,9 +42,11 @@ class InferenceEngine(VllmEngine):
         super().__init__(
             model.hf_folder,
             config,
+            # a stand-in: every request here brings its own
             Sampling(temperature=0.0, max_tokens=1, stop_token_ids=()),
             run_id=run_id or uuid.uuid4().hex[:12],
             kv_bytes_per_token=2 * network.num_layers * network.num_query_groups * network.kv_channels * bytes_per_value,
+            # log-probs are the untempered model's; vLLM refuses to give more of them than were announced
             engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.most_log_probs},
         )
         self._tokenizer = tokenizer
@@ -66,9 +68,12 @@ class InferenceEngine(VllmEngine):
                 min_p=sampling.min_p,
                 max_tokens=request.max_tokens or sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
+                # vLLM refuses an empty list
                 allowed_token_ids=list(request.allowed_ids) or None,
                 seed=request.seed,
+                # that of the drawn token alone
                 logprobs=0,
+                # text and stop strings are made of tokens here, alike for every engine (text_stream, stop_watch)
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )

@@ -170,6 +170,7 @@ def choice_tokens(prompt_format: PromptFormat, choices: Sequence[str]) -> dict[i
         ValueError: the tokenizer begins two choices with the same token.
     """
     found: dict[int, str] = {}
+    # a plain "Answer:" is followed by a word with its blank, a chat's turn begins without
     for blank in (" ", ""):
         firsts = [prompt_format.tokenizer(f"{blank}{choice}", add_special_tokens=False)["input_ids"][0] for choice in choices]
         if len(set(firsts)) == len(choices):
@@ -190,6 +191,7 @@ def run_task(
         TaskFailed: no answer could be scored.
     """
     task = prepared.task
+    # the most likely token is the same in every draw
     num_return = 1 if all(prepared.allowed) else settings.num_return
     requests = [
         Request(
@@ -201,6 +203,7 @@ def run_task(
         for row, (prompt, allowed) in enumerate(zip(prepared.prompts, prepared.allowed))
         for sample in range(num_return)
     ]
+    # a chat ends its turn itself; a model that continues text would go on to a question of its own
     stops = () if prompt_format.is_chat else task.stop_strings
     # the first token of a choice is the most likely one, however other answers are drawn
     greedy = Sampling(0.0, task.max_new_tokens, () if all(prepared.allowed) else prompt_format.stop_token_ids)
@@ -261,6 +264,7 @@ def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any
         max_tokens=max(task.max_new_tokens, 1),
         reward_timeout_s=_SCORING_LIMIT_S,
         num_reward_workers=workers,
+        # no share of failures ends it: they are counted, and shown beside the score
         reward_failure_limit=1.0,
         external_plugins=task.options.external_plugins,
     )

@@ -114,6 +114,7 @@ def generate(
         for number, ids in enumerate(prompts)
         for sample in range(settings.num_return)
     ]
+    # with asides: the whole dialogue is shown, where a benchmark takes the last turn
     answers = collect(engine.stream(requests, settings.sampling, settings.stop_strings), len(requests), asides=True)
     return [
         Generated(

@@ -71,6 +71,7 @@ class InferenceGroup(WorkerGroup):
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
+        # every replica answers all of them: one answer is taken
         return self.wait("next_tokens", [process.call.remote("next_tokens", prompts, count) for process in self.processes])[0]
 
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
@@ -97,10 +98,12 @@ class EngineGroup:
         open_requests = set(range(len(requests)))
         try:
             while open_requests:
+                # a single answer is shown as it is drawn
                 count = min(_PIECES_PER_CALL * len(open_requests), _MOST_PIECES_PER_CALL) if len(requests) > 1 else 1
                 taken = self._group.take(count)
                 for replica in range(self._num_replicas):
                     for piece in taken[replica * self._tp]:
+                        # the inverse of `ReplicaWorker.begin`, which gives a replica every n-th request
                         index = piece.index * self._num_replicas + replica
                         if piece.finish is not None:
                             open_requests.discard(index)

@@ -71,6 +71,7 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
         tasks=[name],
         num_fewshot=settings.num_shots,
         limit=settings.max_samples,
+        # standard errors are not shown, so nothing need be resampled for them
         bootstrap_iters=0,
         log_samples=False,
         apply_chat_template=settings.chat_template,
@@ -101,6 +102,7 @@ class HarnessModel(LM):
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         # vLLM wants room for a token behind what it scores
         self._longest = settings.max_model_len - 1
+        # as lm-eval's own models do, what begins a text stands for an empty context
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         assert isinstance(prefix, int), "the tokenizer has neither a bos nor an eos token"
         self._prefix = prefix
@@ -116,6 +118,7 @@ class HarnessModel(LM):
         counts = []
         for request in requests:
             (text,) = request.args
+            # beside the tokens that it predicts a window has one in front of them
             cut = get_rolling_token_windows(self._encode(text), self._prefix, self._longest - 1, 1)
             found = [make_disjoint_window(pair) for pair in cut]
             windows += found
@@ -183,8 +186,10 @@ class HarnessModel(LM):
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         sequences, starts = [], []
         for context, continuation in pairs:
+            # the continuation is at the end: a long context loses its beginning
             ids = (context + continuation)[-self._longest :]
             sequences.append(ids)
+            # nothing stands in front of the first token to predict it by
             starts.append(max(len(ids) - len(continuation), 1))
         found = self._engine.score(sequences, starts)
         return [(sum(value for value, _ in tokens), all(greedy for _, greedy in tokens)) for tokens in found]

@@ -81,6 +81,7 @@ class MegatronEngine:
                 f"--tensor-parallel-size {settings.tensor_parallel_size}: experts under tensor parallelism need sequence "
                 "parallelism in Megatron, which a pass over one token cannot have; use --pipeline-parallel-size"
             )
+        # who has joined the world leaves it
         self._joined = not dist.is_initialized()
         init_distributed(config, 1)
         built = build_model(config, plan, trainable=False)
@@ -92,6 +93,7 @@ class MegatronEngine:
         self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
     ) -> Generator[Piece, None, None]:
         """See `Engine.stream`. Requests are worked on in batches of prompts of close lengths."""
+        # what is longer than a batch's shortest prompt is read token by token
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
         for first in range(0, len(order), self._most_rows):
             answers = [
@@ -114,15 +116,18 @@ class MegatronEngine:
         prompts = [answer.request.prompt_ids for answer in answers]
         longest = max(len(prompt) + answer.most for prompt, answer in zip(prompts, answers))
         self._model.begin(len(answers), longest)
+        # all rows of Megatron's cache are at one position, so one pass reads what all prompts have
         read = min(map(len, prompts))
         logits = self._model.next_logits(torch.tensor([prompt[:read] for prompt in prompts]))
         while True:
+            # drawn on the host: every rank draws for itself, and must draw the same token
             host = logits.cpu()
             for row, answer in enumerate(answers):
                 if not answer.done and read >= len(prompts[row]):
                     yield self._add(answer, host[row], sampling)
             if all(answer.done for answer in answers):
                 return
+            # answers that are done go on with their last token, and nobody looks at what follows
             column = [prompt[read] if read < len(prompt) else answer.last for prompt, answer in zip(prompts, answers)]
             logits = self._model.next_logits(torch.tensor(column)[:, None])
             read += 1

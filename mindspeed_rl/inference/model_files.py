@@ -84,6 +84,7 @@ class ModelFiles:
                 if self.transform is not None:
                     tensor = self.transform(name, tensor)
                 yield name, tensor
+                # HF repeats tensors that a Megatron source stores once
                 for copy in copies.get(name, ()):
                     if copy not in stored:
                         yield copy, tensor

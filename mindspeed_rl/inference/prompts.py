@@ -118,6 +118,7 @@ class PromptFormat:
 
     def opens_thought(self, prompt_ids: list[int]) -> bool:
         """True when the prompt ends inside a thought, so that the answer begins with it."""
+        # a mark is a few tokens; the rest of a long prompt need not be decoded
         tail = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
         assert isinstance(tail, str)  # a list for a batch
         return tail.rstrip().endswith(self.thought_marks[0])

@@ -33,6 +33,7 @@ class ReplicaWorker:
         tp, engines = settings.tensor_parallel_size, settings.data_parallel_size
         self._engine = engine
         self._replica, self._num_replicas = rank // tp % engines, engines
+        # the first pipeline stage has the results as well: every stage is given the logits
         self._is_output = rank % tp == 0 and rank < tp * engines
         self._pieces: Generator[Piece, None, None] = (piece for piece in ())
 

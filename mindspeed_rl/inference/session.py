@@ -184,8 +184,10 @@ def open_session(options: SessionOptions) -> Session:
     """
     device = platform.select(options.platform)
     for name, value in device.worker_env().items():
+        # what the user's environment says wins
         os.environ.setdefault(name, value)
     if options.graph:
+        # the CPU platform's environment switches off the compilation that is asked for here
         os.environ.pop("TORCHDYNAMO_DISABLE", None)
     model_settings = options.model_settings()
     model = open_model(model_settings)

@@ -118,6 +118,7 @@ def head_ops(network: Network) -> list[WeightOp]:
     hidden = network.hidden_size
     ops = [WeightOp("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), place="post")]
     if network.head == "reward":
+        # cut along its input, as upstream's
         return [*ops, WeightOp("rm_head.weight", ("score.weight",), ((1, hidden),), splits=(COLUMNS,), place="post")]
     tied = not network.untie_embeddings_and_output_weights
     head = WeightOp(
@@ -142,6 +143,7 @@ def attention_ops(network: Network, layer: int) -> list[WeightOp]:
     hidden, head_dim = network.hidden_size, network.kv_channels
     queries = network.num_attention_heads // network.num_query_groups
     rows = (network.num_attention_heads * head_dim, *[network.num_query_groups * head_dim] * 2)
+    # a rank holds whole query groups: no key or value head is cut
     splits = (Split(0, unit=queries * head_dim), Split(0, unit=head_dim), Split(0, unit=head_dim))
     ops = [norm_op(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, layer)]
     for kind in ("weight", "bias") if network.add_qkv_bias else ("weight",):
@@ -163,6 +165,7 @@ def attention_output_op(network: Network, layer: int, input_size: int) -> Weight
         f"decoder.layers.{layer}.self_attention.linear_proj.weight",
         (f"model.layers.{layer}.self_attn.o_proj.weight",),
         ((network.hidden_size, input_size),),
+        # whole heads, as the attention in front of it puts them out
         splits=(Split(1, unit=input_size // network.num_attention_heads),),
         layer=layer,
     )
@@ -209,6 +212,7 @@ def expert_ops(
             count_in = len(hf_names)
             ops.append(
                 WeightOp(
+                    # with the experts' numbers, because every rank's parameter has the same name in Megatron
                     f"{mcore}.{name}[{start}:{start + size}]",
                     hf_names,
                     (shape,) * count_in,

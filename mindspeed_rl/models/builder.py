@@ -108,7 +108,9 @@ def _moe_settings(network: Network, layout: Layout | None) -> dict[str, Any]:
         "moe_router_num_groups": network.moe_router_num_groups,
         "moe_router_group_topk": network.moe_router_group_topk,
         "moe_router_topk_scaling_factor": network.moe_router_topk_scaling_factor,
+        # a run that wants a balancing loss says so (engine/build.py)
         "moe_router_load_balancing_type": "none",
+        # as transformers computes the router; in bfloat16 other experts could be chosen
         "moe_router_dtype": "fp32",
         "moe_aux_loss_coeff": network.moe_aux_loss_coeff,
         "moe_shared_expert_intermediate_size": network.moe_shared_expert_intermediate_size,
@@ -128,8 +130,10 @@ def _mla_settings(network: Network) -> dict[str, Any]:
         "v_head_dim": network.v_head_dim,
         "qk_layernorm": True,
         "rotary_base": network.rotary_base,
+        # the rotary part of a head has dimensions of its own, all of which rotate
         "rotary_percent": 1.0,
         "rope_type": "yarn" if yarn else "rope",
+        # MLASelfAttention scales its softmax by factor and mscale under either rope type: these leave it as it is
         "rotary_scaling_factor": 1.0,
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
@@ -306,6 +310,7 @@ def build_gpt_model(
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=parallel_output,
+        # a score head has no rows in common with the vocabulary
         share_embeddings_and_output_weights=not (network.untie_embeddings_and_output_weights or reward),
         position_embedding_type="yarn" if yarn else "rope",
         rotary_percent=network.rotary_percent,
@@ -316,6 +321,7 @@ def build_gpt_model(
     if scaling is not None and scaling.type != "yarn":
         _scale_frequencies(model, network)
     if pre_process and network.embedding_scale is not None:
+        # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
         model.embedding.word_embeddings.register_forward_hook(partial(_scale_output, factor=network.embedding_scale))
     if post_process and network.final_logit_softcapping is not None and not reward:
         model.output_layer.register_forward_hook(partial(_cap_logits, cap=network.final_logit_softcapping))
@@ -346,6 +352,7 @@ def scaled_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _scale_output(module: nn.Module, inputs: Any, output: Tensor, factor: float) -> Tensor:
+    # the factor is rounded to the output's dtype first, as transformers does
     return output * torch.tensor(factor, dtype=output.dtype)
 
 

@@ -43,6 +43,7 @@ def read_deepseek(hf_config: Mapping[str, Any], architecture: str) -> dict[str, 
     moe_ffn = read_size(hf_config, "moe_intermediate_size")
     return {
         **common,
+        # every head has keys and values of its own, whatever num_key_value_heads says
         "num_query_groups": common["num_attention_heads"],
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -70,6 +71,7 @@ def latent_attention_ops(network: Network, layer: int) -> list[WeightOp]:
     query, key_value = network.qk_head_dim + rope, network.qk_head_dim + network.v_head_dim
 
     def linear(name: str, hf_name: str, rows: int, columns: int, unit: int = 1) -> WeightOp:
+        # the down projections too: Megatron's local spec makes them column parallel and gathers their output
         split = Split(0, unit=unit)
         names = (f"{hf_attention}.{hf_name}.weight",)
         return WeightOp(f"{attention}.{name}.weight", names, ((rows, columns),), splits=(split,), layer=layer)
@@ -112,6 +114,7 @@ def prediction_layer_ops(network: Network, number: int, packing: ExpertPacking) 
     """
     hf_layer = network.num_layers + number
     hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{number}", network.hidden_size
+    # for `layer_ops` it is one more decoder layer, with experts
     whole = replace(network, num_layers=hf_layer + 1, moe_layers=(*network.moe_layers, hf_layer))
     decoder, inner = f"decoder.layers.{hf_layer}.", f"{mcore}.transformer_layer."
     projection = (f"{hf}.eh_proj.weight",)

@@ -35,6 +35,7 @@ class ModelFlops:
         head = float(network.kv_channels)
         if network.multi_latent_attention:
             sizes = (network.qk_head_dim, network.qk_pos_emb_head_dim, network.v_head_dim)
+            # query times key takes the first two, weights times value the third: two products of the mean size
             head = sum(size for size in sizes if size is not None) / 2
         return cls(2.0 * weights, 2.0 * network.num_layers * network.num_attention_heads * head)
 

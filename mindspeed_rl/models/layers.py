@@ -32,6 +32,7 @@ class NoopLayer(MegatronModule, BaseTransformerLayer):
     ) -> None:
         super().__init__(config=config)
         pp_rank = None if pg_collection is None else pg_collection.pp.rank()
+        # Megatron's block makes checkpoint keys from the number of every layer
         self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pp_rank)
 
     def forward(self, hidden_states: Tensor, context: Tensor | None = None, **unused: Any) -> tuple[Tensor, Tensor | None]:
@@ -53,6 +54,7 @@ class SandwichNormLayer(TransformerLayer):
         shape = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.post_attn_norm = cast(nn.Module, build_module(post_norm, **shape))
         self.post_mlp_layernorm = cast(nn.Module, build_module(post_norm, **shape))
+        # the bias-dropout-add is the only step between what a part returns and the residual
         self.self_attn_bda = _normed(self.self_attn_bda, self.post_attn_norm)
         self.mlp_bda = _normed(self.mlp_bda, self.post_mlp_layernorm)
 
@@ -114,9 +116,11 @@ class WindowedAttention(nn.Module):
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
+        # with padding behind each sequence the tokens lie at the padded bounds
         bounds = packed_seq_params.cu_seqlens_q_padded
         bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
         lengths = bounds.diff().tolist()
+        # the output has a row for every token, padding behind the last sequence included
         if (tail := query.size(0) - sum(lengths)) > 0:
             lengths.append(tail)
         parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)))

@@ -202,7 +202,9 @@ class Layout:
 
         With ``etp`` below ``tp`` expert ranks lie across tensor ranks, so only some (tp, ep) pairs exist.
         """
+        # with moe_tp_extend_ep whole experts go to EP x TP groups, so that every (tp, ep) pair has a file
         etp = self.expert_tp_size if not self.moe_tp_extend_ep else self.tp
+        # both numbers repeat with this period, so one period has every pair that exists
         pairs = sorted({(rank % self.tp, rank // etp % self.ep) for rank in range(math.lcm(self.tp, etp * self.ep))})
         for pp_rank in range(self.pp):
             for tp_rank, ep_rank in pairs:

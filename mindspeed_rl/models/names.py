@@ -34,14 +34,17 @@ def transformer_engine_name(network: Network, op: WeightOp, name: str) -> str:
     match = _LAYER.match(name)
     if match is None:
         return name
+    # the only prediction layers there are, DeepSeek's, hold experts
     moe = op.place == "mtp" or (op.layer is not None and network.is_moe_layer(op.layer))
     prefix, inner = match.groups()
     for local, fused in fused_norm_prefixes(network, moe).items():
         if inner.startswith(local):
             return prefix + fused + inner.removeprefix(local)
+    # its grouped experts number their weights instead of having a module each
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
 
 
+# names of MindSpeed-LLM's first converter; the last is that of its checkpoints with prediction layers
 _READ_ALIASES = (
     ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
     ("self_attention.linear_q_up_proj.", "self_attention.linear_qb."),
@@ -57,6 +60,7 @@ def names_to_try(network: Network, op: WeightOp, name: str) -> list[str]:
     for ours, theirs in _READ_ALIASES:
         if ours in name:
             names.append(name.replace(ours, theirs))
+    # MindSpeed-LLM keeps the final norms of prediction layers in a list beside the layers
     if name.startswith("mtp.layers.") and name.endswith(".final_layernorm.weight"):
         names.append(f"mtp.final_layernorms.{op.layer}.weight")
     return list(dict.fromkeys(names))
@@ -75,6 +79,7 @@ def with_mindspeed_mla(network: Network, ops: Iterable[WeightOp]) -> list[Weight
         if not found:
             result.append(op)
             continue
+        # every table names the query's projection first, so its row is there
         index = next(i for i, other in enumerate(result) if other.mcore == f"{prefix}.linear_qkv.weight")
         query = result[index]
         shapes = (*query.shapes, *op.shapes)
@@ -157,6 +162,7 @@ def distributed_name(network: Network, op: WeightOp) -> tuple[str, tuple[int, ..
             name = f"decoder.layers.{op.layer}.{inner}"
     if op.experts:
         assert len(op.experts) == 1 and network.num_moe_experts is not None, "torch_dist holds experts one by one"
+        # as Megatron's SequentialMLP names all experts at once, which lie along the leading axis
         name = re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.experts.", name)
         index.append(op.experts[0])
         sizes.append(network.num_moe_experts)

@@ -142,6 +142,7 @@ def read_size(
         ValueError: it is missing without a default, no whole number, or not from ``least`` to ``most``.
     """
     value = default if hf_config.get(key) is None and default is not None else require(hf_config, key)
+    # JSON has one kind of number: a whole one may come as 4096.0
     whole = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value == int(value)
     if not whole or not least <= value <= most:
         raise _unfit(key, value, f"a whole number from {least} to {most}")
@@ -172,6 +173,7 @@ def read_optional_number(hf_config: Mapping[str, Any], key: str) -> float | None
 def read_flag(hf_config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     """A truth value in config.json, ``default`` where the key is missing or null; ValueError for anything else."""
     value = hf_config.get(key)
+    # 1 and 0 equal True and False, and pass
     if value not in (None, True, False):
         raise _unfit(key, value, "true or false")
     return default if value is None else bool(value)
@@ -250,6 +252,7 @@ def read_rope(hf_config: Mapping[str, Any], default_base: float = 10000.0) -> di
 
 
 def _read_scaling(scaling: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+    # older configs say type, newer ones rope_type
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return None
@@ -290,6 +293,7 @@ def read_common(hf_config: Mapping[str, Any], architecture: str, *, tied_by_defa
     hidden, heads = read_size(hf_config, "hidden_size"), read_size(hf_config, "num_attention_heads")
     vocab = read_size(hf_config, "vocab_size")
     names = hf_config.get("architectures") or []
+    # the head size that follows would be 0
     if heads > hidden and not hf_config.get("head_dim"):
         raise ValueError(f"config.json has num_attention_heads {heads}, more than its hidden_size {hidden}")
     if "rms_norm_eps" in hf_config and hf_config["rms_norm_eps"] is None:
@@ -314,6 +318,7 @@ def read_common(hf_config: Mapping[str, Any], architecture: str, *, tied_by_defa
 
 def require_activation(hf_config: Mapping[str, Any], allowed: tuple[str, ...] = ("silu",)) -> None:
     """Raise ValueError unless the MLP activation is one the architecture is defined with."""
+    # Gemma 2 has both keys and computes with hidden_activation
     activation = hf_config.get("hidden_activation") or hf_config.get("hidden_act") or allowed[0]
     if activation not in allowed:
         raise ValueError(f"config.json has activation {activation!r}; this architecture is built with {' or '.join(allowed)}")

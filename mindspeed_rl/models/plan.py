@@ -61,6 +61,7 @@ def placed(config: MegatronConfig, architecture: Architecture, network: Network,
             raise ValueError(
                 f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {network.vocab_size}."
             )
+        # to a multiple of this size, which is the size itself, as it is no less than vocab_size
         network = network.padded(config.padded_vocab_size, 1)
     layout = Layout(
         num_layers=network.num_layers,

@@ -134,6 +134,7 @@ class FuseQkv:
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         query, key, value = tensors
+        # counted from the tensors, since a shard has a part of the groups
         groups = key.shape[0] // self.head_dim
         rest = query.shape[1:]
         return joined(
@@ -182,9 +183,11 @@ class GroupedFc1:
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         hidden = tensors[0].shape[1]
         experts = [joined(tensors[i : i + 2]).t() for i in range(0, len(tensors), 2)]
+        # not joined along columns: grouped GEMM views its weight1 as [experts, hidden, 2 * ffn]
         return joined([expert[None] for expert in experts]).reshape(hidden, -1)
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        # transposed, so the bytes that are wanted lie nowhere yet
         return [self.pack(tensors)]
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -276,6 +279,7 @@ class Split:
             raise ValueError(f"{name}: {what} (dimension {self.dim}) cannot be divided over {num_shards} tensor parallel ranks")
 
     def _read_padded(self, source: TensorSource, name: str, rows: int, num_shards: int, index: int) -> Tensor:
+        # `check` has looked at the padded rows, not at those that are stored
         if rows != self.size:
             raise ValueError(f"{name} has {rows} rows; config.json says vocab_size {self.size}")
         assert self.dim is not None
@@ -299,6 +303,7 @@ class Split:
         if self.blocks == 1:
             whole = joined(shards, self.dim) if len(shards) > 1 else shards[0]
         else:
+            # a shard has its part of every block: the parts of the first block come before those of the second
             pieces = [shard.chunk(self.blocks, dim=self.dim) for shard in shards]
             whole = joined([piece[block] for block in range(self.blocks) for piece in pieces], self.dim)
         return whole.narrow(self.dim, 0, self.size) if self.padded else whole
@@ -307,6 +312,7 @@ class Split:
         """What, one after the other, are the bytes of ``join``'s result, from every shard's pieces; views where possible."""
         if self.dim is None:
             return list(shards[0])
+        # only rows of consecutive shards are consecutive bytes
         if self.dim != 0 or self.blocks != 1:
             return [self.join([concatenated(pieces) for pieces in shards])]
         pieces = [piece for shard in shards for piece in shard]
@@ -399,6 +405,7 @@ class WeightOp:
         """The full (padded) tensor from every rank's shard, in rank order."""
         if len(shards) == 1 or all(split.dim is None for split in self.splits):
             return shards[0]
+        # a packed shard has its parts of several tensors in turn, so shards cannot simply be joined
         unpacked = [self.packing.unpack(shard) for shard in shards]
         parts = [split.without_padding().join([u[i] for u in unpacked]) for i, split in enumerate(self.splits)]
         return self.packing.pack(parts)

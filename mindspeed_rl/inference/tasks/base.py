@@ -158,6 +158,7 @@ class Task:
         self.options = options
         self.num_shots = self.default_shots if options.num_shots is None else options.num_shots
         if options.scorer is not None:
+            # what a plug-in registers is known only once the pool has loaded it
             if not options.external_plugins:
                 find(options.scorer)
             self.scorer = options.scorer

@@ -96,6 +96,7 @@ def rows_of(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _whole_json(file: Path) -> Any | None:
     """A file that is one JSON value; None for one that has a value on each line."""
     try:
+        # editors on Windows put a mark in front, which JSON does not allow
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError:
         return None

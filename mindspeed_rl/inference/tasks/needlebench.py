@@ -71,6 +71,7 @@ class NeedleBench(Task):
         self, texts: Sequence[str], needle: tuple[str, str, str, str], number: int, length: int, depth: int
     ) -> Question:
         sentence, question, keyword, language = needle
+        # not by depth: at every depth the needle lies in the same text
         draw = random.Random(f"{length} {number}")
         wanted = max(1, int(length * _CHARACTERS[language]) - len(sentence))
         parts: list[str] = []
