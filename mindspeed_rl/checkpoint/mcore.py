@@ -353,8 +353,8 @@ class _Reader:
         if self.folder.legacy:
             return ["/".join(keys) for keys in legacy_keys_to_try(op, local)]
         names = names_to_try(self.network, op, local)
-        # an adapted layer's own weight lies under base_layer, as PEFT wraps it
-        return [variant for name in names for variant in (name, name.replace(".weight", ".base_layer.weight"))]
+        # an adapted layer's own weight and bias lie under base_layer, as PEFT wraps it
+        return [variant for name in names for variant in (name, re.sub(r"\.(weight|bias)$", r".base_layer.\1", name))]
 
     def _find(self, op: WeightOp, rank: Rank, vp_stage: int) -> tuple[str, Piece]:
         state = self.states[rank, vp_stage]

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import load_run_config
+from mindspeed_rl.config.megatron import is_weight
+from mindspeed_rl.data.prompts import HUB, sliced
 from mindspeed_rl.workers.scratch import scratch_folder
 
 RANK_RESOURCE = "launch_rank_"
@@ -196,9 +198,16 @@ def run_paths(command: Sequence[str]) -> list[str]:
         written_later = group.load and group.pretrained_checkpoint and not Path(group.load).exists()
         weights = None if written_later else group.load
         paths += [path for path in (weights, group.tokenizer_name_or_path, group.pretrained_checkpoint) if path]
-        data = group.data_path if isinstance(group.data_path, list) else [group.data_path]
-        paths += [f"{prefix}*" for prefix in data if isinstance(prefix, str)]
+        for given in (group.data_path, group.eval_data_path):
+            paths += [f"{prefix}*" for prefix in data_prefixes(given)]
     return sorted(set(paths))
+
+
+def data_prefixes(given: Any) -> Iterator[str]:
+    """Beginnings of the files that a data path names, without weights, slices and datasets of the hub."""
+    for item in given if isinstance(given, list) else [given]:
+        if isinstance(item, str) and not is_weight(item) and not item.startswith(HUB):
+            yield sliced(item)[0]
 
 
 def disagreements(prints: dict[str, Fingerprint], reference: str) -> list[str]:
@@ -372,7 +381,10 @@ def _write_done(code: int) -> bool:
     """Runs on every node at the end: tells its launcher the run's exit code."""
     path = os.environ.get(_DONE_FILE)
     if path:
-        Path(path).write_text(str(code))
+        # renamed: who looks in between must not find the file without its number
+        half = Path(f"{path}.half")
+        half.write_text(str(code))
+        half.replace(path)
     return path is not None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.config.diagnostics import MsprobeConfig
-from mindspeed_rl.config.megatron import MegatronConfig, split_shares
+from mindspeed_rl.config.megatron import MegatronConfig, evaluates
 from mindspeed_rl.config.objective import named_estimator, resolve_objective
 from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
@@ -164,7 +164,7 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         ),
         (name in ("save_interval", "save_hf", "keep_last", "async_save") and role.save is None, "save is not set"),
         (
-            name in ("eval_interval", "eval_num_prompts") and role.eval_data_path is None and not _holds_back(role),
+            name in ("eval_interval", "eval_num_prompts") and not evaluates(role),
             "eval_data_path is not set, and split holds nothing back",
         ),
         (
@@ -180,13 +180,6 @@ def _training_reason(cfg: RunConfig, path: str, role: MegatronConfig, name: str)
         (name in ("no_load_optim", "no_load_rng") and role.load is None, "load is not set"),
     )
     return next((reason for is_idle, reason in conditions if is_idle), "")
-
-
-def _holds_back(role: MegatronConfig) -> bool:
-    try:
-        return split_shares(role.split)[1] > 0
-    except ValueError:
-        return False  # a rule of its own says what is wrong with it
 
 
 # Keys that some policy loss, and that some advantage estimator reads.
@@ -235,7 +228,7 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
         (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
         (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
         (
-            name == "eval_greedy" and cfg.actor_config.eval_data_path is None and not _holds_back(cfg.actor_config),
+            name == "eval_greedy" and not evaluates(cfg.actor_config),
             "eval_data_path is not set, and split holds nothing back",
         ),
         (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, _no_kl(rl, stage)),

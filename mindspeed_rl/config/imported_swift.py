@@ -241,7 +241,10 @@ def _dataset(made: Import, option: str, value: Any, words: list[str]) -> None:
     if len(words) != 1:
         made.without[f"{option} {' '.join(words[1:])}"] = "prompts come from one source; put the files together"
     name, _, count = words[0].partition("#")
-    name = name.split(":")[0] if name.count("/") == 1 and not Path(name).exists() else name
+    if name.count("/") == 1 and not Path(name).exists():
+        name, _, subset = name.partition(":")
+        if subset:
+            made.without[f"{option} {name}:{subset}"] = f"no subsets of a dataset: download it and give the files of {subset!r}"
     # names of the hub may have a dot too, as NuminaMath-1.5, but behind it no ending of letters alone
     is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or bool(Path(name).suffix[1:].isalpha())
     path = (name if is_file else f"hf://{name}") + (f"#{count}" if count else "")

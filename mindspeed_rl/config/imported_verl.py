@@ -85,7 +85,8 @@ def _losses(said: dict[str, Any], made: Import, has_critic: bool) -> None:
     low, high = (said.get(f"{_KEPT}actor.clip_ratio_{side}") for side in ("low", "high"))
     if low is not None or high is not None:
         both = said.get(f"{_KEPT}actor.clip_ratio", VERL_DEFAULTS[f"{_KEPT}actor.clip_ratio"])
-        values = {"clip_higher_enable": True, "clip_ratio_low": low or both, "clip_ratio_high": high or both}
+        low, high = (both if side is None else side for side in (low, high))
+        values = {"clip_higher_enable": True, "clip_ratio_low": low, "clip_ratio_high": high}
         made.put(f"{_KEPT}actor.clip_ratio_low/high", {f"{RL}.{name}": value for name, value in values.items()})
     in_reward = bool(said.get("algorithm.use_kl_in_reward", False))
     in_loss = bool(said.get(f"{_KEPT}actor.use_kl_loss", False))

@@ -348,6 +348,23 @@ def split_shares(split: str | None) -> tuple[float, float, float]:
     return first, second, third
 
 
+def evaluates(role: MegatronConfig) -> bool:
+    """Return whether there is something to evaluate on: a dataset for it, or what `split` holds back."""
+    try:
+        return role.eval_data_path is not None or split_shares(role.split)[1] > 0
+    except ValueError:
+        return False  # a rule of its own says what is wrong with it
+
+
+def is_weight(item: str | float) -> bool:
+    """Return whether this is a number of a data_path that alternates weights and prefixes."""
+    try:
+        float(item)  # as text too, as in Megatron's own --data-path
+    except ValueError:
+        return False
+    return True
+
+
 def joined(layers: str | int | list[int] | None) -> str | None:
     """Return a layer list as comma-separated text."""
     if layers is None or isinstance(layers, str):

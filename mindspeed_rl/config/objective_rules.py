@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -175,7 +176,7 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
             {"rl_config.delta": rl.delta},
             f"rl_config.delta ({rl.delta:g}) must be at least 1 + the upper clip ratio ({upper:g}): "
             "below it the bound cuts ratios that the clip leaves alone",
-            {"rl_config.delta": round(upper, 6)},
+            {"rl_config.delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
         )
     for name in ("clip_ratio_c", "delta"):
         value = getattr(rl, name)

@@ -97,12 +97,14 @@ def _candidates(sizes: Sizes, name: str) -> list[int]:
 def _construct(sizes: Sizes) -> dict[str, int]:
     """Return a plan built from the bottom up, each number the nearest multiple that the ones below it allow."""
     roles = [item for item in (sizes.ref, sizes.reward, sizes.critic) if item is not None]
-    shared = [item.replica_size for item in roles if item.num_npus == sizes.actor.num_npus]
-    world = _round_to(
-        sizes.actor.num_npus, math.lcm(sizes.actor.replica_size, sizes.rollout.replica_size, sizes.num_nodes, *shared)
-    )
+    shared = [item.replica_size for item in roles if not item.apart]
+    if not sizes.rollout.apart:
+        shared.append(sizes.rollout.replica_size)
+    world = _round_to(sizes.actor.num_npus, math.lcm(sizes.actor.replica_size, sizes.num_nodes, *shared))
     change = {"num_npus": world, "micro_batch_size": max(1, sizes.micro_batch_size)}
-    dp, replicas, m = world // sizes.actor.replica_size, world // sizes.rollout.replica_size, change["micro_batch_size"]
+    moved = sizes.with_value("num_npus", world)
+    dp, m = world // sizes.actor.replica_size, change["micro_batch_size"]
+    replicas = max(1, int(moved.rollout.dp_size))
     if sizes.counting == "samples":
         return {**change, "global_batch_size": _round_to(sizes.global_batch_size, dp * m)}
     # most advantage estimators compare the responses of a prompt
@@ -113,7 +115,6 @@ def _construct(sizes: Sizes) -> dict[str, int]:
         if sizes.generation_batch_size is not None:
             change["generation_batch_size"] = _round_to(sizes.generation_batch_size, step)
         return change
-    moved = sizes.with_value("num_npus", world)
     others = [max(1, int(item.dp_size)) for item in (moved.ref, moved.reward, moved.critic) if item is not None]
     unit = dp * m // math.gcd(dp * m, n)
     mini = _round_to(sizes.mini_batch_size, math.lcm(unit, dp))

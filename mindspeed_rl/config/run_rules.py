@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mindspeed_rl.config.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.megatron import LORA_TARGETS, split_shares
+from mindspeed_rl.config.megatron import LORA_TARGETS, evaluates, is_weight, split_shares
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.replay_rules import replay_rules
 from mindspeed_rl.config.run import RunConfig
@@ -331,7 +331,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
     step = rl.parameter_sync_step
     for name in ("save_interval", "eval_interval"):
         every = getattr(actor, name)
-        used = actor.save if name == "save_interval" else actor.eval_data_path
+        used = actor.save if name == "save_interval" else evaluates(actor)
         if used and every and every % step:
             yield broken(
                 f"sync_step_{name}",
@@ -501,7 +501,7 @@ def _data(cfg: RunConfig) -> Iterator[Violation]:
     if not cfg.is_supervised:
         text = f"megatron_training.data_path is a list, but reinforcement learning reads one prefix or file: {str(path)[:80]}"
         yield broken("data_path", {"megatron_training.data_path": path}, text)
-    elif not any(isinstance(item, str) and not _is_number(item) for item in path):
+    elif not any(isinstance(item, str) and not is_weight(item) for item in path):
         text = f"megatron_training.data_path names no prefix: {str(path)[:80]}"
         yield broken("data_path", {"megatron_training.data_path": path}, text)
 
@@ -526,15 +526,6 @@ def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
         f"{said} would write the checkpoints of actor and critic into one folder; give each its own",
         {"critic_config.save": f"{os.path.normpath(str(critic.save))}_critic"},
     )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        # weights may be text too, as in Megatron's own --data-path
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 RUN_RULES = (

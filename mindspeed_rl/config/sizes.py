@@ -61,12 +61,17 @@ def _cut(share: Number, pieces: int, unit: int) -> Number:
 
 @dataclass(frozen=True)
 class Layout:
-    """Devices of one role and how one replica is split over them."""
+    """Devices of one role and how one replica is split over them.
+
+    Attributes:
+        apart: they are not the actor's devices.
+    """
 
     num_npus: int
     tensor: int
     pipeline: int
     context: int = 1
+    apart: bool = False
 
     @property
     def replica_size(self) -> int:
@@ -202,11 +207,11 @@ class Sizes:
         if name in DISPATCH_KEYS:
             return dataclasses.replace(self, dispatch={**self.dispatch, name: value})
         if name == "num_npus":
-            # All roles on the actor's devices move with them.
+            # all roles on the actor's devices move with them
             same = {
                 role: dataclasses.replace(layout, num_npus=value)
                 for role in ("actor", "rollout", "ref", "reward", "critic")
-                if (layout := getattr(self, role)) is not None and layout.num_npus == self.actor.num_npus
+                if (layout := getattr(self, role)) is not None and not layout.apart
             }
             return dataclasses.replace(self, **same)
         return dataclasses.replace(self, **{name: value})
@@ -256,9 +261,10 @@ def size_keys(cfg: RunConfig) -> dict[str, str]:
     }
 
 
-def layout(role: MegatronConfig, num_npus: int) -> Layout:
+def layout(role: MegatronConfig, num_npus: int, apart: bool = False) -> Layout:
     """Return how a role's replicas are split."""
-    return Layout(num_npus, role.tensor_model_parallel_size, role.pipeline_model_parallel_size, role.context_parallel_size)
+    sizes = role.tensor_model_parallel_size, role.pipeline_model_parallel_size, role.context_parallel_size
+    return Layout(num_npus, *sizes, apart=apart)
 
 
 def world_size(cfg: RunConfig) -> int | None:
@@ -335,10 +341,11 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
     if rl is None or cfg.is_supervised:
         return Sizes("samples", actor.global_batch_size, micro, actor=layout(actor, world), num_nodes=num_nodes)
 
-    def own(role: MegatronConfig | None, resource: Resource | None) -> Layout | None:
+    def own(role: MegatronConfig | None, resource: Resource | None, apart: int | None) -> Layout | None:
         if role is None:
             return None
-        return layout(role, resource.num_npus if resource is not None and resource.num_npus is not None else world)
+        devices = world if resource is None or resource.num_npus is None else resource.num_npus
+        return layout(role, devices, apart=apart is not None)
 
     generate = cfg.generate_config
     return Sizes(
@@ -357,12 +364,13 @@ def read_sizes(cfg: RunConfig, num_nodes: int = 1) -> Sizes:
             own_rollout_devices(cfg) or len(rollout_servers(cfg)) * generate.infer_tensor_parallel_size or world,
             generate.infer_tensor_parallel_size,
             generate.infer_pipeline_parallel_size,
+            apart=rollout_is_apart(cfg),
         )
         if generate is not None
         else layout(actor, world),
-        ref=None if rl.use_integrated_worker else own(cfg.ref_config, rl.reference_resource),
-        reward=own(cfg.reward_config, rl.reward_resource),
-        critic=own(cfg.critic_config, rl.critic_resource),
+        ref=None if rl.use_integrated_worker else own(cfg.ref_config, rl.reference_resource, own_reference_devices(cfg)),
+        reward=own(cfg.reward_config, rl.reward_resource, own_reward_devices(cfg)),
+        critic=own(cfg.critic_config, rl.critic_resource, own_critic_devices(cfg)),
         rule_reward=rl.rule_reward,
         num_nodes=num_nodes,
         dispatch={name: value for name in DISPATCH_KEYS if (value := getattr(rl, name)) is not None},

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
-_HUB = "hf://"
+#: what names of datasets at the Hugging Face hub begin with
+HUB = "hf://"
 
 # How raw rows with a text column `prompt` and no `instruction` are read when nothing else is said.
 PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
@@ -205,7 +206,7 @@ def open_prompts(
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
         return PromptDataset(indexed, lengths, max_prompt_length=max_prompt_length, dropped={}, first=start)
-    opened = open_hub(data_path.removeprefix(_HUB)) if data_path.startswith(_HUB) else open_source(data_path)
+    opened = open_hub(data_path.removeprefix(HUB)) if data_path.startswith(HUB) else open_source(data_path)
     source = replace(opened, max_rows=stop)
     return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
 
@@ -217,7 +218,7 @@ def check_prompt_files(data_path: str | Path) -> None:
         ValueError: there is not.
     """
     path, _, _ = sliced(str(data_path))
-    if not packed_columns(path) and not path.startswith(_HUB) and not Path(path).expanduser().exists():
+    if not packed_columns(path) and not path.startswith(HUB) and not Path(path).expanduser().exists():
         raise ValueError(
             f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
             f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, or hf://owner/name"
@@ -261,8 +262,9 @@ def _load_raw(
     handler: PromptHandler | None = None
     to_skip = start
     for chunk in source.chunks():
-        numbered = read_chunk(chunk)
-        to_skip, numbered = max(0, to_skip - len(numbered)), numbered[to_skip:]
+        # by their numbers: empty lines are counted, as by `limited`, but are not among the rows
+        numbered = [(number, row) for number, row in read_chunk(chunk) if number - chunk.first_row >= to_skip]
+        to_skip = max(0, to_skip - chunk.num_rows)
         if not numbered:
             continue
         if handler is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,7 +57,7 @@ def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_widt
         cp_rank=parallel_state.get_context_parallel_rank(),
         # each rank holds two zigzag chunks of every sequence
         sequence_multiple=2 * cp_size if cp_size > 1 else 1,
-        total_multiple=tp_multiple if packed else math.lcm(tp_multiple, 1),
+        total_multiple=tp_multiple,
         fixed_width=fixed_width,
         pad_id=pad_id,
     )

@@ -258,25 +258,32 @@ def _said_plainly(what: str) -> Iterator[None]:
 
 
 def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_last: int | None) -> Callable[[], None]:
+    def publish() -> None:
+        checksums.join_parts(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        # renamed first, named newest after: a kill in between leaves the older checkpoint in force
+        os.replace(partial, final)
+        latest = folder / LATEST_NAME
+        # replaced as a whole, so that nobody reads half a number
+        temporary = latest.with_suffix(".tmp")
+        temporary.write_text(str(iteration))
+        os.replace(temporary, latest)
+        if keep_last:
+            # newer ones are of a run that was set back: not ours to count or to delete
+            known = (path for path in folder.glob("iter_*") if path.is_dir() and path.name <= final.name)
+            for path in sorted(path for path in known if path.suffix != ".partial")[:-keep_last]:
+                shutil.rmtree(path)
+
     def finish() -> None:
         dist.barrier()  # every rank has written everything
+        failure: str | None = None
         if dist.get_rank() == 0:
-            checksums.join_parts(partial)
-            shutil.rmtree(final, ignore_errors=True)
-            # renamed first, named newest after: a kill in between leaves the older checkpoint in force
-            os.replace(partial, final)
-            latest = folder / LATEST_NAME
-            # replaced as a whole, so that nobody reads half a number
-            temporary = latest.with_suffix(".tmp")
-            temporary.write_text(str(iteration))
-            os.replace(temporary, latest)
-            if keep_last:
-                # newer ones are of a run that was set back: not ours to count or to delete
-                known = (path for path in folder.glob("iter_*") if path.is_dir() and path.name <= final.name)
-                for path in sorted(path for path in known if path.suffix != ".partial")[:-keep_last]:
-                    shutil.rmtree(path)
-        # no rank goes on, perhaps to load, before the pointer has moved
-        dist.barrier()
+            try:
+                publish()
+            except OSError as error:
+                failure = f"{final}: {_of_the_disk(partial) or error}"
+        # no rank goes on, perhaps to load, before the pointer has moved; nor waits for a rank that has failed
+        _all_succeeded(failure)
 
     return finish
 

@@ -16,6 +16,7 @@ from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.model_files import ModelFiles
 from mindspeed_rl.inference.requests import Piece, Request
 from mindspeed_rl.inference.stop_watch import StopWatch
+from mindspeed_rl.models.kv_cache import kv_bytes_per_token
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -37,7 +38,7 @@ class InferenceEngine(VllmEngine):
             tokenizer: reads the end of an answer for stop strings.
             run_id: equal on all ranks that build engines together; needed with tensor parallelism only.
         """
-        network, config = model.network, settings.generate_config(model.dtype)
+        config = settings.generate_config(model.dtype)
         bytes_per_value = 4 if config.dtype == "float32" else 2
         super().__init__(
             model.hf_folder,
@@ -45,7 +46,7 @@ class InferenceEngine(VllmEngine):
             # a stand-in: every request here brings its own
             Sampling(temperature=0.0, max_tokens=1, stop_token_ids=()),
             run_id=run_id or uuid.uuid4().hex[:12],
-            kv_bytes_per_token=2 * network.num_layers * network.num_query_groups * network.kv_channels * bytes_per_value,
+            kv_bytes_per_token=kv_bytes_per_token(model.network, bytes_per_value),
             # log-probs are the untempered model's; vLLM refuses to give more of them than were announced
             engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.most_log_probs},
         )

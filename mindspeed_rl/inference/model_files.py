@@ -118,7 +118,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
         ValueError: nothing usable is there, the model's shape is not known, or adapter and base do not fit.
     """
     path = settings.load
-    _check_kind(path)
+    _check_kind(path, settings.iteration)
     options = ModelOptions(hf_folder=settings.hf_folder, iteration=settings.iteration, loosely=settings.loosely)
     if _is_hf(path):
         if settings.iteration is not None:
@@ -138,7 +138,7 @@ def _is_hf(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def _check_kind(path: Path) -> None:
+def _check_kind(path: Path, iteration: int | None) -> None:
     """Raises ValueError for folders that look loadable and are not a language model with its weights."""
     if not path.is_dir():
         raise ValueError(f"--load {path} is not a folder")
@@ -154,7 +154,7 @@ def _check_kind(path: Path) -> None:
         raise ValueError(
             f"--load {path} holds neither a Hugging Face model (config.json, *.safetensors) nor a checkpoint ({LATEST_NAME})"
         )
-    record = iteration_folder(path) / "run_state.json"
+    record = iteration_folder(path, iteration) / "run_state.json"
     lora = read_json(record).get("lora") if record.is_file() else None
     if lora is not None and not lora["with_base"]:
         raise ValueError(

@@ -140,7 +140,7 @@ def _expected_where_set(config: MegatronConfig, network: Network) -> dict[str, A
             "moe_router_group_topk": network.moe_router_group_topk,
             "moe_router_topk_scaling_factor": network.moe_router_topk_scaling_factor,
             "n_shared_experts": shared // network.moe_ffn_hidden_size,
-            "first_k_dense_replace": network.moe_layers[0],
+            "first_k_dense_replace": network.moe_layers[0] if network.moe_layers else network.num_layers,
         }
     if network.multi_latent_attention:
         names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")

@@ -111,8 +111,13 @@ class Heartbeat:
 
     def _write(self) -> None:
         with self._lock, contextlib.suppress(OSError):
-            text = json.dumps({**self._about, "beats": self._beats, "doing": self.doing[:500], "since": self.since})
-            os.pwrite(self._record, text.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES), 0)
+            doing = self.doing[:500]
+            while len(text := self._said(doing)) > _RECORD_BYTES and doing:  # a letter that is not ASCII takes six
+                doing = doing[: len(doing) // 2]
+            os.pwrite(self._record, text[:_RECORD_BYTES].ljust(_RECORD_BYTES), 0)
+
+    def _said(self, doing: str) -> bytes:
+        return json.dumps({**self._about, "beats": self._beats, "doing": doing, "since": self.since}).encode()
 
 
 #: of this process; like its log, it has one

@@ -153,14 +153,22 @@ async def _read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         headers[name.strip().lower()] = value.strip()
     if "chunked" in headers.get("transfer-encoding", "").lower():
         body = b""
-        while (size := int((await reader.readline()).split(b";")[0], 16)) > 0:
+        while (size := _number(await reader.readline(), 16)) > 0:
             body += await reader.readexactly(size)
             await reader.readline()
     elif "content-length" in headers:
-        body = await reader.readexactly(int(headers["content-length"]))
+        body = await reader.readexactly(_number(headers["content-length"].encode(), 10))
     else:
         body = await reader.read()
     return int(fields[1]), body
+
+
+def _number(line: bytes, base: int) -> int:
+    digits = line.split(b";")[0].strip()
+    try:
+        return int(digits, base)
+    except ValueError:
+        raise ConnectionError(f"not the length of an HTTP reply: {line[:80]!r}") from None
 
 
 def _content(reply: bytes) -> str:

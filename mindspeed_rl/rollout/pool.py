@@ -216,7 +216,7 @@ class ServerPool:
         try:
             return await done
         except asyncio.CancelledError:
-            await self._give_up(request)
+            self._give_up(request)
             raise
 
     @property
@@ -252,21 +252,32 @@ class ServerPool:
         batch, member.outbox = member.outbox, []
         # or the sends of the whole run would pile up
         member.tasks = [task for task in member.tasks if not task.done()]
+        if not batch:
+            return
         try:
             messages = [request.message() for request in batch]
             await asyncio.wait_for(member.server.call("submit", requests=messages), self._timeout_s)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             self.lose(member.server.name, _reason("take requests", error, self._timeout_s))
 
-    async def _give_up(self, request: _Request) -> None:
+    def _give_up(self, request: _Request) -> None:
+        """The server that works on it is told; who gives up does not wait for that."""
         if request in self._waiting:
             self._waiting.remove(request)
         for member in self._members.values():
-            if member.requests.pop(request.key, None) is not None:
-                self._note_idle(member)
-                await member.server.call("drop", keys=[request.key])
+            if member.requests.pop(request.key, None) is None:
+                continue
+            self._note_idle(member)
+            if request in member.outbox:  # the server has never heard of it
+                member.outbox.remove(request)
+            else:
+                member.tasks.append(asyncio.create_task(self._drop(member, request.key)))
+
+    async def _drop(self, member: _Member, key: str) -> None:
+        try:
+            await asyncio.wait_for(member.server.call("drop", keys=[key]), self._timeout_s)
+        except Exception as error:
+            self.lose(member.server.name, _reason("drop a request", error, self._timeout_s))
 
     # ------------------------------------------------------------------ news
 
@@ -277,8 +288,6 @@ class ServerPool:
         while True:
             try:
                 news = await asyncio.wait_for(server.call("news", after=heard, wait_s=wait_s), wait_s + self._timeout_s)
-            except asyncio.CancelledError:
-                raise
             except Exception as error:
                 self.lose(server.name, _reason("tell its news", error, wait_s + self._timeout_s))
                 return

@@ -116,13 +116,13 @@ class RolloutService:
                 if piece.finish is not None:
                     self._tasks.pop(key, None)
                 self._tell({"key": key} | asdict(piece))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # whatever it is, the client must hear of it, or waits for ever
             kind = "request" if isinstance(error, ValueError) else "server"
             self._tell({"key": key, "error": f"{type(error).__name__}: {error}", "kind": kind})
         finally:
-            self._tasks.pop(key, None)
+            # a request that was dropped may have come again under its key, and be worked on by another task by now
+            if self._tasks.get(key) is asyncio.current_task():
+                del self._tasks[key]
 
     def _tell(self, event: dict[str, Any]) -> None:
         self._number += 1

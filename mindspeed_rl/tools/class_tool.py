@@ -54,10 +54,16 @@ class HeldTool:
         """What the tool says."""
         return _now(self._tool.execute(self._id, parameters, **more))
 
-    def release(self) -> Any:
-        """Ends the instance; as text of the reward, None for none."""
-        reward = _now(self._tool.calc_reward(self._id)) if hasattr(self._tool, "calc_reward") else None
-        _now(self._tool.release(self._id))
+    def release(self, calc_reward: dict[str, Any], release: dict[str, Any]) -> Any:
+        """Ends the instance; the answer has its reward, None for none.
+
+        Args:
+            calc_reward, release: what the row gives these methods.
+        """
+        try:
+            reward = _now(self._tool.calc_reward(self._id, **calc_reward)) if hasattr(self._tool, "calc_reward") else None
+        finally:
+            _now(self._tool.release(self._id, **release))
         return Answer("", _number(reward))
 
 
@@ -187,7 +193,8 @@ class _ProcessSession:
         if process is None or not process.alive:
             return None
         try:
-            released = await process.ask({"op": "method", "name": "release", "arguments": {}}, _RELEASE_LIMIT_S)
+            words = {name: dict(self._options.get(f"{name}_kwargs") or {}) for name in ("calc_reward", "release")}
+            released = await process.ask({"op": "method", "name": "release", "arguments": words}, _RELEASE_LIMIT_S)
             return released["reward"]
         finally:
             with contextlib.suppress(ToolError):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.config.megatron import is_weight
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import summary
 from mindspeed_rl.observability.logging import set_up_logging
@@ -184,11 +185,3 @@ def absolute_paths(cfg: RunConfig) -> RunConfig:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
-
-
-def is_weight(item: str | float) -> bool:
-    """True for the numbers of a data_path that alternates weights and prefixes."""
-    with contextlib.suppress(ValueError):
-        float(item)
-        return True
-    return False

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_rl.algorithms.kl import kl_controller
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.megatron import split_shares
+from mindspeed_rl.config.megatron import evaluates
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import admission_of
@@ -106,7 +106,7 @@ class Schedule:
     @property
     def evaluates_first(self) -> bool:
         """True when there is something to evaluate on: a dataset for it, or what `split` holds back."""
-        return self._actor.eval_data_path is not None or split_shares(self._actor.split)[1] > 0
+        return evaluates(self._actor)
 
     def evaluates(self, iteration: int) -> bool:
         """True every `eval_interval` iterations and after the last."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config.megatron import is_weight
 from mindspeed_rl.data.indexed import packed_columns
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.observability.progress import IterationProgress
@@ -16,7 +17,6 @@ from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.trainers.beginning import find_beginning, with_sound_checkpoint
 from mindspeed_rl.trainers.model_plans import model_plans
-from mindspeed_rl.trainers.run_folder import is_weight
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
 from mindspeed_rl.trainers.wrong_files import check_all
 from mindspeed_rl.workers.groups import SupervisedGroup

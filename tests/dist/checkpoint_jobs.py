@@ -83,6 +83,19 @@ def save_under_a_limit(setting: Setting, folder: str, limit_bytes: int) -> str:
     return "nothing"
 
 
+def save_what_cannot_be_named(setting: Setting, folder: str) -> str:
+    """What saving says on this rank when the newest checkpoint cannot be named, which only the first rank does."""
+    with engine_of(setting) as engine:
+        saver = CheckpointSaver(engine, folder)
+        (Path(folder) / "latest_checkpointed_iteration.tmp").mkdir(exist_ok=True)
+        try:
+            saver.save(1, {})
+            saver.finish()
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
 def killed_while_saving(setting: Setting, folder: str, iteration: int) -> None:
     """The last rank is killed as soon as the save of this iteration has begun."""
 

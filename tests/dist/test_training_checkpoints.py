@@ -219,3 +219,10 @@ def test_a_limit_on_files_fails_the_save_in_a_sentence_and_leaves_nothing(
     why = "a file may have 20000 bytes here (ulimit -f), which is too little."
     assert said == f"save: {tmp_path / 'iter_0000001'} could not be written: {why}"
     assert not list(tmp_path.iterdir())
+
+
+def test_no_rank_waits_for_one_that_could_not_end_the_save(
+    ranks: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path
+) -> None:
+    said = ranks(2).run(jobs.save_what_cannot_be_named, setting=Setting(str(models["tied"])), folder=str(tmp_path))
+    assert said[0] == said[1] and "rank 0" in said[0] and str(tmp_path / "iter_0000001") in said[0]

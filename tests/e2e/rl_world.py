@@ -28,6 +28,7 @@ from mindspeed_rl.trainers.rl_parts import Inputs, assemble, open_data_plane
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.cluster import cluster
+from mindspeed_rl.workers.fork_server import RL, fork_server
 from mindspeed_rl.workers.groups import ActorGroup
 from mindspeed_rl.workers.reward_group import RewardGroup
 
@@ -130,6 +131,7 @@ class World:
         self._tokenizer = load_tokenizer(task / "model")
         here = Path(__file__).parent  # worker processes import `variant_worker` and what it needs
         os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+        self._stack.enter_context(fork_server("cpu", RL))
         self._stack.enter_context(cluster(run.plan.world_size, "cpu"))
         plane = open_data_plane(run)
         try:

@@ -161,6 +161,24 @@ def test_adapters_inside_a_checkpoint_are_merged_with_r_and_alpha_checked(
     assert_close(load_file(tmp_path / "alone/model.safetensors"), expected)
 
 
+def test_biases_that_lie_under_the_base_layer_are_found(tmp_path: Path) -> None:
+    tiny_models.save_hf_model("qwen2", tmp_path / "hf")
+    assert run("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "mg") == 0
+    with_lora(tmp_path / "mg", 1, True, tmp_path / "unified")
+    words = ("--load-model-type", "mg", "--save-model-type", "hf", "--hf-cfg-dir", tmp_path / "hf")
+    words = (*words, "--lora-r", R, "--lora-alpha", ALPHA, "--load-dir", tmp_path / "unified", "--save-dir")
+    assert run(*words, tmp_path / "before") == 0
+    path = tmp_path / "unified/iter_0000001/mp_rank_00/model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    content["model"] = {
+        name.replace("linear_qkv.bias", "linear_qkv.base_layer.bias"): x for name, x in content["model"].items()
+    }
+    torch.save(content, path)
+    assert any(name.endswith("base_layer.bias") for name in content["model"])
+    assert run(*words, tmp_path / "after") == 0
+    assert_close(load_file(tmp_path / "after/model.safetensors"), load_file(tmp_path / "before/model.safetensors"))
+
+
 def test_the_exported_adapter_is_loaded_by_peft_and_gives_the_merged_model(
     base: Path, megatron: dict[str, Path], tmp_path: Path
 ) -> None:

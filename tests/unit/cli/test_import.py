@@ -357,3 +357,10 @@ def test_train_takes_the_command_and_writes_its_run_file(tmp_path, monkeypatch, 
     assert yaml.safe_load((tmp_path / "from_swift.yaml").read_text())["rl_config"]["n_samples_per_prompt"] == 4
     with pytest.raises(SystemExit):
         train.main([])
+
+
+def test_a_clip_range_of_zero_is_one_and_a_subset_is_not_dropped_in_silence() -> None:
+    made = from_verl(VERL.replace("clip_ratio_low=0.2", "clip_ratio_low=0.0"), REWARDS)
+    assert values_of(made.tree)["rl_config.clip_ratio_low"] == 0.0
+    bare = "swift rlhf --rlhf_type grpo --model m --reward_funcs accuracy --dataset org/data:hard#5"
+    assert any("org/data:hard" in option for option in from_swift(bare, REWARDS).without)

@@ -48,6 +48,15 @@ def random_sizes(rng: random.Random) -> Sizes:
     )
 
 
+def test_roles_on_devices_of_their_own_stay_where_they_are() -> None:
+    sizes = Sizes(
+        "prompts", 8, 1, actor=Layout(8, 1, 1), rollout=Layout(8, 2, 1, apart=True), ref=Layout(8, 2, 1), critic=Layout(4, 1, 1)
+    )
+    moved = sizes.with_value("num_npus", 16)
+    assert (moved.actor.num_npus, moved.rollout.num_npus) == (16, 8)
+    assert moved.ref == Layout(16, 2, 1) and moved.critic == Layout(16, 1, 1)
+
+
 def test_the_rules_agree_with_the_guides_constraints_on_random_plans() -> None:
     rng = random.Random(1)
     plans = [random_sizes(rng) for _ in range(4000)]

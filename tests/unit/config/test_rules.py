@@ -124,6 +124,11 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         ["save_interval (6)", "parameter_sync_step (4)"],
     ),
     (
+        {R: {"trainer_mode": "async", "parameter_sync_step": 4}, M: {"split": "90,10,0", "eval_interval": 6}},
+        "sync_step_eval_interval",
+        ["eval_interval (6)", "parameter_sync_step (4)"],
+    ),
+    (
         {R: {"multi_turn_enable": True, "async_engine": True, "max_total_response_length": 100}},
         "tool_response_length",
         ["max_total_response_length (100)", "max_tokens (2048)"],

@@ -198,6 +198,24 @@ def test_prompts_as_long_as_the_limit_are_filtered_and_counted(tmp_path, tokeniz
         open_prompts(raw, tokenizer, max_prompt_length=2, settings=settings)
 
 
+def test_a_slice_counts_empty_lines_at_both_ends_alike(tmp_path, tokenizer):
+    raw = tmp_path / "gaps.jsonl"
+    lines = [
+        "",
+        *(json.dumps({"prompt": f"q{number}", "labels": "x"}) for number in range(3)),
+        "",
+        json.dumps({"prompt": "q3", "labels": "x"}),
+    ]
+    raw.write_text("\n".join(lines) + "\n")
+
+    def prompts(part):
+        found = open_prompts(f"{raw}{part}", tokenizer, max_prompt_length=9)
+        return [found[index]["prompt_ids"] for index in range(len(found))]
+
+    assert prompts("[0:3]") == [ids("q0"), ids("q1")]
+    assert prompts("[3:6]") == [ids("q2"), ids("q3")]
+
+
 def test_raw_prompts_without_labels_and_in_chat_form(tokenizer, write_jsonl):
     ppo = open_prompts(write_jsonl([{"instruction": "Q"}]), tokenizer, max_prompt_length=9, dataset_additional_keys=[])
     assert ppo[0] == {"prompt_ids": ids("Q"), "label": None, "columns": {}}

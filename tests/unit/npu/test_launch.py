@@ -97,6 +97,19 @@ def test_a_run_files_weights_and_data_are_checked_on_all_nodes() -> None:
     assert launch.run_paths(["doctor", "--json"]) == []
 
 
+def test_slices_and_data_of_the_hub_are_no_files_to_look_for() -> None:
+    command = ["train", "--config-name", "grpo_qwen25_7b_A3"]
+    sliced = launch.run_paths([*command, "megatron_training.data_path='/d/rows.jsonl[0:100]'"])
+    assert "/d/rows.jsonl*" in sliced and not any("[" in path for path in sliced)
+    data = ["megatron_training.data_path='hf://org/data#50'", "megatron_training.eval_data_path=/d/held"]
+    hub = launch.run_paths([*command, *data])
+    assert "/d/held*" in hub and not any("hf:" in path for path in hub)
+
+
+def test_weights_of_a_mixture_are_no_files_either() -> None:
+    assert list(launch.data_prefixes(["0.3", "/d/a", 0.7, "/d/b"])) == ["/d/a", "/d/b"]
+
+
 def test_a_load_folder_that_the_run_will_write_is_not_asked_for(tmp_path: Path) -> None:
     later, now = tmp_path / "later", tmp_path / "now"
     now.mkdir()

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.collectives import last_collective, stalled_collectives
 from mindspeed_rl.observability.standing import ask_standings, culprit, end_processes, place_of, read_standings, stalled
 
@@ -74,6 +75,16 @@ def test_a_half_written_record_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "alive").mkdir()
     (tmp_path / "alive/worker_0.json").write_text('{"name": "wor')
     assert read_standings(tmp_path) == [] and ask_standings(tmp_path, patience_s=0.1) == []
+
+
+def test_what_is_said_in_letters_beyond_ascii_stays_readable(tmp_path: Path) -> None:
+    beat = heartbeat.begin(tmp_path, "driver", interval_s=60.0)
+    try:
+        with heartbeat.doing("正在训练" * 200):
+            (found,) = read_standings(tmp_path)
+    finally:
+        beat.end()
+    assert found.name == "driver" and found.doing.startswith("正在训练")
 
 
 STACKS = """Thread 0x00007f1 (most recent call first):

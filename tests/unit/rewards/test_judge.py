@@ -1,5 +1,6 @@
 """The judge: a real HTTP server on this machine, replies good and bad."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl.rewards import judge
 from mindspeed_rl.rewards.judge import Judge, JudgeError, mean_of_parts, parse_score
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
@@ -151,6 +153,18 @@ def test_the_last_score_of_a_reply_counts_out_of_ten(reply: str, score: float) -
 def test_a_reply_without_a_score_is_an_error(reply: str) -> None:
     with pytest.raises(JudgeError):
         parse_score(reply)
+
+
+@pytest.mark.parametrize("head", [b"Transfer-Encoding: chunked\r\n\r\n<html>\r\n", b"Content-Length: many\r\n\r\n"])
+def test_a_reply_of_no_known_length_is_an_error_of_the_connection(head: bytes) -> None:
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"HTTP/1.1 200 OK\r\n" + head)
+        reader.feed_eof()
+        await judge._read_reply(reader)
+
+    with pytest.raises(ConnectionError, match="not the length of an HTTP reply"):  # which is asked again
+        asyncio.run(read())
 
 
 def test_json_scores_become_parts_with_their_mean() -> None:

@@ -224,6 +224,53 @@ def test_a_pause_that_waits_lets_what_runs_end() -> None:
     in_pool(body, num_servers=1)
 
 
+def test_who_gives_a_request_up_does_not_wait_for_a_server_that_hangs() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await until(lambda: bool(servers[0].engine.seen))
+        servers[0].silent.set()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asked, 0.5)
+        await until(lambda: bool(pool.lost))
+        assert pool.names == ["server 1"] and "did not" in pool.lost[0][1]
+
+    in_pool(body, timeout_s=1.0)
+
+
+def test_a_request_that_was_given_up_before_it_travelled_never_reaches_a_server() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await asyncio.sleep(0)  # it has its server, and is not sent yet
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        servers[0].engine.release(4)
+        assert await pool.generate((2,), FOUR, 0) == whole((2,), 0)
+        assert sum(server.calls.count("drop") for server in servers) == len(servers)  # when they were added
+        assert sum(len(server.engine.seen) for server in servers) == 1
+
+    in_pool(body)
+
+
+def test_a_request_that_comes_again_after_it_was_dropped_is_one_of_its_own() -> None:
+    async def go() -> None:
+        server = ScriptedServer("server")
+        words = {"temperature": 1.0, "max_tokens": 2, "stop_token_ids": []}
+        request = {"key": "0", "prompt_ids": [3], "sampling": words, "seed": 5, "begun": None}
+        await server.call("submit", requests=[request])
+        await until(lambda: bool(server.engine.seen))
+        await asyncio.gather(server.call("drop", keys=["0"]), server.call("submit", requests=[{**request, "prompt_ids": [4]}]))
+        await until(lambda: len(server.engine.seen) == 2)
+        await server.call("submit", requests=[{**request, "prompt_ids": [4]}])
+        await asyncio.sleep(0.05)
+        assert len(server.engine.seen) == 2 and len(server.engine.running) == 1
+        await server.call("drop", keys=["0"])
+        await until(lambda: not server.engine.running)
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
 def test_news_that_did_not_arrive_are_told_again_and_a_request_sent_twice_runs_once() -> None:
     async def go() -> None:
         server = ScriptedServer("server")

@@ -121,7 +121,7 @@ class Counter:
         return str(self.counts[instance_id]), 0.5, {"by": parameters["by"], "status": "ok"}
 
     def calc_reward(self, instance_id, **kwargs):
-        return float(self.counts[instance_id])
+        return float(self.counts[instance_id]) * kwargs.get("calc_reward_kwargs", {}).get("weight", kwargs.get("weight", 1))
 
     def release(self, instance_id, **kwargs):
         self.released.append(instance_id)

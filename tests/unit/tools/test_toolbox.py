@@ -208,6 +208,19 @@ def test_a_class_in_processes_keeps_its_state_there_and_a_hang_costs_one_traject
     assert other.text == "12" and reward == 12.0
 
 
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+def test_what_a_row_gives_for_the_reward_reaches_the_tool_wherever_it_runs(tmp_path, run_in):
+    async def run():
+        async with opened(tmp_path, {**COUNT, "run_in": run_in}) as box:
+            tools = box.open(
+                {"tools_kwargs": {"count": {"calc_reward_kwargs": {"weight": 10}, "release_kwargs": {"why": "end"}}}}
+            )
+            await tools.call([call("count", by=1)])
+            return await tools.close()
+
+    assert asyncio.run(run()) == 20.0
+
+
 def test_a_class_of_coroutines_answers_with_its_own_schema(tmp_path):
     columns = {"tools_kwargs": json.dumps({"greet": {"create_kwargs": {"word": "ciao"}}})}
     assert (
