@@ -35,8 +35,9 @@ find_python() {
 }
 
 # Unused wheel folders and indices are no news.
+# Most modules are never imported: those that are get compiled by the check at the end, or when they are first used.
 pip_install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@" \
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile "$@" \
         2> >(grep -v -E "WARNING: (Location|Url) .* is ignored|Looking in (links|indexes)|notice" >&2)
 }
 

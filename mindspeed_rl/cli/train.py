@@ -41,10 +41,20 @@ def main(argv: list[str]) -> int:
         prepare_environment()
         with fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
             run = _resolved(cfg, arguments.nodes)
-            code = _trained(run)
-            if code:
+            # as there, and Ray
+            from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
+            from mindspeed_rl.trainers.recovery import Recovery
+            from mindspeed_rl.trainers.start import started
+
+            recovery = Recovery(run)
+            try:
+                for attempt in recovery.attempts():
+                    with recovery.tolerated(), started(attempt) as trainer:
+                        trainer.fit()
+            except Terminated as error:
+                print(error, file=sys.stderr)
                 _say_how_to_go_on(run, begun)
-                return code
+                return EXIT_CODE
     except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
         code = say_failure(error)
         if not isinstance(error, ValueError):
@@ -61,24 +71,6 @@ def _resolved(cfg: RunConfig, num_nodes: int) -> Run:
 
     cfg = with_networks(cfg)
     return resolve(cfg, num_nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
-
-
-def _trained(run: Run) -> int:
-    """Runs to its end: 0; or until SIGTERM, which is said: what the command returns then."""
-    # as above, and Ray
-    from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
-    from mindspeed_rl.trainers.recovery import Recovery
-    from mindspeed_rl.trainers.start import started
-
-    recovery = Recovery(run)
-    try:
-        for attempt in recovery.attempts():
-            with recovery.tolerated(), started(attempt) as trainer:
-                trainer.fit()
-    except Terminated as error:
-        print(error, file=sys.stderr)
-        return EXIT_CODE
-    return 0
 
 
 def _say_how_to_go_on(run: Run | None, begun: float) -> None:

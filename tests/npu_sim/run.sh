@@ -21,12 +21,12 @@ fi
 wanted="$(cat "$here"/requirements*.txt "$root/pyproject.toml" "$root/envs/cpu/requirements.lock" | sha256sum | cut -d' ' -f1)"
 if [[ "$(cat "$environment/installed" 2>/dev/null || true)" != "$wanted" ]]; then
     # what the package depends on and what the simulator needs; the lock's versions, but for what the simulator pins itself
-    "$python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt" \
+    "$python" -m pip install -q --no-compile --disable-pip-version-check -r "$here/requirements.txt" \
         -r <("$python" -c 'import sys, tomllib; print(*tomllib.load(sys.stdin.buffer)["project"]["dependencies"], sep="\n")' \
             < "$root/pyproject.toml") \
         -c <(grep -v '^triton==' "$root/envs/cpu/requirements.lock") 2> >(grep -v '^WARNING: Location .* is ignored' >&2)
     # pinned to other releases of torch and to CUDA's packages, so they come without what they ask for
-    "$python" -m pip install -q --disable-pip-version-check --no-deps -r "$here/requirements-no-deps.txt" \
+    "$python" -m pip install -q --no-compile --disable-pip-version-check --no-deps -r "$here/requirements-no-deps.txt" \
         2> >(grep -v '^WARNING: Location .* is ignored' >&2)
     # as a source install for VLLM_TARGET_DEVICE=empty is: no kernels of another device
     find "$environment"/lib/python3.11/site-packages/vllm -name '*.so' -delete
