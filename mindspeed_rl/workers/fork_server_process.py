@@ -1,0 +1,108 @@
+"""The process of a fork server: it imports, then makes a copy of itself for whoever asks; see `fork_server`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import resource
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from mindspeed_rl import adaptors, platform
+
+
+def serve(words: str) -> None:
+    """The server's own life; and that of each copy, which returns from here when Ray's script has ended."""
+    told = json.loads(words)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody else would be left to end it
+    if os.getppid() != told["parent"]:  # it has ended already
+        return
+    device = platform.select(platform.detect() if told["platform"] == "auto" else told["platform"])
+    if not device.forks:
+        return
+    os.environ.update(device.worker_env())  # some of it is read by imports; each copy has its own afterwards
+    with _without_ray():
+        for scope in told["adapted"]:
+            adaptors.apply(scope)
+        for module in told["modules"]:
+            import_module(module)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        raise RuntimeError(f"{len(threads)} threads run after the imports; a fork would have only one of them.")
+    gc.collect()
+    gc.freeze()  # else the first collection of each copy would write to all pages that they share
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies: Ray watches them
+    with socket.socket(socket.AF_UNIX) as listening:
+        made = Path(told["socket"] + ".new")
+        listening.bind(str(made))
+        listening.listen(64)
+        made.rename(told["socket"])
+        request = _next_copy(listening)
+    _run(request)
+
+
+@contextlib.contextmanager
+def _without_ray() -> Iterator[None]:
+    """Ray reads the environment when it is imported, and each copy has its own: which Ray process watches it, and the token
+    that lets it in. What did without Ray in the block is imported anew where it is asked for."""
+    before = set(sys.modules)
+    cast("dict[str, Any]", sys.modules)["ray"] = None  # whoever imports it is told that it is not there
+    try:
+        yield
+    finally:
+        del sys.modules["ray"]
+    for name in set(sys.modules) - before:
+        if vars(sys.modules[name]).get("ray", name) is None:
+            package, _, module = name.rpartition(".")
+            if package:
+                delattr(sys.modules[package], module)
+            del sys.modules[name]
+
+
+def _next_copy(listening: socket.socket) -> dict[str, Any]:
+    """Forks for each request; returns in the copies only, with what was asked for."""
+    while True:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError, ValueError):
+            connection.settimeout(10)
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+            with connection.makefile("rb") as told:
+                request = json.load(told)
+            if os.fork() == 0:
+                for number, descriptor in enumerate(descriptors):
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                connection.sendall(b"f")
+                return request
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _run(request: dict[str, Any]) -> None:
+    """This copy becomes what the client would have been."""
+    os.setpgid(0, 0)  # Ray ends the group of a worker with it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    for name, limits in request["limits"].items():
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(getattr(resource, name), tuple(limits))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
+        os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
+    tempfile.tempdir = None  # found anew from TMPDIR
+    random.seed()
+    sys.argv = request["script"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
