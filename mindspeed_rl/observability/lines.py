@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+#: of a run folder: what each iteration trained on, where prompts are drawn ahead
+CONSUMED = "consumed.jsonl"
+
 
 class LineWriter:
     """Appends records, each at once and whole: a full disk leaves no half line."""

@@ -16,7 +16,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.observability.background import BackgroundTracker
 from mindspeed_rl.observability.completions import Completion
-from mindspeed_rl.observability.lines import LineWriter, forget_after, hold, recall, release
+from mindspeed_rl.observability.lines import CONSUMED, LineWriter, forget_after, hold, recall, release
 
 #: name of a tracker -> its class, made with (rl_config, run_dir, config) and read where it is asked for
 TRACKERS = {
@@ -116,8 +116,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any],
     """The trackers that the run file asks for, metrics.jsonl always among them; they start on their own threads.
 
     `use_wandb` switches `use_tensorboard` off, as upstream does; a tracker that `report_to` names is never switched off.
-    metrics.jsonl and completions.jsonl of a folder in which a run has gone further hold nothing of the iterations that are
-    repeated.
+    The files with a line an iteration in a folder in which a run has gone further hold nothing of those that are repeated.
 
     Args:
         rl_config: `report_to`, the use_ keys, and those that a tracker reads itself.
@@ -142,7 +141,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, Any],
         if isinstance(classes[name], Checked):
             classes[name].check()
     # cut back before `recall`, which looks at the last line that stays
-    for name in ("metrics.jsonl", "completions.jsonl"):
+    for name in ("metrics.jsonl", "completions.jsonl", CONSUMED):
         forget_after(run_dir / name, goes_on_after)
     recall(run_dir / "metrics.jsonl", goes_on_after)
     plain = json.loads(json.dumps(config, default=_plain))

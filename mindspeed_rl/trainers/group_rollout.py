@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
+from mindspeed_rl.observability.lines import CONSUMED
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_filter import GroupFilter
@@ -26,7 +27,6 @@ from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, PromptFeed
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.reports import WorkerReport
 
-RECORD_NAME = "consumed.jsonl"
 _IN_FLIGHT = "in_flight"
 
 
@@ -72,7 +72,7 @@ class GroupRollout:
         self._feed, self._source, self._model_rewards = feed, source, model_rewards
         self._filter = GroupFilter(run) if rl.filter_groups_enable or rl.dynamic_sample else None
         self._timeout_s, self._train_iters = run.deadlines.rows_s, run.plan.train_iters
-        self._record = run.folder / RECORD_NAME
+        self._record = run.folder / CONSUMED
         self._save = Path(actor.save) if actor.save else None
         self._load = Path(actor.load).expanduser() if actor.load else None
         self._pushed: int | None = None

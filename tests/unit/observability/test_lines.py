@@ -23,14 +23,15 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path: Path) -> None:
     for iteration in (1, 2, 3, 4):
         first.log(iteration, {"loss": float(iteration)})
     first.close()
-    (tmp_path / "completions.jsonl").write_text('{"iteration": 2}\n{"iteration": 3}\n')
+    for name in ("completions.jsonl", "consumed.jsonl"):
+        (tmp_path / name).write_text('{"iteration": 2}\n{"iteration": 3}\n')
     second = make_trackers(RLConfig(), tmp_path, {}, goes_on_after=2)
     second.log(3, {"loss": 30.0})
     second.close()
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
     assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"iteration": 3, "loss": 30.0}
     assert iterations(tmp_path / "metrics.superseded.jsonl") == [3, 4]
-    assert iterations(tmp_path / "completions.jsonl") == [2]
+    assert iterations(tmp_path / "completions.jsonl") == iterations(tmp_path / "consumed.jsonl") == [2]
 
 
 @pytest.mark.parametrize(
