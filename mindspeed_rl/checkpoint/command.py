@@ -91,7 +91,9 @@ def plan_conversion(options: ConvertOptions, source: Source) -> Plan:
         ValueError: the split does not fit the model, or an adapter is not as the options say.
     """
     merged, peft = _merge_adapter(options, source)
-    return make_plan(merged, _destination(options, merged), peft)
+    config = None if options.hf_cfg_dir is None else options.hf_cfg_dir / "config.json"
+    beside = tuple(path for path in (options.lora_load, config) if path is not None)
+    return replace(make_plan(merged, _destination(options, merged), peft), beside=beside)
 
 
 def adapter_of(options: ConvertOptions, source: Source) -> tuple[Source, float]:

@@ -151,6 +151,7 @@ class Plan:
         transform: what happens to tensors on the way.
         memory_bytes: upper bound of the tensors in memory at once, per worker.
         num_bytes: bytes to be written.
+        beside: what is read beside the source: the folder of an adapter, another config.json.
     """
 
     source: Source
@@ -160,6 +161,7 @@ class Plan:
     transform: Transform | None
     memory_bytes: int
     num_bytes: int
+    beside: tuple[Path, ...] = ()
 
 
 def make_plan(source: Source, destination: Destination, peft: PeftMerge | None = None) -> Plan:

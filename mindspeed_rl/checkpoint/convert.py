@@ -27,7 +27,7 @@ from torch import Tensor
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
 from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, write_config
-from mindspeed_rl.checkpoint.jobs import Group, Job, Report, Target, Transform, connect, same_bits
+from mindspeed_rl.checkpoint.jobs import Group, Job, MegatronGroup, Report, Target, Transform, connect, same_bits
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config.model_facts import HF_FILES
@@ -259,15 +259,15 @@ def _fingerprint(plan: Plan, task_bytes: int) -> str:
     """Changes with the source files, the options and the plan: what an interrupted run must share with its successor."""
     digest = hashlib.sha256(f"{task_bytes}\n".encode())
     # size and time stand for the content, which would take as long to read as the conversion does
-    weight_files = sorted(
-        p for p in plan.source.path.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".pt", ".distcp")
-    )
-    for path in weight_files:
+    below = (path for folder in (plan.source.path, *plan.beside) for path in folder.rglob("*"))
+    weights = (path for path in below if path.suffix in (".safetensors", ".pt", ".distcp"))
+    for path in sorted(path for path in (*weights, *plan.beside) if path.is_file()):
         stat = path.stat()
         digest.update(f"{path}|{stat.st_size}|{stat.st_mtime_ns}\n".encode())
     # --overwrite changes nothing of what is written, and may be added for the second run
     digest.update(repr(replace(plan.destination, overwrite=False)).encode())
-    digest.update(repr((plan.files, plan.transform, [getattr(group, "lora", None) for group in plan.source.groups])).encode())
+    adapters = [group.lora for group in plan.source.groups if isinstance(group, MegatronGroup)]
+    digest.update(repr((plan.files, plan.transform, adapters)).encode())
     return digest.hexdigest()
 
 

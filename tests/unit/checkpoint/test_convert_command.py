@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -319,6 +320,18 @@ def test_a_run_with_other_settings_starts_afresh(qwen: Path, tmp_path: Path) -> 
         run_plan(plan_for(qwen, tmp_path / "out"), task_bytes=20_000, progress=StopAfter(3))
     second = StopAfter(-1)
     run_plan(plan_for(qwen, tmp_path / "out", dtype=torch.bfloat16), task_bytes=20_000, progress=second)
+    assert second.started_at == [0]
+
+
+def test_a_run_whose_adapter_has_changed_starts_afresh(qwen: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter/adapter_model.safetensors"
+    adapter.parent.mkdir()
+    second = StopAfter(-1)
+    for content, progress in ((b"one", StopAfter(3)), (b"other", second)):
+        adapter.write_bytes(content)
+        plan = replace(plan_for(qwen, tmp_path / "out"), beside=(adapter.parent,))
+        with contextlib.suppress(KeyboardInterrupt):
+            run_plan(plan, task_bytes=20_000, progress=progress)
     assert second.started_at == [0]
 
 
