@@ -182,6 +182,16 @@ def choice_tokens(prompt_format: PromptFormat, choices: Sequence[str]) -> dict[i
     return found
 
 
+def _answers(
+    engine: Engine, requests: Sequence[Request], are_choices: bool, sampling: Sampling, stops: Sequence[str]
+) -> dict[int, Answer]:
+    """Number of the request -> answer, of the requests for a choice or of the others."""
+    numbers = [number for number, request in enumerate(requests) if bool(request.allowed_ids) == are_choices]
+    if not numbers:
+        return {}
+    return dict(zip(numbers, collect(engine.stream([requests[number] for number in numbers], sampling, stops), len(numbers))))
+
+
 def run_task(
     engine: Engine, prepared: PreparedTask, prompt_format: PromptFormat, settings: EvaluationSettings
 ) -> tuple[TaskScore, list[dict[str, Any]]]:
@@ -205,20 +215,20 @@ def run_task(
     ]
     # a chat ends its turn itself; a model that continues text would go on to a question of its own
     stops = () if prompt_format.is_chat else task.stop_strings
-    # the first token of a choice is the most likely one, however other answers are drawn
-    greedy = Sampling(0.0, task.max_new_tokens, () if all(prepared.allowed) else prompt_format.stop_token_ids)
     start = time.perf_counter()
-    answers = collect(engine.stream(requests, greedy if all(prepared.allowed) else settings.sampling, stops), len(requests))
+    # the first token of a choice is the most likely one, however other answers are drawn
+    answers = _answers(engine, requests, True, Sampling(0.0, task.max_new_tokens, ()), stops)
+    answers |= _answers(engine, requests, False, settings.sampling, stops)
     seconds = time.perf_counter() - start
     score = TaskScore(
         task.name,
         num_questions=len(prepared.questions),
         dropped_shots=prepared.dropped_shots,
         num_shots=task.num_shots,
-        tokens=sum(len(answer.token_ids) for answer in answers),
+        tokens=sum(len(answer.token_ids) for answer in answers.values()),
         generate_s=seconds,
     )
-    records = [_record(prepared, prompt_format, row // num_return, answer, stops) for row, answer in enumerate(answers)]
+    records = [_record(prepared, prompt_format, row // num_return, answer, stops) for row, answer in sorted(answers.items())]
     _score(prepared, score, records)
     _count(score, records)
     if num_return > 1:

@@ -16,6 +16,7 @@ class ScriptedEngine:
     Attributes:
         asked: the texts of all prompts.
         requests: all requests.
+        temperatures: of each request.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -24,12 +25,14 @@ class ScriptedEngine:
         self.ends = True
         self.asked: list[str] = []
         self.requests: list[Request] = []
+        self.temperatures: list[float] = []
 
     def stream(self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()) -> Iterator[Piece]:
         answers = []
         for request in requests:
             self.asked.append(self.tokenizer.decode(request.prompt_ids))
             self.requests.append(request)
+            self.temperatures.append(sampling.temperature)
             ids = self.tokenizer(self.script[len(self.requests) - 1], add_special_tokens=False)["input_ids"]
             answers.append(ids + ([self.tokenizer.eos_token_id] if self.ends else []))
         for place in range(max(map(len, answers))):

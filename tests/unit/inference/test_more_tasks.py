@@ -40,12 +40,14 @@ def agieval(tmp_path: Path) -> Path:
 
 
 def test_agieval_reads_letters_and_final_answers(engine: ScriptedEngine, agieval: Path) -> None:
-    # files in order of their names: gaokao-physics, lsat-ar, math
-    result, records = evaluate(open_task("agieval", agieval), engine, ["答案是（AC）", "A", "It is 1. The answer is 1."])
+    # files in order of their names: gaokao-physics, lsat-ar, math; what is a choice is asked first
+    script = ["A", "答案是（AC）", "It is 1. The answer is 1."]
+    result, records = evaluate(open_task("agieval", agieval), engine, script, sampling=Sampling(0.7, 64, ()))
     assert [record["right"] for record in records] == [True, True, True] and result.groups["lsat-ar"] == [1, 1]
-    assert engine.asked[0].startswith("下面的选择题可能有多个正确选项")
-    assert engine.asked[1].endswith("Ann is older than Ben.\nWho is older?\nA. Ann\nB. Ben\nAnswer:")
-    assert engine.requests[1].max_tokens == 1 and engine.requests[2].max_tokens > 1
+    assert engine.asked[0].endswith("Ann is older than Ben.\nWho is older?\nA. Ann\nB. Ben\nAnswer:")
+    assert engine.asked[1].startswith("下面的选择题可能有多个正确选项")
+    assert engine.requests[0].max_tokens == 1 and engine.requests[2].max_tokens > 1
+    assert engine.temperatures == [0.0, 0.7, 0.7]  # a choice is the most likely one
 
 
 @pytest.mark.parametrize(
