@@ -28,9 +28,10 @@ def serve(words: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody else would be left to end it
     if os.getppid() != told["parent"]:  # it has ended already
         return
-    device = platform.select(platform.detect() if told["platform"] == "auto" else told["platform"])
-    if not device.forks:
+    name = platform.detect() if told["platform"] == "auto" else told["platform"]
+    if not platform.platform_class(name).forks:
         return
+    device = platform.select(name)
     os.environ.update(device.worker_env())  # some of it is read by imports; each copy has its own afterwards
     with _without_ray():
         for scope in told["adapted"]:
