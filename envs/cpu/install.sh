@@ -35,7 +35,7 @@ find_python() {
 }
 
 # Unused wheel folders and indices are no news.
-# Most modules are never imported: those that are get compiled by the check at the end, or when they are first used.
+# Compiled at the end, on all cores: pip does it on one.
 pip_install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile "$@" \
         2> >(grep -v -E "WARNING: (Location|Url) .* is ignored|Looking in (links|indexes)|notice" >&2)
@@ -85,6 +85,10 @@ pip_install --no-deps -r "$lock_file"
 
 say "4/4 mindspeed_rl itself"
 pip_install --no-deps --no-build-isolation -e "$root"
+
+say "compiling"
+# templates among the packages are no Python, and no reason to stop
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" > /dev/null 2>&1 || true
 
 say "checking the imports"
 "$venv/bin/python" -W ignore - << 'PYTHON'

@@ -30,6 +30,8 @@ if [[ "$(cat "$environment/installed" 2>/dev/null || true)" != "$wanted" ]]; the
         2> >(grep -v '^WARNING: Location .* is ignored' >&2)
     # as a source install for VLLM_TARGET_DEVICE=empty is: no kernels of another device
     find "$environment"/lib/python3.11/site-packages/vllm -name '*.so' -delete
+    # on all cores, where pip compiles on one; templates among the packages are no Python, and no reason to stop
+    "$python" -m compileall -q -j 0 "$environment/lib" > /dev/null 2>&1 || true
     echo "$wanted" > "$environment/installed"
 fi
 build="$environment/cann"
