@@ -27,6 +27,14 @@ from mindspeed_rl.workers.scratch import scratch_folder
 _LOG = logging.getLogger(__name__)
 #: where `serve` is, which this process does not import: it brings torch
 _SERVER = f"{__package__}.fork_server_process"
+#: a copy runs its script from here, so that nothing of the server is left on its stack
+_PROGRAM = f"""
+import runpy
+from {_SERVER} import serve
+script = serve(sys.argv[1])
+if script is not None:
+    runpy.run_path(script, run_name="__main__")
+"""
 _CLIENT = Path(__file__).with_name("fork_client.py")
 #: the one of this process, while it runs
 _servers: list[ForkServer] = []
@@ -67,7 +75,7 @@ class ForkServer:
             "parent": os.getpid(),
         }
         # the path of this process, as Ray hands it to its workers: plug-ins and sources may lie where the command was given
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {_SERVER} import serve; serve(sys.argv[1])"
+        program = f"import sys; sys.path[:] = {sys.path!r}\n{_PROGRAM}"
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, json.dumps(words)],

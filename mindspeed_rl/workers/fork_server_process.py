@@ -9,7 +9,6 @@ import json
 import os
 import random
 import resource
-import runpy
 import signal
 import socket
 import sys
@@ -22,15 +21,18 @@ from typing import Any, cast
 from mindspeed_rl import adaptors, platform
 
 
-def serve(words: str) -> None:
-    """The server's own life; and that of each copy, which returns from here when Ray's script has ended."""
+def serve(words: str) -> str | None:
+    """The server's life, which has no end of its own. Returns in the copies only, each with the script that it is to run.
+
+    None where nothing can be forked on this device, or where the process that started the server has ended.
+    """
     told = json.loads(words)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody else would be left to end it
-    if os.getppid() != told["parent"]:  # it has ended already
-        return
+    if os.getppid() != told["parent"]:
+        return None
     name = platform.detect() if told["platform"] == "auto" else told["platform"]
     if not platform.platform_class(name).forks:
-        return
+        return None
     device = platform.select(name)
     os.environ.update(device.worker_env())  # some of it is read by imports; each copy has its own afterwards
     with _without_ray():
@@ -50,7 +52,8 @@ def serve(words: str) -> None:
         listening.listen(64)
         made.rename(told["socket"])
         request = _next_copy(listening)
-    _run(request)
+    _become(request)
+    return sys.argv[0]
 
 
 @contextlib.contextmanager
@@ -90,8 +93,8 @@ def _next_copy(listening: socket.socket) -> dict[str, Any]:
                 os.close(descriptor)
 
 
-def _run(request: dict[str, Any]) -> None:
-    """This copy becomes what the client would have been."""
+def _become(request: dict[str, Any]) -> None:
+    """This copy becomes what the client would have been before its script."""
     os.setpgid(0, 0)  # Ray ends the group of a worker with it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
@@ -106,4 +109,3 @@ def _run(request: dict[str, Any]) -> None:
     tempfile.tempdir = None  # found anew from TMPDIR
     random.seed()
     sys.argv = request["script"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
