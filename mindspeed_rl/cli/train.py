@@ -70,7 +70,7 @@ def _resolved(cfg: RunConfig, num_nodes: int) -> Run:
     from mindspeed_rl.trainers.model_plans import with_networks
 
     cfg = with_networks(cfg)
-    return resolve(cfg, num_nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
+    return resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
 
 
 def _say_how_to_go_on(run: Run | None, begun: float) -> None:

@@ -31,6 +31,11 @@ def detect() -> str:
     return next(name for name in PLATFORMS if platform_class(name).is_available())
 
 
+def named(name: str) -> str:
+    """The name itself; for "auto" that of what `detect` finds."""
+    return detect() if name == "auto" else name
+
+
 def select(name: str = "auto") -> Platform:
     """Makes a platform the current one of this process and returns it.
 
@@ -38,7 +43,7 @@ def select(name: str = "auto") -> Platform:
         ValueError: the name is unknown, or the device is not usable in this process.
     """
     global _current
-    chosen = detect() if name == "auto" else name
+    chosen = named(name)
     cls = platform_class(chosen)
     if not cls.is_available():
         raise ValueError(

@@ -96,7 +96,7 @@ def compare_run(
     if cfg.is_supervised:
         raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
     cfg = with_networks(cfg)
-    run = resolve(cfg, num_nodes, platform=platform.detect() if cfg.platform == "auto" else cfg.platform)
+    run = resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
     run = replace(run, folder=folder)
     if rollout_is_apart(run.config):
         raise ValueError(

@@ -364,10 +364,11 @@ def _existing(path: str | None) -> str | None:
 def open_data_plane(run: Run) -> DataPlane:
     """The data plane that the run file asks for, for the users of this loop."""
     rl, plan = run.rl, run.plan
-    answer_s = run.deadlines.seconds["data_plane"]
-    options: dict[str, Any] = {"answer_timeout_s": answer_s, "runtime_env": process_environment({})}
+    options: dict[str, Any]
     if DATA_STRATEGY_ALIASES.get(rl.data_strategy, rl.data_strategy) == "tq":  # its sockets have limits of their own
         options = {"num_storage_units": rl.transfer_queue_data_shard_num}
+    else:
+        options = {"answer_timeout_s": run.deadlines.seconds["data_plane"], "runtime_env": process_environment({})}
     users = {**DATA_PLANE_USERS, **worker_columns(run.config)}
     return make_data_plane(rl.data_strategy, plan.num_prompts, plan.n_samples_per_prompt, users, **options)
 

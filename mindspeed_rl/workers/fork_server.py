@@ -92,18 +92,23 @@ class ForkServer:
         while not self._path.exists():
             if self._given_up:
                 return None
-            if self._process.poll() is not None or time.monotonic() > end:
-                self._give_up()
+            code = self._process.poll()
+            if code is not None or time.monotonic() > end:
+                self._give_up(code)
+                return None
             time.sleep(0.05)
         return shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(self._path)])
 
-    def _give_up(self) -> None:
-        """Says why, but for a device that does not allow it: the run only starts more slowly."""
+    def _give_up(self, code: int | None) -> None:
+        """Says why: the run only starts more slowly. A device that does not allow forks ends the server with 0 and no word."""
         self._given_up = True
-        if self._process.returncode != 0:
-            lines = self._output.read_text(errors="replace").split("\n") if self._process.returncode else ["it takes too long"]
-            why = next((line for line in reversed(lines) if line), f"exit code {self._process.returncode}")
-            _LOG.warning("the fork server cannot be used (%s); every worker imports its libraries itself", why)
+        if code == 0:
+            return
+        why = "it takes too long"
+        if code is not None:
+            said = [line for line in self._output.read_text(errors="replace").split("\n") if line]
+            why = said[-1] if said else f"exit code {code}"
+        _LOG.warning("the fork server cannot be used (%s); every worker imports its libraries itself", why)
 
     def close(self) -> None:
         """Ends the server, not the copies."""

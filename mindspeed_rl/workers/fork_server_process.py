@@ -30,7 +30,7 @@ def serve(words: str) -> str | None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody else would be left to end it
     if os.getppid() != told["parent"]:
         return None
-    name = platform.detect() if told["platform"] == "auto" else told["platform"]
+    name = platform.named(told["platform"])
     if not platform.platform_class(name).forks:
         return None
     device = platform.select(name)

@@ -18,6 +18,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
+from mindspeed_rl.models.kv_cache import kv_bytes_per_token
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
@@ -84,7 +85,7 @@ class RolloutReplica:
             config,
             sampling,
             run_id=run_id,
-            kv_bytes_per_token=kv_bytes_per_token(network, self.dtype),
+            kv_bytes_per_token=kv_bytes_per_token(network, self.dtype.itemsize),
             engine_arguments={
                 **(adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
                 **(routing_arguments() if replays else {}),
@@ -282,8 +283,3 @@ def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     (own,) = [group for ranks, group in zip(groups, made) if dist.get_rank() in ranks]
     assert isinstance(own, dist.ProcessGroup)  # a number for groups of others
     return own
-
-
-def kv_bytes_per_token(network: Network, dtype: torch.dtype) -> int:
-    """Of the whole model's KV cache."""
-    return 2 * network.num_layers * network.num_query_groups * network.kv_channels * dtype.itemsize  # keys and values
