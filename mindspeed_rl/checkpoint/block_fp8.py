@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,13 @@ def _scales_of(folder: HfFolder, name: str, block: tuple[int, int]) -> TensorRec
 
 def _in_full(stored: Tensor, scales: Tensor, block: tuple[int, int], first: Sequence[int] = (0, 0)) -> Tensor:
     """weight[i, j] x scale[i // rows, j // columns], where `first` is the place of stored[0, 0] in the whole weight."""
+    rows, columns = block
+    result = torch.empty(stored.shape, dtype=torch.bfloat16)
     # indexed, not repeated: the last block of an axis may be shorter
-    rows, columns = ((torch.arange(size) + offset) // step for size, offset, step in zip(stored.shape, first, block))
-    return (stored.float() * scales.float()[rows][:, columns]).to(torch.bfloat16)
+    by_column = (torch.arange(stored.shape[1]) + first[1]) // columns
+    # one row of blocks after the other: in float32 the whole weight would be four times what is stored
+    bounds = [0, *range(rows - first[0] % rows, stored.shape[0], rows), stored.shape[0]]
+    for start, stop in itertools.pairwise(bounds):
+        factors = scales[(start + first[0]) // rows].float()[by_column]
+        result[start:stop] = stored[start:stop].float().mul_(factors)
+    return result

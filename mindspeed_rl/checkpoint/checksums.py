@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "checksums.json"
 #: sums of the files of one rank, until they are joined: `<PARTS>/rank_00003.json`
 PARTS = "checksums"
+#: beside them, where machines that share no disk have written a checkpoint: which of its large files is on whose disk
+SPREAD = "disks.json"
 _BLOCK_BYTES = 8 << 20
 #: zlib lets other threads run, so that reading of one file and summing of another overlap
 _THREADS = 4
@@ -47,15 +49,24 @@ def write_part(folder: Path, rank: int, names: Iterable[str]) -> None:
     path.write_text(json.dumps(_sums(folder, sorted(names))), encoding="utf-8")
 
 
-def join_parts(folder: Path) -> None:
-    """`checksums.json` holds the sums of all files of the folder: those of the ranks' parts, and of what no rank has summed."""
+def take_parts(folder: Path) -> Sums:
+    """The sums of all files of the folder: those that ranks have written, whose lists are gone then, and of the rest."""
     sums: Sums = {}
     for part in sorted((folder / PARTS).glob("rank_*.json")):
         sums.update({name: (size, crc) for name, (size, crc) in json.loads(part.read_text(encoding="utf-8")).items()})
         part.unlink()
     if (folder / PARTS).is_dir():
         (folder / PARTS).rmdir()
-    sums |= _sums(folder, sorted(_files(folder) - sums.keys()))
+    return sums | _sums(folder, sorted(_files(folder) - sums.keys()))
+
+
+def join_parts(folder: Path) -> None:
+    """`checksums.json` holds the sums of all files of the folder."""
+    write(folder, take_parts(folder))
+
+
+def write(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
+    """`checksums.json` holds these."""
     (folder / NAME).write_text(json.dumps(dict(sorted(sums.items())), indent=0), encoding="utf-8")
 
 
@@ -86,16 +97,35 @@ def _promises_sums(folder: Path) -> bool:
     return isinstance(record, dict) and bool(record.get("checksums"))
 
 
-def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
+def absent(folder: Path) -> frozenset[str]:
+    """The listed files that are not there; none of a checkpoint of a version that wrote no sums, or whose list is damaged."""
+    try:
+        return frozenset(name for name in read(folder) or () if not (folder / name).is_file())
+    except DamagedCheckpoint:
+        return frozenset()
+
+
+def elsewhere(folder: Path) -> frozenset[str]:
+    """The files that are missing here and may lie on the disk of another machine that has written this checkpoint."""
+    return absent(folder) if (folder / SPREAD).is_file() else frozenset()
+
+
+def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]], leave_out: Collection[str] = ()) -> None:
     """Every listed file is there in its size, and none that is not listed; reads no file.
+
+    Args:
+        leave_out: files that lie on other disks.
 
     Raises:
         DamagedCheckpoint: naming the first that is not.
     """
     for name, (size, _) in sums.items():
+        if name in leave_out:
+            continue
         path = folder / name
         if not path.is_file():
-            raise DamagedCheckpoint(f"{path} is missing")
+            apart = "; machines without a shared disk wrote this checkpoint: copy the folders of all of them into one"
+            raise DamagedCheckpoint(f"{path} is missing" + (apart if (folder / SPREAD).is_file() else ""))
         found = path.stat().st_size
         if found != size:
             raise DamagedCheckpoint(f"{path} has {found} bytes, but was written with {size}")
@@ -105,12 +135,20 @@ def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
             raise DamagedCheckpoint(f"{folder / name} is no file of this checkpoint ({NAME} does not know it)")
 
 
-def verify(folder: Path, *, share: int = 0, num_shares: int = 1, only: Callable[[str], bool] | None = None) -> bool:
+def verify(
+    folder: Path,
+    *,
+    share: int = 0,
+    num_shares: int = 1,
+    only: Callable[[str], bool] | None = None,
+    leave_out: Collection[str] = (),
+) -> bool:
     """The files are what was written; False for a checkpoint of a version that wrote no sums.
 
     Args:
         share, num_shares: reads every `num_shares`-th file, beginning with number `share`; the ranks of a node divide the work.
         only: which files are looked at; all when None.
+        leave_out: files that lie on other disks.
 
     Raises:
         DamagedCheckpoint: naming the file.
@@ -121,8 +159,8 @@ def verify(folder: Path, *, share: int = 0, num_shares: int = 1, only: Callable[
     if only is not None:
         sums = {name: value for name, value in sums.items() if only(name)}
     else:
-        check_sizes(folder, sums)
-    mine = sorted(sums)[share::num_shares]
+        check_sizes(folder, sums, leave_out)
+    mine = sorted(sums.keys() - set(leave_out))[share::num_shares]
     for name, found in _sums(folder, mine).items():
         if found[1] != sums[name][1]:
             raise DamagedCheckpoint(f"{folder / name} is damaged: its checksum is {found[1]:08x}, not {sums[name][1]:08x}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.hf import dtype_keys, make_safetensors_header, plan_shards, write_index
-from mindspeed_rl.checkpoint.jobs import HfTarget, Target, Transform, is_finite
+from mindspeed_rl.checkpoint.jobs import HfTarget, MegatronGroup, Target, Transform, is_finite
 from mindspeed_rl.checkpoint.lora import PeftMerge
 from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
@@ -260,7 +261,13 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
         (path, sum(TensorRecord("", 0, shape, dtype).num_bytes for _, shape, dtype in items), items) for path, items in listed
     ]
     return Plan(
-        source, destination, files, create, transform, _memory_bound(source, ops, dtypes), sum(size for _, size, _ in files)
+        source,
+        destination,
+        files,
+        create,
+        transform,
+        _memory_bound(source, ops, dtypes, frozenset() if peft is None else peft.pairs.keys()),
+        sum(size for _, size, _ in files),
     )
 
 
@@ -277,12 +284,19 @@ def _plan_hf(
     return HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies)
 
 
-def _memory_bound(source: Source, ops: Sequence[WeightOp], dtypes: Mapping[str, torch.dtype]) -> int:
-    # a job holds what it read and one packed shard; a cast or merge adds one more copy of a tensor
+def _memory_bound(
+    source: Source, ops: Sequence[WeightOp], dtypes: Mapping[str, torch.dtype], with_adapter: Collection[str]
+) -> int:
+    # a job holds what it read and one packed shard; a cast adds one more copy of a tensor
     sizes: dict[str, int] = {}
     for op in ops:
         for name, shape in zip(op.hf, op.shapes):
             sizes[name] = TensorRecord("", 0, shape, dtypes.get(name, torch.float32)).num_bytes
+    shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
     by_target = (sum(sizes[name] for name in op.hf) for op in ops)
     by_group = (sum(sizes.get(name, 0) for name in group.hf) for group in source.groups)
-    return 2 * max(max(by_target, default=0), max(by_group, default=0))
+    # adapters are added in float32, to one tensor of an HF folder or to one Megatron parameter at a time
+    merged = [[name] for name in with_adapter]
+    merged += [list(group.hf) for group in source.groups if isinstance(group, MegatronGroup) and group.lora is not None]
+    deltas = (sum(4 * math.prod(shapes[name]) for name in names if name in shapes) for names in merged)
+    return 2 * max(max(by_target, default=0), max(by_group, default=0)) + max(deltas, default=0)

@@ -119,9 +119,13 @@ class LoraShards:
 
     def merged_into(self, op: WeightOp, base: Tensor) -> Tensor:
         """The whole parameter with its adapter added, in the base's dtype."""
-        a, b = self.full(op)
-        # as upstream merges: in float32, rounded once
-        return (base.float() + self.scale * (b.float() @ a.float())).to(base.dtype)
+        return with_delta(base, *self.full(op), self.scale)
+
+
+def with_delta(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """base [out, in] + scale * B [out, r] @ A [r, in], in the base's dtype."""
+    # as upstream merges: in float32, rounded once. In place: a matrix of an expert layer is large, and so are its copies
+    return (b.float() @ a.float()).mul_(scale).add_(base).to(base.dtype)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.hf import read_json, read_safetensors_header
-from mindspeed_rl.checkpoint.jobs import LoraShards
+from mindspeed_rl.checkpoint.jobs import LoraShards, with_delta
 from mindspeed_rl.checkpoint.mcore import Adapters
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 
@@ -65,8 +65,8 @@ class PeftMerge:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.pairs:
             return tensor
-        a, b = (record.read().float() for record in self.pairs[name])
-        return (tensor.float() + self.scale * (b @ a)).to(tensor.dtype)
+        a, b = (record.read() for record in self.pairs[name])
+        return with_delta(tensor, a, b, self.scale)
 
 
 def open_peft(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], r: int | None, alpha: float | None) -> PeftMerge:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 
 from mindspeed_rl import __version__, registry
@@ -46,7 +49,29 @@ def main(argv: list[str] | None = None) -> int:
         hint = "" if near is None else f" Did you mean '{near}'?"
         print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    return registry.load(f"{COMMANDS[argv[0]][0]}:main", f"command '{argv[0]}'")(argv[1:])
+    command = registry.load(f"{COMMANDS[argv[0]][0]}:main", f"command '{argv[0]}'")
+    try:
+        status = command(argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        status = 128 + signal.SIGPIPE
+    return status
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads what is printed any more, as behind `| head`; if so, the rest of it is dropped.
+
+    Sockets of a command's own raise the same error, which must not pass for this.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout, select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # the interpreter flushes once more at its end, and would complain
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 if __name__ == "__main__":

@@ -280,14 +280,18 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[Any]:
     buffer = file.read(block)
     at = buffer.index("[") + 1
     number = 0
+    commas = 0  # an element has one before it, but for the first
     size = block
     while True:
-        while at < len(buffer) and buffer[at] in whitespace + ",":
+        while at < len(buffer) and (buffer[at] in whitespace or (buffer[at] == "," and commas < number)):
+            commas += buffer[at] == ","
             at += 1
         if at < len(buffer):
-            if buffer[at] == "]":
+            if buffer[at] == "]" and commas < max(number, 1):
                 return
             try:
+                if commas < number:
+                    raise json.JSONDecodeError("expected a comma", buffer, at)
                 start = at
                 value, at, wrong = decoder.raw_decode(buffer, at)
                 number += 1

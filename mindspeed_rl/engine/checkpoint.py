@@ -4,7 +4,8 @@ A checkpoint is `<folder>/iter_0000010/` with Megatron's `torch_dist` files (wei
 and `run_state.json` and `checksums.json`; `<folder>/latest_checkpointed_iteration.txt` names the newest and moves last. With
 `lora_ckpt_filter` it holds the adapters and their optimizer, without the base weights.
 
-What a failed save has written is removed, and its error says in a sentence what the disk would not take.
+What a failed save has written is removed, and its error says in a sentence what the disk would not take. Where machines share
+no disk, each keeps what its own ranks wrote (`disks.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
 from mindspeed_rl.checkpoint.newest import newest_checkpoint
 from mindspeed_rl.engine import optimizer_state, random_state
+from mindspeed_rl.engine.disks import (
+    RANDOM,
+    Disks,
+    Parts,
+    all_succeeded,
+    files_read,
+    find_disks,
+    find_parts,
+    gathered,
+    join_sums,
+    settle_record,
+    spread,
+)
 from mindspeed_rl.engine.lora import LoraSettings, is_trained
 from mindspeed_rl.engine.train_engine import TrainEngine
 
@@ -73,6 +87,21 @@ class CheckpointSaver:
         self._queue = AsyncCallsQueue()
         #: of the background save that is under way
         self._partial: Path | None = None
+        self._disks: Disks | None = None
+
+    @property
+    def disks(self) -> Disks:
+        """Who shares a disk; collective the first time.
+
+        Raises:
+            ValueError: a rank cannot write to the folder; on every rank.
+        """
+        if self._disks is None:
+            try:
+                self._disks = find_disks(self.folder)
+            except ValueError as error:
+                raise ValueError(f"save: {self.folder} could not be written: {error}.") from None
+        return self._disks
 
     def save(self, iteration: int, run_state: dict[str, Any]) -> None:
         """Saves, or starts to save with `async_save`; `run_state` is the trainer's own state, plain JSON values.
@@ -84,10 +113,11 @@ class CheckpointSaver:
         config = self.engine.config
         final = iteration_folder(self.folder, iteration)
         partial = final.with_name(final.name + ".partial")
-        with _written(partial):
+        disks = self.disks
+        with _written(partial, disks):
             self._begin(partial, iteration, run_state)
             request = self._request(partial)
-            request.add_finalize_fn(_finisher(self.folder, partial, final, iteration, config.keep_last))
+            request.add_finalize_fn(_finisher(disks, self.folder, partial, final, iteration, config.keep_last))
             if not config.async_save:
                 request.execute_sync()
         if config.async_save:
@@ -102,22 +132,23 @@ class CheckpointSaver:
         """
         config, rank = self.engine.config, dist.get_rank()
         failure: str | None = None
-        if rank == 0:
+        if self.disks.leads:
             try:
                 # what a killed save has left
                 shutil.rmtree(partial, ignore_errors=True)
                 (partial / "random").mkdir(parents=True)
-                (partial / "run_state.json").write_text(json.dumps(self._record(iteration, run_state), indent=1))
+                if rank == 0:
+                    (partial / "run_state.json").write_text(json.dumps(self._record(iteration, run_state), indent=1))
             except OSError as error:
                 failure = str(error)
-        # no rank writes before rank 0 has made the folder
-        _all_succeeded(failure)
+        # no rank writes before its disk has the folder
+        all_succeeded(failure)
         if not config.no_save_rng:
             try:
                 save_file(random_state.capture(), partial / _random_name(rank))
             except (OSError, SafetensorError) as error:
                 failure = str(error)
-        _all_succeeded(failure)
+        all_succeeded(failure)
 
     def _record(self, iteration: int, run_state: dict[str, Any]) -> dict[str, Any]:
         """What run_state.json says."""
@@ -166,13 +197,13 @@ class CheckpointSaver:
     def _finalize(self, *, blocking: bool) -> None:
         if self._partial is None:
             return
-        with _written(self._partial):
+        with _written(self._partial, self.disks):
             if self._queue.maybe_finalize_async_calls(blocking=blocking):
                 self._partial = None
 
 
 def _random_name(rank: int) -> str:
-    return f"random/rank_{rank:05d}.safetensors"
+    return f"{RANDOM}rank_{rank:05d}.safetensors"
 
 
 def _write_with_sums(write: Callable[..., None], partial: Path, rank: int, *arguments: Any) -> None:
@@ -185,21 +216,8 @@ def _write_with_sums(write: Callable[..., None], partial: Path, rank: int, *argu
         checksums.write_part(partial, rank, names)
 
 
-def _all_succeeded(failure: str | None) -> None:
-    """Returns on every rank, or raises on every rank with what the first of them says; collective.
-
-    Raises:
-        ValueError: some rank failed.
-    """
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise ValueError(f"rank {rank}: {text}")
-
-
 @contextlib.contextmanager
-def _written(partial: Path) -> Iterator[None]:
+def _written(partial: Path, disks: Disks) -> Iterator[None]:
     """A block that writes a checkpoint: when it fails, nothing is left of it.
 
     Raises:
@@ -213,7 +231,7 @@ def _written(partial: Path) -> Iterator[None]:
                 raise ValueError(f"save: {partial.with_suffix('')} could not be written: {str(error)[:500]}") from error
     except ValueError as error:
         text = _of_the_disk(partial)
-        if dist.get_rank() == 0:
+        if disks.leads:
             shutil.rmtree(partial, ignore_errors=True)
         if text is None:
             raise
@@ -257,9 +275,10 @@ def _said_plainly(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: rank {rank}: {type(cause).__name__}: {str(cause)[:500]}") from error
 
 
-def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_last: int | None) -> Callable[[], None]:
+def _finisher(
+    disks: Disks, folder: Path, partial: Path, final: Path, iteration: int, keep_last: int | None
+) -> Callable[[], None]:
     def publish() -> None:
-        checksums.join_parts(partial)
         shutil.rmtree(final, ignore_errors=True)
         # renamed first, named newest after: a kill in between leaves the older checkpoint in force
         os.replace(partial, final)
@@ -276,14 +295,16 @@ def _finisher(folder: Path, partial: Path, final: Path, iteration: int, keep_las
 
     def finish() -> None:
         dist.barrier()  # every rank has written everything
+        join_sums(disks, partial)
+        spread(disks, partial)
         failure: str | None = None
-        if dist.get_rank() == 0:
+        if disks.leads:
             try:
                 publish()
             except OSError as error:
                 failure = f"{final}: {_of_the_disk(partial) or error}"
         # no rank goes on, perhaps to load, before the pointer has moved; nor waits for a rank that has failed
-        _all_succeeded(failure)
+        all_succeeded(failure)
 
     return finish
 
@@ -313,6 +334,32 @@ def _is_base(name: str) -> bool:
 def _layout(engine: TrainEngine) -> dict[str, int]:
     layout = engine.model.plan.layout
     return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": engine.config.context_parallel_size}
+
+
+def settle(folder: str | Path, iteration: int | None = None) -> tuple[int, Disks | None]:
+    """Which checkpoint all ranks mean, of which every disk has the small files now; collective.
+
+    Args:
+        iteration: another checkpoint than the newest that rank 0 sees.
+
+    Returns:
+        Its iteration, and who shares a disk where that had to be found out.
+
+    Raises:
+        ValueError: there is no finished checkpoint, or a disk does not take what it lacks.
+    """
+    failure: str | None = None
+    if iteration is None and dist.get_rank() == 0:
+        try:
+            iteration = latest_iteration(folder)
+        except ValueError as error:
+            failure = str(error)
+    iteration, failure = gathered((iteration, failure))[0]
+    if failure is not None:
+        raise ValueError(failure)
+    if iteration is None:
+        raise ValueError(f"load: {folder} holds no finished checkpoint (no {LATEST_NAME}).")
+    return iteration, settle_record(Path(folder), iteration_folder(folder, iteration))
 
 
 def holds_base(folder: str | Path, iteration: int | None = None) -> bool:
@@ -373,11 +420,12 @@ def _clear_head(model: nn.Module, weights: dict[str, Any]) -> None:
         weights[SCORE_HEAD] = torch.zeros_like(head)
 
 
-def verify_files(path: Path, advice: str) -> bool:
+def verify_files(path: Path, advice: str, parts: Parts | None = None) -> bool:
     """The files are those that were written: each rank reads its share of them; collective.
 
     Args:
         advice: what the user may do about a damaged one.
+        parts: what the disks hold, where they hold different files.
 
     Returns:
         False where the checkpoint has no checksums.
@@ -385,14 +433,14 @@ def verify_files(path: Path, advice: str) -> bool:
     Raises:
         ValueError: naming the damaged file, on every rank.
     """
-    failure, has_sums = None, False
+    failure, has_sums, rank = None, False, dist.get_rank()
+    peers = list(range(dist.get_world_size())) if parts is None else parts.disks.peers
+    leave_out = () if parts is None else parts.absent[rank]
     try:
-        has_sums = checksums.verify(path, share=dist.get_rank(), num_shares=dist.get_world_size())
+        has_sums = checksums.verify(path, share=peers.index(rank), num_shares=len(peers), leave_out=leave_out)
     except (OSError, checksums.DamagedCheckpoint) as error:
         failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for text in failures:
+    for text in gathered(failure):
         if text is not None:
             raise ValueError(f"load: {text}; {advice}.")
     return has_sums
@@ -418,15 +466,16 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     """
     config = engine.config
     engine.offloader.onload(optimizer=True)
-    if iteration is None:
-        iteration = latest_iteration(folder)
-    if iteration is None:
-        raise ValueError(f"load: {folder} holds no finished checkpoint (no {LATEST_NAME}).")
+    iteration, disks = settle(folder, iteration)
     path = iteration_folder(folder, iteration)
     record_path = path / "run_state.json"
     if not record_path.is_file():
         raise ValueError(f"load: {path} has no run_state.json; it is not a checkpoint of this trainer.")
-    if not verify_files(path, _ADVICE) and dist.get_rank() == 0:
+    try:
+        parts_here = find_parts(Path(folder), path, disks)
+    except ValueError as error:
+        raise ValueError(f"load: {error}; {_ADVICE}.") from None
+    if not verify_files(path, _ADVICE, parts_here) and dist.get_rank() == 0:
         _log.warning("load: %s is of a version that wrote no %s; its files are not verified.", path, checksums.NAME)
     record = json.loads(record_path.read_text())
     optimizer, scheduler = engine.optimizer, engine.scheduler
@@ -450,6 +499,17 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     if fresh_head:
         for index in range(len(engine.model.models)):
             wanted[f"model{index}"].pop(SCORE_HEAD, None)
+    states = path / _random_name(dist.get_rank())
+    restores_random = (
+        not (config.finetune or config.no_load_rng)
+        and record["world_size"] == dist.get_world_size()
+        and record["layout"] == _layout(engine)
+        and not (parts_here is not None and parts_here.lost)
+    )
+    if parts_here is not None:
+        if parts_here.lost and dist.get_rank() == 0:
+            _log.warning("load: no machine has %s; random generators start anew.", path / min(parts_here.lost))
+        parts_here.fetch(files_read(path, wanted) | ({_random_name(dist.get_rank())} if restores_random else set()))
     with _said_plainly(f"load: {path} does not fit this run"):
         # a tuple comes only where keys may be missing
         state = cast(dict[str, Any], dist_checkpointing.load(wanted, str(path)))
@@ -464,14 +524,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     elif optimizer is not None:
         # its fp32 main weights are still copies of those from before the load
         optimizer.reload_model_params()
-    random_restored = False
-    if (
-        not (config.finetune or config.no_load_rng)
-        and record["world_size"] == dist.get_world_size()
-        and record["layout"] == _layout(engine)
-    ):
-        states = path / "random" / f"rank_{dist.get_rank():05d}.safetensors"
-        if states.is_file():
-            random_state.restore(load_file(states))
-            random_restored = True
+    random_restored = restores_random and states.is_file()
+    if random_restored:
+        random_state.restore(load_file(states))
     return {"iteration": record["iteration"], "run_state": record["run_state"], "random_restored": random_restored}

@@ -112,7 +112,7 @@ def _record(source: ModelSource, group: str) -> dict[str, Any]:
     try:
         sums = checksums.read(folder)
         if sums is not None:
-            checksums.check_sizes(folder, sums)
+            checksums.check_sizes(folder, sums, checksums.elsewhere(folder))
         checksums.verify(folder, only=lambda name: name == "run_state.json")
         record = json.loads((folder / "run_state.json").read_text(encoding="utf-8"))
         if not (isinstance(record, dict) and isinstance(record.get("iteration"), int) and "run_state" in record):
@@ -174,4 +174,4 @@ def _check_whole(folder: Path) -> None:
     """Raises DamagedCheckpoint unless every file is what was written."""
     if not (folder / "run_state.json").is_file():
         raise DamagedCheckpoint(f"{folder / 'run_state.json'} is missing")
-    checksums.verify(folder)
+    checksums.verify(folder, leave_out=checksums.elsewhere(folder))

@@ -75,6 +75,7 @@ class CriticGroup(RunGroup):
     target = "mindspeed_rl.workers.own_devices:CriticWorker"
     title = "critic worker"
     log_name = "critic"
+    saves = ("critic_config",)
 
     def compute_values(self, count: int) -> list[WorkerReport]:
         """The first `count` rows have the critic's values."""

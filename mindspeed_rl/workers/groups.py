@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -34,6 +35,8 @@ from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.workers.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.same_files import HostLook, check_hosts
 from mindspeed_rl.workers.waiting import Pending, Watch, wait_all
+
+_LOG = logging.getLogger(__name__)
 
 
 class WorkerGroup:
@@ -151,12 +154,14 @@ class RunGroup(WorkerGroup):
 
     Attributes:
         target, adapted, title, log_name: see `ProcessSettings`.
+        saves: groups of the run file whose models they write checkpoints of.
     """
 
     target: ClassVar[str]
     adapted: ClassVar[tuple[adaptors.Scope, ...]] = ("train",)
     title: ClassVar[str] = "worker"
     log_name: ClassVar[str] = "rank"
+    saves: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, run: Run, keys: MegatronConfig, plane: DataPlane | None = None) -> None:
         """
@@ -193,7 +198,8 @@ class RunGroup(WorkerGroup):
             ValueError: a machine does not see the run's files.
         """
         if not is_own_cluster():
-            check_hosts(self._run, self._names, self._look_at)
+            for notice in check_hosts(self._run, self._names, self._look_at, saves=self.saves):
+                _LOG.warning(notice)
         super().prepare_workers()
 
     def _look_at(self, paths: Sequence[str]) -> list[HostLook]:
@@ -218,6 +224,7 @@ class ActorGroup(ScoringGroup):
 
     target = "mindspeed_rl.workers.actor_worker:ActorWorker"
     adapted = ("train", "rollout")
+    saves = ("actor_config", "critic_config")
     built = "the models are loaded, the rollout engines are built"
 
     def __init__(self, run: Run, plane: DataPlane) -> None:
@@ -304,6 +311,7 @@ class SupervisedGroup(RunGroup):
     """The trained model (and the reference, where the stage has one) of each device."""
 
     target = "mindspeed_rl.workers.supervised_worker:SupervisedWorker"
+    saves = ("actor_config",)
     built = "the data are opened, the models are loaded"
 
     def __init__(self, run: Run) -> None:

@@ -20,7 +20,7 @@ from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
-from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint, verify_files
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint, settle, verify_files
 from mindspeed_rl.engine.lora import LoraSettings, save_peft
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import WithFreshHead, load_weights
@@ -89,6 +89,9 @@ class Role:
         self._saver = CheckpointSaver(self.engine, config.save) if config.save else None
 
     def _load(self, steps_per_iteration: int | None, iteration: int | None) -> None:
+        if self.source.kind == "training":
+            # before anything is read of it: this machine may have taken the place of another one
+            iteration, _ = settle(self.source.weights, iteration)
         if self.source.kind == "training" and not holds_base(self.source.weights, iteration):
             self._load_start(base_of(self.config, self.name))
         else:
@@ -127,7 +130,7 @@ class Role:
         """Writes a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest)."""
         if self._saver is None:
             return
-        if dist.get_rank() == 0:
+        if self._saver.disks.leads:
             self._save_companions(self._saver.folder / HF_FILES)
         self._saver.save(iteration, run_state)
         if self.config.save_hf:

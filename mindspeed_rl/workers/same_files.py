@@ -1,4 +1,4 @@
-"""Every machine sees the files that the driver sees: found out before a model is built, in one error for all of them."""
+"""Every machine reads the files that the driver reads: found out before a model is built, in one error for all of them."""
 
 from __future__ import annotations
 
@@ -74,20 +74,27 @@ def run_files(run: Run) -> dict[str, str]:
     return {path: key for path, key in found.items() if os.path.isabs(path) and os.path.exists(path)}
 
 
-def check_hosts(run: Run, names: Sequence[str], ask: Callable[[Sequence[str]], Sequence[HostLook]]) -> None:
-    """All processes see what the driver sees, and the folders that they write to are the same one.
+def check_hosts(
+    run: Run, names: Sequence[str], ask: Callable[[Sequence[str]], Sequence[HostLook]], *, saves: Sequence[str]
+) -> list[str]:
+    """All processes read what the driver reads, and the first of them writes its checkpoints where the driver finds them.
 
     Args:
         names: of the processes.
         ask: what each of them sees at these paths.
+        saves: groups of the run file whose models they write checkpoints of.
+
+    Returns:
+        What the user should know of machines that write to disks of their own.
 
     Raises:
         ValueError: they do not; names every file, machine and key at once.
     """
     read = run_files(run)
     written = {str(run.folder): "run_dir"}
-    if run.config.actor_config.save is not None:
-        written.setdefault(run.config.actor_config.save, "actor_config.save")
+    for name in saves:
+        if (role := getattr(run.config, name)) is not None and role.save is not None:
+            written.setdefault(role.save, f"{name}.save")
     with _marked(written) as marks:
         paths = [*read, *marks]
         mine, end = look_at(paths).looks, time.monotonic() + _PATIENCE_S
@@ -96,18 +103,35 @@ def check_hosts(run: Run, names: Sequence[str], ask: Callable[[Sequence[str]], S
             time.sleep(1.0)
             answers = ask(paths)
     mistakes: dict[tuple[str, str], str] = {}
-    for name, answer in zip(names, answers, strict=True):
+    apart: dict[str, dict[str, None]] = {}
+    for rank, (name, answer) in enumerate(zip(names, answers, strict=True)):
         for path, ours, theirs in zip(paths, mine, answer.looks, strict=True):
             if ours == theirs:
                 continue
-            said = f"{read[path]}: {path} {_difference(ours, theirs)}" if path in read else f"{marks[path]} is another folder"
+            if path in read:
+                said = f"{read[path]}: {path} {_difference(ours, theirs)}"
+            elif marks[path].startswith("run_dir") or rank > 0:
+                apart.setdefault(marks[path], {})[answer.host] = None
+                continue
+            else:
+                said = f"{marks[path]} is another folder than this command's, which has to find the checkpoints there,"
             # once a machine, whose processes all see the same
             mistakes.setdefault((said, answer.host), f"{said} on {answer.host} ({name})")
     if mistakes:
         raise ValueError(
-            f"machines do not see the same files: {'; '.join(mistakes.values())}. Folders that are written have to be on a "
-            "disk that all machines share; what is only read may be copied to the same place on each."
+            f"machines do not see the same files: {'; '.join(mistakes.values())}. What is only read may be copied to the same "
+            "place on each machine."
         )
+    return [f"{folder} is on a disk of its own on {', '.join(hosts)}: {_apart(folder)}" for folder, hosts in apart.items()]
+
+
+def _apart(folder: str) -> str:
+    if folder.startswith("run_dir"):
+        return "logs, traces and signs of life of the processes there are there"
+    return (
+        "a checkpoint lies there in parts, each machine's own; a run that goes on puts together what it needs, to convert one "
+        "copy all parts into one folder"
+    )
 
 
 def _difference(ours: Look | None, theirs: Look | None) -> str:

@@ -36,11 +36,28 @@ class Host:
     def __init__(self, name: str, address: str, interface: str) -> None:
         self.name, self.address, self.interface = name, address, interface
 
-    def launch(self, folder: Path, hosts: list[Host], mark: str, words: list[str], cpus: int) -> subprocess.Popen[str]:
-        """The launcher of this host, which has so many logical CPUs for Ray."""
-        own = ["--nodes", "2", "--npus-per-node", "1", "--hosts", ",".join(host.address for host in hosts), "--cpus", str(cpus)]
-        own += ["--socket-ifname", self.interface, "--port", str(PORT), "--timeout", "120"]
-        command = [sys.executable, "-m", "mindspeed_rl.cli.main", "launch", *own, "--", "train", "--nodes", "2", *words]
+    def launch(
+        self, folder: Path, hosts: list[Host], mark: str, words: list[str], cpus: int, own: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """The launcher of this host, which has so many logical CPUs for Ray.
+
+        Args:
+            own: what the host sees in the place of the folder, whose disk it does not share then.
+        """
+        flags = [
+            "--nodes",
+            "2",
+            "--npus-per-node",
+            "1",
+            "--hosts",
+            ",".join(host.address for host in hosts),
+            "--cpus",
+            str(cpus),
+        ]
+        flags += ["--socket-ifname", self.interface, "--port", str(PORT), "--timeout", "120"]
+        command = [sys.executable, "-m", "mindspeed_rl.cli.main", "launch", *flags, "--", "train", "--nodes", "2", *words]
+        if own is not None:  # `ip netns exec` gives its command mounts of its own too
+            command = ["bash", "-c", f'mount --bind {own} {folder} && cd {folder} && exec "$@"', "-", *command]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command],
@@ -79,11 +96,14 @@ def hosts() -> Iterator[list[Host]]:
 class Launched:
     """The same run started on both hosts."""
 
-    def __init__(self, task: Path, folder: Path, hosts: list[Host], *changes: str, cpus: int) -> None:
+    def __init__(
+        self, task: Path, folder: Path, hosts: list[Host], *changes: str, cpus: int, disks: tuple[Path | None, Path | None]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._mark = folder, uuid.uuid4().hex
         words = ["--config-name", "grpo_tiny_cpu", *overrides(task, folder), *SPREAD, f"run_dir={folder}/run", *changes]
-        self.launchers = [host.launch(folder, hosts, self._mark, words, cpus) for host in reversed(hosts)][::-1]
+        each = list(zip(hosts, disks, strict=True))
+        self.launchers = [host.launch(folder, hosts, self._mark, words, cpus, own) for host, own in reversed(each)][::-1]
         self._hosts = hosts
 
     @property
@@ -130,8 +150,15 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(task: Path, folder: Path, hosts: list[Host], *changes: str, cpus: int = 2) -> Iterator[Launched]:
-    run = Launched(task, folder, hosts, *changes, cpus=cpus)
+def launched(
+    task: Path,
+    folder: Path,
+    hosts: list[Host],
+    *changes: str,
+    cpus: int = 2,
+    disks: tuple[Path | None, Path | None] = (None, None),
+) -> Iterator[Launched]:
+    run = Launched(task, folder, hosts, *changes, cpus=cpus, disks=disks)
     try:
         yield run
     finally:
@@ -148,9 +175,30 @@ def test_a_run_over_two_hosts_is_that_of_one_and_goes_on(task: Path, tmp_path: P
             assert run.wait() == [0, 0], run.output[-6000:]
             assert run.leftovers() == []
     assert "goes on after iteration 1" in run.output
-    for ours, theirs in zip(run.metrics, whole.metrics, strict=True):
-        expected = {name: pytest.approx(theirs[name], rel=1e-5, abs=1e-6) for name in FIGURES}
-        assert {name: ours[name] for name in FIGURES} == expected
+    assert_same_figures(run, whole.metrics)
+
+
+def assert_same_figures(run: Launched, expected: list[dict[str, Any]]) -> None:
+    for ours, theirs in zip(run.metrics, expected, strict=True):
+        close = {name: pytest.approx(theirs[name], rel=1e-5, abs=1e-6) for name in FIGURES}
+        assert {name: ours[name] for name in FIGURES} == close
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_disk_save_each_their_part_and_go_on(task: Path, tmp_path: Path, hosts: list[Host]) -> None:
+    whole = finished(task, tmp_path / "one", *SPREAD, "megatron_training.train_iters=2")
+    there = tmp_path / "there"
+    there.mkdir()
+    folder = tmp_path / "run"
+    for iterations in (1, 2):
+        with launched(task, folder, hosts, f"megatron_training.train_iters={iterations}", disks=(None, there)) as run:
+            assert run.wait() == [0, 0], run.output[-6000:]
+            assert run.leftovers() == []
+        assert "actor_config.save: " in run.output and "is on a disk of its own on " in run.output
+    assert "goes on after iteration 1" in run.output
+    assert_same_figures(run, whole.metrics)
+    saved = {str(path.relative_to(place)) for place in (folder, there) for path in place.rglob("iter_0000002/random/*")}
+    assert len(saved) == 4 and len(list(folder.rglob("iter_0000002/random/*"))) == 2
 
 
 @pytest.mark.slow

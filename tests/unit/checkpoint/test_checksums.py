@@ -76,6 +76,16 @@ def test_shares_together_read_every_file_once(folder: Path) -> None:
     assert len(said) == 1
 
 
+def test_a_part_of_a_checkpoint_says_how_it_becomes_whole(folder: Path) -> None:
+    (folder / "__1_0.distcp").unlink()
+    assert checksums.elsewhere(folder) == frozenset()  # lost: all of it was here
+    (folder / checksums.SPREAD).write_text("[]")
+    assert checksums.elsewhere(folder) == {"__1_0.distcp"}
+    assert checksums.verify(folder, leave_out=checksums.elsewhere(folder))
+    with pytest.raises(DamagedCheckpoint, match="__1_0.distcp is missing; machines without a shared disk .* copy the folders"):
+        checksums.verify(folder)
+
+
 def test_a_checkpoint_of_an_earlier_version_is_not_refused(folder: Path) -> None:
     (folder / "checksums.json").unlink()
     (folder / "run_state.json").write_text('{"iteration": 3}')

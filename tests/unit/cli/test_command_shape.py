@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,27 @@ def test_a_command_is_one_file_and_one_line(
     shown = capsys.readouterr()
     assert shown.out.startswith("hello you\n") and "greet       says hello" in shown.out
     assert "Did you mean 'greet'?" in shown.err
+
+
+PRINTS_MUCH = """
+import sys
+from mindspeed_rl.cli import main
+main.COMMANDS["many"] = ("many_lines", "prints much")
+sys.exit(main.main(["many"]))
+"""
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "many_lines.py").write_text("def main(argv):\n    print('x\\n' * 10**6)\n    return 0\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
+    command = subprocess.Popen(
+        [sys.executable, "-c", PRINTS_MUCH], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert command.stdout is not None and command.stderr is not None
+    assert command.stdout.readline() == "x\n"
+    command.stdout.close()
+    assert (command.stderr.read(), command.wait(timeout=60)) == ("", 128 + signal.SIGPIPE)
+    command.stderr.close()
 
 
 def deferred_imports(folder: Path) -> list[str]:

@@ -65,18 +65,17 @@ def copied(run: Run, tmp_path: Path) -> Path:
 
 
 def test_a_shared_disk_is_right_and_nothing_is_left_on_it(run: Run, tmp_path: Path) -> None:
-    check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "here"))
+    notices = check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "here"), saves=["actor_config"])
+    assert notices == []
     assert list((tmp_path / "here" / "run").iterdir()) == [] == list((tmp_path / "here" / "save").iterdir())
 
 
 def test_all_that_is_missing_on_a_machine_is_named_at_once_and_once(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:
-        check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "there"))
+        check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "there"), saves=["actor_config"])
     said = str(raised.value)
     model = tmp_path / "here" / "model"
     assert f"megatron_training.load: {model} does not exist on host-1 (worker 1)" in said
-    assert f"run_dir: {tmp_path / 'here' / 'run'} is another folder on host-1" in said
-    assert f"actor_config.save: {tmp_path / 'here' / 'save'} is another folder on host-1" in said
     assert said.count(str(model)) == 1 and "host-0" not in said and "\n" not in said
 
 
@@ -84,12 +83,22 @@ def test_all_that_is_missing_on_a_machine_is_named_at_once_and_once(run: Run, tm
 def test_a_copy_that_is_another_model_is_named_by_file(run: Run, tmp_path: Path, name: str) -> None:
     there = copied(run, tmp_path) / name
     there.write_bytes(there.read_bytes()[:-1] + (b"]" if name == "config.json" else b""))
-    with pytest.raises(ValueError, match=re.escape(f"model has another {name} on host-0 (worker 0)")):
-        check_hosts(run, ["worker 0"], machines(tmp_path, "there"))
+    with pytest.raises(ValueError, match=re.escape(f"model has another {name} on host-1 (worker 1)")):
+        check_hosts(run, ["worker 0", "worker 1"], machines(tmp_path, "here", "there"), saves=["actor_config"])
 
 
-def test_what_is_only_read_may_be_a_copy(run: Run, tmp_path: Path) -> None:
+def test_a_machine_may_write_to_a_disk_of_its_own_and_the_user_hears_of_it(run: Run, tmp_path: Path) -> None:
     copied(run, tmp_path)
-    with pytest.raises(ValueError) as raised:
-        check_hosts(run, ["worker 0"], machines(tmp_path, "there"))
-    assert "model" not in str(raised.value).partition("Folders that are written")[0].replace("machines", "")
+    names = ["worker 0", "worker 1", "worker 2"]
+    notices = check_hosts(run, names, machines(tmp_path, "here", "there", "there"), saves=["actor_config", "critic_config"])
+    assert [notice.partition(" is on a disk of its own on host-1, host-2: ")[0] for notice in notices] == [
+        f"run_dir: {tmp_path / 'here' / 'run'}",
+        f"actor_config.save: {tmp_path / 'here' / 'save'}",
+    ]
+
+
+def test_the_first_rank_saves_where_the_command_looks_for_checkpoints(run: Run, tmp_path: Path) -> None:
+    copied(run, tmp_path)
+    with pytest.raises(ValueError, match=r"actor_config.save: .* is another folder .* on host-0 \(worker 0\)"):
+        check_hosts(run, ["worker 0"], machines(tmp_path, "there"), saves=["actor_config"])
+    assert len(check_hosts(run, ["worker 0"], machines(tmp_path, "there"), saves=[])) == 1  # of the logs
