@@ -61,7 +61,7 @@ def group_of(folder: HfFolder, name: str, block: tuple[int, int] | None) -> Grou
 
 
 @dataclass(frozen=True)
-class ScaledGroup:
+class ScaledGroup(Group):
     """One tensor of an HF folder in 8-bit floats, read as bfloat16."""
 
     name: str
@@ -83,9 +83,6 @@ class ScaledGroup:
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
         return {self.name: _in_full(self.record.read(), self.scales.read(), self.block)}
-
-    def pieces(self) -> dict[str, list[Tensor]]:
-        return {name: [tensor] for name, tensor in self.load().items()}
 
 
 class BlockFp8Source:

@@ -37,11 +37,11 @@ class Group(Protocol):
 
     def pieces(self) -> dict[str, list[Tensor]]:
         """Tensors that, one after the other, are the bytes of each HF tensor; what ``load`` must copy stays in parts."""
-        ...
+        return {name: [tensor] for name, tensor in self.load().items()}
 
 
 @dataclass(frozen=True)
-class HfGroup:
+class HfGroup(Group):
     """One tensor of an HF folder."""
 
     name: str
@@ -62,12 +62,9 @@ class HfGroup:
     def load(self, strict: bool = False) -> dict[str, Tensor]:
         return {self.name: self.record.read()}
 
-    def pieces(self) -> dict[str, list[Tensor]]:
-        return {self.name: [self.record.read()]}
-
 
 @dataclass(frozen=True)
-class FreshGroup:
+class FreshGroup(Group):
     """A reward head that the source does not have: normal(0, std), the same in every run."""
 
     name: str
@@ -87,9 +84,6 @@ class FreshGroup:
         generator = torch.Generator().manual_seed(0)
         # drawn in float32 whatever the dtype, so that every cast of a source starts from the same head
         return {self.name: (torch.randn(self.shape, generator=generator) * self.std).to(self.dtype)}
-
-    def pieces(self) -> dict[str, list[Tensor]]:
-        return {name: [tensor] for name, tensor in self.load().items()}
 
 
 Piece = TensorRecord | Tensor
@@ -129,7 +123,7 @@ def with_delta(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MegatronGroup:
+class MegatronGroup(Group):
     """One Megatron parameter, as the shards of its ranks.
 
     Args:
