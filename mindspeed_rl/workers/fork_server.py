@@ -5,7 +5,8 @@ starts one process that imports them beside everything else that a start takes, 
 is imported, as Android's processes share their zygote's. Ray starts its workers by a command of ours (`fork_client`), which
 asks for a copy and ends; the copy registers with Ray as the command's process would have done.
 
-Only on devices whose libraries allow it (`Platform.forks`). The server ends with the process that started it.
+Only on devices whose libraries allow it (`Platform.forks`). The server ends with the process that started it. Commands that
+follow each other, as those of a test suite, may share one that somebody keeps: MINDSPEED_RL_FORK_SERVER names its folder.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.workers.scratch import scratch_folder
 
@@ -36,8 +38,11 @@ if script is not None:
     runpy.run_path(script, run_name="__main__")
 """
 _CLIENT = Path(__file__).with_name("fork_client.py")
-#: the one of this process, while it runs
-_servers: list[ForkServer] = []
+_SHARED = "MINDSPEED_RL_FORK_SERVER"
+#: in a server's folder: what it has imported, where it listens, what it has said
+_ABOUT, _SOCKET, _OUTPUT = "about.json", "forks", "forks.txt"
+#: the one of this process while there is one, and the file with the paths that its copies look for modules in
+_servers: list[tuple[ForkServer, Path]] = []
 
 
 @dataclass(frozen=True)
@@ -61,23 +66,21 @@ INFERENCE = Libraries(("rollout",), _ROLLOUT)
 
 
 class ForkServer:
-    """The server, for the process that has started it."""
+    """A server; `start` makes one, `kept` finds one that somebody else keeps."""
 
-    def __init__(self, platform: str, libraries: Libraries, folder: Path) -> None:
-        self._path = folder / "forks"
-        self._output = folder / "forks.txt"
-        self._given_up = False
-        words = {
-            "platform": platform,
-            "adapted": libraries.adapted,
-            "modules": libraries.modules,
-            "socket": str(self._path),
-            "parent": os.getpid(),
-        }
-        # the path of this process, as Ray hands it to its workers: plug-ins and sources may lie where the command was given
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes] | None) -> None:
+        self._folder, self._process, self._given_up = folder, process, False
+
+    @classmethod
+    def start(cls, platform: str, libraries: Libraries, folder: Path) -> ForkServer:
+        """One of this process, with whose end it ends."""
+        about = _about(platform, libraries)
+        (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        words = {**about, "socket": str(folder / _SOCKET), "parent": os.getpid()}
+        # the path of this process: plug-ins and sources may lie where the command was given
         program = f"import sys; sys.path[:] = {sys.path!r}\n{_PROGRAM}"
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
+        with (folder / _OUTPUT).open("wb") as output:
+            process = subprocess.Popen(
                 [sys.executable, "-c", program, json.dumps(words)],
                 env={"OMP_NUM_THREADS": "1", **os.environ},  # read once, when torch is loaded; as the workers have it
                 stdin=subprocess.DEVNULL,
@@ -85,19 +88,34 @@ class ForkServer:
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the driver, which ends the workers in their order
             )
+        return cls(folder, process)
 
-    def command(self, timeout_s: float) -> str | None:
-        """What Ray runs in place of Python, once the libraries are imported; None where nothing can be forked."""
+    @classmethod
+    def kept(cls, platform: str, libraries: Libraries) -> ForkServer | None:
+        """One with these libraries in the folders that MINDSPEED_RL_FORK_SERVER names."""
+        for folder in filter(None, os.environ.get(_SHARED, "").split(os.pathsep)):
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(Path(folder, _ABOUT).read_text(encoding="utf-8")) == _about(platform, libraries):
+                    return cls(Path(folder), None)
+        return None
+
+    def command(self, paths: Path, timeout_s: float) -> str | None:
+        """What Ray runs in place of Python, once the libraries are imported; None where nothing can be forked.
+
+        Args:
+            paths: file with the folders that copies look for modules in.
+        """
         end = time.monotonic() + timeout_s
-        while not self._path.exists():
+        listens = self._folder / _SOCKET
+        while not listens.exists():
             if self._given_up:
                 return None
-            code = self._process.poll()
+            code = None if self._process is None else self._process.poll()
             if code is not None or time.monotonic() > end:
                 self._give_up(code)
                 return None
             time.sleep(0.05)
-        return shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(self._path)])
+        return shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(listens), str(paths)])
 
     def _give_up(self, code: int | None) -> None:
         """Says why: the run only starts more slowly. A device that does not allow forks ends the server with 0 and no word."""
@@ -106,14 +124,19 @@ class ForkServer:
             return
         why = "it takes too long"
         if code is not None:
-            said = [line for line in self._output.read_text(errors="replace").split("\n") if line]
+            said = [line for line in (self._folder / _OUTPUT).read_text(errors="replace").split("\n") if line]
             why = said[-1] if said else f"exit code {code}"
         _LOG.warning("the fork server cannot be used (%s); every worker imports its libraries itself", why)
 
     def close(self) -> None:
-        """Ends the server, not the copies."""
-        self._process.kill()
-        self._process.wait()
+        """Ends the server, not the copies; one that somebody else keeps goes on."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _about(platform: str, libraries: Libraries) -> dict[str, Any]:
+    return {"platform": platform, "adapted": list(libraries.adapted), "modules": list(libraries.modules)}
 
 
 @contextlib.contextmanager
@@ -129,12 +152,15 @@ def fork_server(platform: str, libraries: Libraries) -> Iterator[None]:
         yield
         return
     with scratch_folder("mindspeed-rl-forks-") as folder:
-        server = ForkServer(platform, libraries, folder)
-        _servers.append(server)
+        # as Ray hands the driver's path to its workers
+        paths = folder / "paths.json"
+        paths.write_text(json.dumps(sys.path), encoding="utf-8")
+        server = ForkServer.kept(platform, libraries) or ForkServer.start(platform, libraries, folder)
+        _servers.append((server, paths))
         try:
             yield
         finally:
-            _servers.remove(server)
+            _servers.remove((server, paths))
             server.close()
 
 
@@ -143,4 +169,7 @@ def worker_command(timeout_s: float = 120.0) -> str | None:
 
     Waits until the libraries are imported: Ray gives up a process that does not register within a minute.
     """
-    return _servers[-1].command(timeout_s) if _servers else None
+    if not _servers:
+        return None
+    server, paths = _servers[-1]
+    return server.command(paths, timeout_s)

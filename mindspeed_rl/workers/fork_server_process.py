@@ -99,6 +99,8 @@ def _become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request["environment"])
+    _show_environment(request["environment"])
+    sys.path[:] = request["path"]
     os.chdir(request["folder"])
     for name, limits in request["limits"].items():
         with contextlib.suppress(OSError, ValueError):
@@ -109,3 +111,18 @@ def _become(request: dict[str, Any]) -> None:
     tempfile.tempdir = None  # found anew from TMPDIR
     random.seed()
     sys.argv = request["script"]
+
+
+def _show_environment(environment: dict[str, str]) -> None:
+    """Others (`ps e`, /proc) see the environment of this copy, as far as there is room, and not the server's."""
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    # env_start and env_end of proc(5), behind the two fields before the parenthesis
+    first, end = int(fields[47]), int(fields[48])
+    room, shown = end - first, b""
+    for name, value in environment.items():
+        entry = os.fsencode(f"{name}={value}") + b"\0"
+        if len(shown) + len(entry) <= room:
+            shown += entry
+    if first:
+        ctypes.memmove(first, shown.ljust(room, b"\0"), room)

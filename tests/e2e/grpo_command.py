@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from shared_forks import shared
+
+from mindspeed_rl.workers.fork_server import RL
 
 MARK = "MINDSPEED_RL_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")
@@ -72,7 +75,10 @@ class Command:
 
     Attributes:
         folder: of the run's files.
+        shares: its workers are copies of a server that other commands use too.
     """
+
+    shares = True
 
     def __init__(self, task: Path, folder: Path, *changes: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +91,7 @@ class Command:
         self.process = subprocess.Popen(
             [*words, *overrides(task, folder), *changes],
             cwd=folder,
-            env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", **(shared(RL) if self.shares else {})},
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from call_path import Call
+from shared_forks import shared
 
 from mindspeed_rl.config import BatchPlan, RunConfig, load_run_config, resolve
 from mindspeed_rl.config import Run as ResolvedRun
@@ -27,7 +28,7 @@ from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_parts import Inputs, assemble, open_data_plane
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.services import Services
-from mindspeed_rl.workers.cluster import cluster
+from mindspeed_rl.workers.cluster import changed_environment, cluster
 from mindspeed_rl.workers.fork_server import RL, fork_server
 from mindspeed_rl.workers.groups import ActorGroup
 from mindspeed_rl.workers.reward_group import RewardGroup
@@ -131,6 +132,7 @@ class World:
         self._tokenizer = load_tokenizer(task / "model")
         here = Path(__file__).parent  # worker processes import `variant_worker` and what it needs
         os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+        self._stack.enter_context(changed_environment(**shared(RL)))
         self._stack.enter_context(fork_server("cpu", RL))
         self._stack.enter_context(cluster(run.plan.world_size, "cpu"))
         plane = open_data_plane(run)

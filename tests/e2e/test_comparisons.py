@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared_forks import shared
 
 from mindspeed_rl.config import load_run_config
+from mindspeed_rl.workers.fork_server import RL
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +23,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mindspeed_rl.cli.main", *words],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **shared(RL)},
         capture_output=True,
         text=True,
         timeout=300,

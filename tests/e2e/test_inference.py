@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_forks import shared
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.cli.convert import main as convert
+from mindspeed_rl.workers.fork_server import INFERENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "unit" / "data"))
@@ -107,7 +109,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(commands)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **shared(INFERENCE, platform="auto")},
         capture_output=True,
         text=True,
         timeout=500,

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_forks import shared
 from test_inference import PROGRAM, TEST_DATA
 from test_inference import build_tokenizer as byte_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mindspeed_rl.workers.fork_server import INFERENCE
 
 HERE = Path(__file__).parent
 REPLY = "ValueError: these are no digits"
@@ -44,16 +47,16 @@ def test_the_three_commands_answer_by_calls(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "hf")
     (tmp_path / "tools.yaml").write_text("tools:\n  - agent_plugins:flipped\n")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "12", "label": "no such answer"}) + "\n")
-    shared = ["--load", str(tmp_path / "hf"), "--hf-chat-template", "--max-new-tokens", "8", "--kv-cache-memory-gib", "0.1"]
-    shared += ["--tools", str(tmp_path / "tools.yaml"), "--tool-parser", "agent_plugins:EveryTurn", "--max-turns", "2"]
+    model = ["--load", str(tmp_path / "hf"), "--hf-chat-template", "--max-new-tokens", "8", "--kv-cache-memory-gib", "0.1"]
+    model += ["--tools", str(tmp_path / "tools.yaml"), "--tool-parser", "agent_plugins:EveryTurn", "--max-turns", "2"]
     # about half of the turns end by themselves, and these are calls
     sampled = ["--temperature", "1.0", "--top-k", "-1", "--top-p", "1.0", "--add-eos-token", *"abcdefghijklmnopqrstuvwxyz"]
     commands = [
-        (["generate", *shared, *sampled, "--prompt", "12", "--num-return", "24", "--output", str(tmp_path / "out.jsonl")], ""),
-        (["chat", *shared, *sampled], "12\nquit\n"),
+        (["generate", *model, *sampled, "--prompt", "12", "--num-return", "24", "--output", str(tmp_path / "out.jsonl")], ""),
+        (["chat", *model, *sampled], "12\nquit\n"),
         (
             [
-                *("evaluate", *shared, "--task", "jsonl", "--task-data-path", str(tmp_path / "rows.jsonl")),
+                *("evaluate", *model, "--task", "jsonl", "--task-data-path", str(tmp_path / "rows.jsonl")),
                 *("--scorer", "exact_match", "--input-key", "prompt", "--label-key", "label"),
                 *("--output", str(tmp_path / "scores.json")),
             ],
@@ -63,7 +66,7 @@ def test_the_three_commands_answer_by_calls(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(commands)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **shared(INFERENCE, platform="auto")},
         capture_output=True,
         text=True,
         timeout=500,

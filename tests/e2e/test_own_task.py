@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared_forks import shared
+
+from mindspeed_rl.workers.fork_server import RL
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/own_task.md"
@@ -34,6 +37,7 @@ def test_the_guide_leads_from_nothing_to_a_chat(tmp_path: Path) -> None:
         command.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         command.chmod(0o755)
     environment = {**os.environ, "REPO": str(ROOT), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= shared(RL)
     environment["PATH"] = f"{programs}:{Path(sys.executable).parent}:{environment['PATH']}"
     work = tmp_path / "work"
     work.mkdir()

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared_forks import shared
 
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.config.run_files import project_configs
+from mindspeed_rl.workers.fork_server import RL, TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 2
@@ -37,7 +39,7 @@ def steps(script: str, end: str) -> str:
 
 def command(words: str, folder: Path, timeout: int) -> subprocess.CompletedProcess[str]:
     """Runs shell words in a folder that looks like the clone."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **shared(RL, TRAINING)}
     environment["PATH"] = f"{folder / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(["bash", "-euc", words], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -32,6 +32,8 @@ RESTARTED = "all workers were ended; the run goes on"
 class FaultRun(Command):
     """A run whose processes have the injector."""
 
+    shares = False
+
     def __init__(self, task: Path, folder: Path, *changes: str) -> None:
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)

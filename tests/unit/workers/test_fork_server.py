@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mindspeed_rl.workers.fork_server import Libraries, fork_server, worker_command
+from mindspeed_rl.workers.fork_server import ForkServer, Libraries, fork_server, worker_command
 
 SCRIPT = """
 import json, os, random, resource, signal, sys, tempfile
@@ -25,12 +25,15 @@ print(json.dumps({
     "ray": "ray" in sys.modules,
     "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "group": os.getpgid(0) == os.getpid(), "name": __name__,
     "temporary": tempfile.gettempdir(), "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, "random": random.random(),
-    "open": sorted(int(number) for number in os.listdir("/proc/self/fd"))[:-1], "pid": os.getpid(),
+    "shown": dict(entry.split("=", 1) for entry in open("/proc/self/environ").read().split("\\0") if "=" in entry),
+    "path": sys.path, "open": sorted(int(number) for number in os.listdir("/proc/self/fd"))[:-1], "pid": os.getpid(),
 }), flush=True)
 sys.exit(int(sys.argv[1]))
 """
 
 PATH = {"PATH": os.environ["PATH"]}
+#: what bash and Python add to the environment
+BY_OTHERS = ("PWD", "SHLVL", "_", "LC_CTYPE")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,9 @@ def test_a_copy_is_what_the_command_would_have_been(command: str, folder: Path, 
     assert (told["mark"], told["others"]) == ("m", None)
     assert told["torch"] and told["group"] and told["child"] and told["files"] == 500
     assert told["open"] == [0, 1, 2]  # neither the server's socket nor the other copies' streams
+    shown = {name: value for name, value in told["shown"].items() if name not in BY_OTHERS}
+    assert shown == {**PATH, "MARK": "m", "TMPDIR": str(tmp_path)}
+    assert str(folder) in told["path"]
     assert told["random"] != ask(command, folder)["random"]
 
 
@@ -94,6 +100,29 @@ def test_without_its_server_the_command_runs_the_script_itself(command: str, fol
     words = command.replace("/forks", "/nothing")
     told = subprocess.run([*words.split(), f"{folder}/script.py", "4"], capture_output=True, text=True, check=False, timeout=60)
     assert told.returncode == 4 and not json.loads(told.stdout)["torch"]
+
+
+def test_commands_share_a_server_that_is_kept_and_keep_their_own_paths(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = Libraries((), ("json",))
+    server = ForkServer.start("cpu", libraries, tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("MINDSPEED_RL_FORK_SERVER", f"{tmp_path}/none{os.pathsep}{tmp_path}")
+    try:
+        for name in ("first", "second"):
+            with monkeypatch.context() as patch:
+                patch.syspath_prepend(tmp_path / name)
+                with fork_server("cpu", libraries):
+                    command = worker_command()
+                    assert command is not None and str(tmp_path / "forks") in command
+                    told = ask(command, folder)
+            assert told["path"][0] == str(tmp_path / name) and told["torch"]
+        with fork_server("cpu", Libraries((), ("csv",))):  # another one's libraries
+            command = worker_command()
+            assert command is not None and str(tmp_path) not in command
+    finally:
+        server.close()
 
 
 def test_a_device_that_does_not_allow_it_gets_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
