@@ -39,6 +39,8 @@ if script is not None:
 """
 _CLIENT = Path(__file__).with_name("fork_client.py")
 _SHARED = "MINDSPEED_RL_FORK_SERVER"
+#: a copy shows its own environment to others where the server's first one lies; Ray's workers have a larger one
+_ROOM_BYTES = 16384
 #: in a server's folder: what it has imported, where it listens, what it has said
 _ABOUT, _SOCKET, _OUTPUT = "about.json", "forks", "forks.txt"
 #: the one of this process while there is one, and the file with the paths that its copies look for modules in
@@ -82,7 +84,8 @@ class ForkServer:
         with (folder / _OUTPUT).open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-c", program, json.dumps(words)],
-                env={"OMP_NUM_THREADS": "1", **os.environ},  # read once, when torch is loaded; as the workers have it
+                # threads: read once, when torch is loaded; as the workers have it
+                env={"OMP_NUM_THREADS": "1", **os.environ, "ROOM": "." * _ROOM_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
