@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2": ("tied", {"tensor_model_parallel_size": 2}),
     "EP2": ("moe", {"expert_model_parallel_size": 2}),
 }
-QUICK = ("DP2 distributed optimizer", "PP2 async")
+QUICK = ("DP2 distributed optimizer",)
 
 
 @pytest.fixture()
@@ -75,6 +75,7 @@ def gathered(folders: list[Path]) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_what_only_one_disk_needs_is_not_fetched_by_the_other(
     ranks: Callable[[int], Ranks], models: dict[str, Path], folders: list[Path]
 ) -> None:

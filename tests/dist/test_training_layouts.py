@@ -179,7 +179,10 @@ FOUR_PROCESSES = {
 }
 
 
-@pytest.mark.parametrize(("name", "changes"), FOUR_PROCESSES.values(), ids=FOUR_PROCESSES)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [pytest.param(*case, id=key, marks=[pytest.mark.slow] if key == "TP2 CP2" else []) for key, case in FOUR_PROCESSES.items()],
+)
 def test_four_processes_train_as_one_does(
     ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
 ) -> None:

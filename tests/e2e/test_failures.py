@@ -32,6 +32,7 @@ def touchy(tmp_path: Path) -> tuple[Path, list[str]]:
 LONG = "megatron_training.train_iters=100000"
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_starts_to_fail_is_named(task: Path, tmp_path: Path, touchy: tuple[Path, list[str]]) -> None:
     flag, reward = touchy
     with running(task, tmp_path, *ONE_PROCESS, *reward, LONG, "actor_config.save=null") as command:
