@@ -92,7 +92,8 @@ class WorkerGroup:
             "max_concurrency": 1,
         }
         self.processes: list[ActorHandle[WorkerProcess]] = []
-        for rank, bundle_index in enumerate(_host_by_host(placement_group_table(self._placement)["bundles_to_node_id"])):
+        hosts = placement_group_table(self._placement)["bundles_to_node_id"]
+        for rank, bundle_index in enumerate(_host_by_host(hosts, ray.get_runtime_context().get_node_id())):
             place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle_index)
             remote = ray.remote(WorkerProcess).options(scheduling_strategy=place, **options)
             self.processes.append(actor_handle(remote.remote(settings, rank)))
@@ -134,14 +135,15 @@ class WorkerGroup:
                 remove_placement_group(self._placement)
 
 
-def _host_by_host(hosts: Mapping[int, str]) -> list[int]:
+def _host_by_host(hosts: Mapping[int, str], own: str) -> list[int]:
     """Bundles in the order of ranks: those of one host follow each other, or tensor parallelism would cross the network.
 
     Args:
         hosts: bundle -> the host that Ray has put it on, in any order.
+        own: the driver's host, which has the first ranks if it has any: what they write the driver reads.
     """
     first = {host: bundle for bundle, host in sorted(hosts.items(), reverse=True)}
-    return sorted(hosts, key=lambda bundle: (first[hosts[bundle]], bundle))
+    return sorted(hosts, key=lambda bundle: (hosts[bundle] != own, first[hosts[bundle]], bundle))
 
 
 def _show(steps: StartSteps | None, what: str) -> None:

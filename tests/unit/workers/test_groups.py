@@ -101,6 +101,7 @@ def test_the_listed_way_from_the_command_to_the_policy_loss_exists_and_is_short(
 
 
 def test_ranks_of_one_host_follow_each_other() -> None:
-    assert _host_by_host({0: "a", 1: "b", 2: "a", 3: "b"}) == [0, 2, 1, 3]
-    assert _host_by_host({3: "a", 0: "b", 1: "b", 2: "a"}) == [0, 1, 2, 3]
-    assert _host_by_host({0: "a"}) == [0]
+    assert _host_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "a") == [0, 2, 1, 3]
+    assert _host_by_host({0: "a", 1: "b", 2: "a", 3: "b"}, "b") == [1, 3, 0, 2]  # the driver's first
+    assert _host_by_host({3: "a", 0: "b", 1: "b", 2: "a"}, "another") == [0, 1, 2, 3]
+    assert _host_by_host({0: "a"}, "a") == [0]
