@@ -90,11 +90,12 @@ def check_hosts(
     Raises:
         ValueError: they do not; names every file, machine and key at once.
     """
-    read = run_files(run)
     written = {str(run.folder): "run_dir"}
     for name in saves:
         if (role := getattr(run.config, name)) is not None and role.save is not None:
             written.setdefault(role.save, f"{name}.save")
+    # a run that goes on reads its checkpoints, of which each disk may have its part
+    read = {path: key for path, key in run_files(run).items() if path not in written}
     with _marked(written) as marks:
         paths = [*read, *marks]
         mine, end = look_at(paths).looks, time.monotonic() + _PATIENCE_S

@@ -97,6 +97,16 @@ def test_a_machine_may_write_to_a_disk_of_its_own_and_the_user_hears_of_it(run: 
     ]
 
 
+def test_a_run_that_goes_on_may_find_its_checkpoints_in_parts(run: Run, tmp_path: Path) -> None:
+    copied(run, tmp_path)
+    run.config.actor_config.load = run.config.actor_config.save
+    assert run.config.actor_config.save is not None
+    Path(run.config.actor_config.save).mkdir()
+    Path(run.config.actor_config.save, "latest_checkpointed_iteration.txt").write_text("1")
+    names = ["worker 0", "worker 1"]
+    assert len(check_hosts(run, names, machines(tmp_path, "here", "there"), saves=["actor_config"])) == 2
+
+
 def test_the_first_rank_saves_where_the_command_looks_for_checkpoints(run: Run, tmp_path: Path) -> None:
     copied(run, tmp_path)
     with pytest.raises(ValueError, match=r"actor_config.save: .* is another folder .* on host-0 \(worker 0\)"):
