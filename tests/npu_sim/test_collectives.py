@@ -39,6 +39,7 @@ def test_hccl_collectives_deliver_what_their_names_say(size: int) -> None:
     assert results[1]["recv"] == values(0, 2)
 
 
+@pytest.mark.slow
 def test_one_kind_of_group_has_its_own_buffer_size() -> None:
     for sizes in run_ranks("group_buffers", 4):
         assert sizes["tp"] == 64 and sizes["dp"] != 64

@@ -75,7 +75,13 @@ def test_a_checkpoint_continues_under_another_layout(tmp_path: Path, expected: l
     assert losses(first) + losses(second) == [pytest.approx(step, rel=2e-5) for step in expected]
 
 
-@pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_model_parallel_size": 2},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_gathered_over_hccl_are_bit_equal_to_what_was_loaded(layout: dict[str, int]) -> None:
     for report in run_ranks("engine", 2, {"mode": "npu", "steps": 0, "stream": True, "bf16": True, "layout": layout}):
         assert report["stream"] == {"names": True, "wrong": []}

@@ -34,6 +34,7 @@ def one_process() -> list[dict[str, Any]]:
     return run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS, "bf16": True})
 
 
+@pytest.mark.slow
 def test_one_process_in_fp32_equals_the_cpu() -> None:
     on_cpu = run_ranks("engine", 1, {"mode": "cpu", "steps": STEPS})
     on_npu = run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS})
