@@ -100,6 +100,7 @@ def test_a_machine_that_takes_anothers_place_gets_what_it_needs(
     assert latest_iteration(folders[1]) == 2
 
 
+@pytest.mark.slow
 def test_a_lost_part_is_named_with_the_machine_that_wrote_it(
     ranks: Callable[[int], Ranks], models: dict[str, Path], folders: list[Path]
 ) -> None:

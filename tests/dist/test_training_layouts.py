@@ -181,7 +181,10 @@ FOUR_PROCESSES = {
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [pytest.param(*case, id=key, marks=[pytest.mark.slow] if key == "TP2 CP2" else []) for key, case in FOUR_PROCESSES.items()],
+    [
+        pytest.param(*case, id=key, marks=[pytest.mark.slow] if key in ("TP2 CP2", "CP4 ring") else [])
+        for key, case in FOUR_PROCESSES.items()
+    ],
 )
 def test_four_processes_train_as_one_does(
     ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
