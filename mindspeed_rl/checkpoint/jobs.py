@@ -64,7 +64,7 @@ class HfGroup(Group):
 
 
 @dataclass(frozen=True)
-class FreshGroup(Group):
+class FreshGroup:
     """A reward head that the source does not have: normal(0, std), the same in every run."""
 
     name: str
@@ -84,6 +84,9 @@ class FreshGroup(Group):
         generator = torch.Generator().manual_seed(0)
         # drawn in float32 whatever the dtype, so that every cast of a source starts from the same head
         return {self.name: (torch.randn(self.shape, generator=generator) * self.std).to(self.dtype)}
+
+    def pieces(self) -> dict[str, list[Tensor]]:
+        return {name: [tensor] for name, tensor in self.load().items()}
 
 
 Piece = TensorRecord | Tensor
