@@ -288,11 +288,8 @@ def _memory_bound(
     source: Source, ops: Sequence[WeightOp], dtypes: Mapping[str, torch.dtype], with_adapter: Collection[str]
 ) -> int:
     # a job holds what it read and one packed shard; a cast adds one more copy of a tensor
-    sizes: dict[str, int] = {}
-    for op in ops:
-        for name, shape in zip(op.hf, op.shapes):
-            sizes[name] = TensorRecord("", 0, shape, dtypes.get(name, torch.float32)).num_bytes
     shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
+    sizes = {name: TensorRecord("", 0, shape, dtypes.get(name, torch.float32)).num_bytes for name, shape in shapes.items()}
     by_target = (sum(sizes[name] for name in op.hf) for op in ops)
     by_group = (sum(sizes.get(name, 0) for name in group.hf) for group in source.groups)
     # adapters are added in float32, to one tensor of an HF folder or to one Megatron parameter at a time

@@ -117,8 +117,8 @@ class Chunk:
         return piece.read()
 
 
-def stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
-    """The pieces of every tensor of a checkpoint; ValueError if a file is missing."""
+def listed_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
+    """The pieces of every tensor of a checkpoint as its index has them, whether their files are there or not."""
     chunks: dict[str, list[Chunk]] = {}
     sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for index, info in metadata.storage_data.items():
@@ -132,6 +132,12 @@ def stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]
         offsets = tuple(index.offset or (0,) * len(entry.size))
         chunk = Chunk(str(path), info.offset, info.length, offsets, sizes[index.fqn][offsets])
         chunks.setdefault(index.fqn, []).append(chunk)
+    return chunks
+
+
+def stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
+    """The pieces of every tensor of a checkpoint; ValueError if a file is missing."""
+    chunks = listed_chunks(folder, metadata)
     missing = sorted(path for path in {c.path for found in chunks.values() for c in found} if not os.path.isfile(path))
     if missing:
         raise ValueError(f"{folder} lacks {os.path.basename(missing[0])}, which .metadata names")

@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint import metadata as dcp
 
 from mindspeed_rl.checkpoint import checksums
-from mindspeed_rl.checkpoint.dist import METADATA_FILE, read_metadata
+from mindspeed_rl.checkpoint.dist import METADATA_FILE, listed_chunks, read_metadata
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME
 from mindspeed_rl.config.model_facts import HF_FILES
 
@@ -173,25 +173,25 @@ def spread(disks: Disks, folder: Path) -> None:
     """
     if len(disks.leaders) == 1:
         return
-    failure: str | None = None
-    files: Mapping[str, bytes] = {}
-    try:
-        files = _small_files(folder) if dist.get_rank() == 0 else {}
-    except OSError as error:
-        failure = str(error)
-    all_succeeded(failure)
-    _put_everywhere(disks, folder, files, source=0)
+    _put_everywhere(disks, folder, lambda: _small_files(folder), source=0)
 
 
 def _small_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not _is_own(path.name)}
 
 
-def _put_everywhere(disks: Disks, folder: Path, files: Mapping[str, bytes], *, source: int) -> None:
-    carried: list[Any] = [files]
-    dist.broadcast_object_list(carried, src=source)
+def _put_everywhere(disks: Disks, folder: Path, read: Callable[[], Mapping[str, bytes]], *, source: int) -> None:
+    """Every disk has the files, by their names below the folder, that the rank `source` reads; collective."""
+    rank = dist.get_rank()
     failure: str | None = None
-    if disks.leads and disks.leader_of[source] != dist.get_rank():
+    carried: list[Any] = [{}]
+    try:
+        carried = [read()] if rank == source else carried
+    except OSError as error:
+        failure = str(error)
+    all_succeeded(failure)
+    dist.broadcast_object_list(carried, src=source)
+    if disks.leads and disks.leader_of[source] != rank:
         try:
             for name, content in carried[0].items():
                 _replace(folder / name, content)
@@ -220,19 +220,15 @@ def settle_record(folder: Path, path: Path) -> Disks | None:
     has = gathered((path / checksums.NAME).is_file())
     if all(has) or not any(has):
         return None
-    disks, source = find_disks(folder), has.index(True)
-    files: dict[str, bytes] = {}
-    failure: str | None = None
-    if dist.get_rank() == source:
-        try:
-            files = {f"{path.name}/{name}": content for name, content in _small_files(path).items()}
-            companions = folder / HF_FILES
-            beside = [folder / LATEST_NAME, *(companions.iterdir() if companions.is_dir() else ())]
-            files |= {str(file.relative_to(folder)): file.read_bytes() for file in beside if file.is_file()}
-        except OSError as error:
-            failure = str(error)
-    all_succeeded(failure)
-    _put_everywhere(disks, folder, files, source=source)
+    disks = find_disks(folder)
+
+    def read() -> dict[str, bytes]:
+        companions = folder / HF_FILES
+        beside = [folder / LATEST_NAME, *(companions.iterdir() if companions.is_dir() else ())]
+        files = {f"{path.name}/{name}": content for name, content in _small_files(path).items()}
+        return files | {str(file.relative_to(folder)): file.read_bytes() for file in beside if file.is_file()}
+
+    _put_everywhere(disks, folder, read, source=has.index(True))
     return disks
 
 
@@ -392,20 +388,16 @@ def files_read(path: Path, wanted: Mapping[str, Any]) -> set[str]:
             # with the number of its shard; Megatron also knows files of before, without
             objects |= {item.unique_key} if item.unique_key in metadata.state_dict_metadata else {item.key}
     found: set[str] = set()
-    sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for index, info in metadata.storage_data.items():
-        name = os.path.basename(info.relative_path)
-        entry = metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(entry, dcp.TensorStorageMetadata):
-            found |= {name} if index.fqn in objects or index.fqn.partition("/")[0] in objects else set()
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), dcp.TensorStorageMetadata):
             continue
-        if index.fqn not in boxes or name in found:
-            continue
-        if index.fqn not in sizes:
-            sizes[index.fqn] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-        offset = tuple(index.offset or (0,) * len(entry.size))
-        if any(_overlap(offset, sizes[index.fqn][offset], *box) for box in boxes[index.fqn]):
-            found.add(name)
+        if index.fqn in objects or index.fqn.partition("/")[0] in objects:
+            found.add(os.path.basename(info.relative_path))
+    chunks = listed_chunks(path, metadata)
+    for key, wanted_boxes in boxes.items():
+        for chunk in chunks.get(key, ()):
+            if any(_overlap(chunk.offsets, chunk.sizes, *box) for box in wanted_boxes):
+                found.add(os.path.basename(chunk.path))
     return found
 
 
