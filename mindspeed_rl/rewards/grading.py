@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import sympy
 
-from mindspeed_rl.rewards.equality import LONGEST_ANSWER, TooCostly, cpu_limit, parse_formula, parse_label
+from mindspeed_rl.rewards.formulas import LONGEST_ANSWER, TooCostly, cpu_limit, parse_formula, parse_label
 from mindspeed_rl.rewards.quantities import LONGEST_LITERAL
 
 _DECIMAL = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)\s*(\\?%)?")

@@ -10,7 +10,8 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, verify
 
 from mindspeed_rl.rewards.answers import accepted_answers, closed_boxed, final_answer, last_boxed, last_number, tagged_answer
-from mindspeed_rl.rewards.equality import TooCostly, cpu_limit, read_text, same_answer, warm_up  # noqa: F401 (the spawner calls warm_up)
+from mindspeed_rl.rewards.equality import same_answer
+from mindspeed_rl.rewards.formulas import TooCostly, cpu_limit, read_text, warm_up  # noqa: F401 (the spawner calls warm_up)
 from mindspeed_rl.rewards.grading import grade, minerva_normal_form
 from mindspeed_rl.rewards.quantities import read_quantity
 

@@ -56,6 +56,9 @@ def read_words(text: str) -> tuple[Fraction, str] | None:
 
 def _english(words: list[str]) -> Fraction | None:
     """The number that these words are, all of them; None for anything else."""
+    if words[0] == "half":  # half a dozen, half an hour: the hour is a unit
+        whole = Fraction(1) if len(words) == 2 else _english(["one", *words[2:]])
+        return None if len(words) == 1 or words[1] not in ("a", "an") or whole is None else whole / 2
     if len(words) > 1 and words[-1] in _PARTS:
         above = Fraction(1) if words[:-1] == ["a"] else _english(words[:-1])
         return None if above is None else above / _PARTS[words[-1]]

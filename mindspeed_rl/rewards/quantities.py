@@ -42,6 +42,7 @@ for _dimension, _sizes in {
     "money": {"cent 分": "1/100", "dollar": "1"},
     "yuan": {"yuan 元": "1"},
     "angle": {"degree deg 度": "1"},
+    "arc": {"rad radian 弧度": "1"},
 }.items():  # fmt: skip
     for _names, _size in _sizes.items():
         for _name in _names.split():
@@ -79,6 +80,50 @@ def read_quantity(text: str) -> Quantity | None:
     text = text.strip()
     if not text or len(text) > LONGEST_LITERAL:
         return None
+    return _read_one(text) or _read_sum(text)
+
+
+_TERM = re.compile(r"\s*(?:(?:,|and)\s+)?(\d+(?:\.\d+)?|\d+\s*/\s*\d+)\s*([A-Za-z]+|[\u4e00-\u9fff]+)\.?")
+_MOST_TERMS = 4
+
+
+def _read_sum(text: str) -> Quantity | None:
+    """1 hour 30 minutes, 5 ft 6 in: each unit smaller than the one before it, all of one dimension."""
+    terms, position = [], 0
+    while (match := _TERM.match(text, position)) is not None and len(terms) < _MOST_TERMS:
+        number, unit = _read_digits(match[1]), _read_unit(match[2], None)
+        if number is None or unit is None or (terms and (unit[0] != terms[-1][1][0] or unit[1] >= terms[-1][1][1])):
+            return None
+        terms.append((number[0], unit))
+        position = match.end()
+    if len(terms) < 2 or text[position:].strip():
+        return None
+    smallest = terms[-1][1]
+    return Quantity(sum((value * unit[1] for value, unit in terms), Fraction(0)) / smallest[1], None, False, smallest)
+
+
+_BEHIND = re.compile(
+    r"(.*?\S)\s+((?:(?:square|cubic|sq|cu)\.?\s+)?[A-Za-z]{2,}(?:\s*/\s*[A-Za-z]+)?)\s*(?:\^\s*\{?\s*([23])\s*\}?)?", re.DOTALL
+)
+_NAMELESS = re.compile(r"(?i)(?:(?:square|cubic|sq|cu)\.?\s+)?units?")
+
+
+def measured(text: str) -> tuple[str, tuple[str, Fraction] | None]:
+    """(formula, unit) of an answer that ends with a unit's name of two letters or more; (the answer, None) without one.
+
+    Single letters are variables more often: 2\\pi h is no time.
+    """
+    match = _BEHIND.fullmatch(text)
+    if match is None or match[2] == "in":
+        return text, None
+    if _NAMELESS.fullmatch(match[2]):
+        return match[1], None
+    unit = _read_unit(match[2], match[3])
+    return (text, None) if unit is None else (match[1], unit)
+
+
+def _read_one(text: str) -> Quantity | None:
+    """As `read_quantity`, of one number with one unit at most."""
     sign, rest = 1, text
     minus = _MINUS.match(text)
     if minus is not None:
@@ -203,13 +248,14 @@ def _same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
     )
 
 
-_BASED = re.compile(r"(?=[0-9A-F]*\d)([0-9A-F]+)_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
+_BASED = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
 
 
 def same_based(given: str, wanted: str) -> bool | None:
     """Compares numbers with their base, as 1010_2; None unless one has it. Where the other has none, the digits decide."""
     first, second = (_BASED.fullmatch(text.strip()) for text in (given, wanted))
-    if first is None and second is None:
+    # letters alone with an index are a name, unless a number is beside them
+    if not any(match is not None and re.search(r"\d", match[1]) for match in (first, second)):
         return None
     digits = [match[1] if match else text.strip() for match, text in ((first, given), (second, wanted))]
     if first is None or second is None:

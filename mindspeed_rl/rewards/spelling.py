@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|gcd|lcm|max|min"
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|gcd|lcm|max"
 _GREEK = "pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega"
 _DEGREE = r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z]))"
 
@@ -30,8 +30,21 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             rf"\\?(sin|cos|tan|cot|sec|csc)\s*(\^\s*\{{?\d\}}?)?\s*[({{]?\s*(\d+(?:\.\d+)?)\s*{_DEGREE}\s*[)}}]?",
             r"\\\1\2(\\frac{\3}{180}\\pi)",
         ),
-        # behind the rule above, by which the degrees of a sine are radians by now
+        (
+            rf"(?:(?<=^)|(?<=[,;=(\[])|(?<=and )|(?<=or ))(\s*-?\s*\d+(?:\.\d+)?)\s*{_DEGREE}"
+            r"(?=\s*(?:$|[,;)\]]|and\b|or\b|\\text))",
+            r"\1 degree",
+        ),
+        # behind the rules above, by which the degrees of a sine are radians by now and a number's are named
         (_DEGREE, ""),
+        # a single letter behind a number is a variable, unless it is set as a unit is
+        *(
+            (
+                rf"(?<=[\d}})])[\s~]*\\(?:text|mathrm)\s*\{{[\s~]*{letter}[\s~]*\}}(?=\s*(?:\^\s*\{{?\s*[23]\s*\}}?)?\s*$)",
+                f" {unit}",
+            )
+            for letter, unit in (("m", "metre"), ("s", "second"), ("h", "hour"), ("g", "gram"), ("[lL]", "litre"))
+        ),
         (r"\\(?:text|mathrm|textbf|textrm|textit|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\(?:overline|overrightarrow|overleftrightarrow|vec|widehat)\s*\{\s*([A-Za-z]+)\s*\}", r"\1"),
         (r"\\begin\{[bB]matrix\}", r"\\begin{pmatrix}"),
@@ -42,14 +55,14 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:geq?|geqslant)(?![a-zA-Z])|≥|⩾|>=", "≥"),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\(?:approx|simeq)(?![a-zA-Z])|≈", "="),
+        (r"\\(?:approx|simeq|equiv)(?![a-zA-Z])|≈|≡", "="),
         (r"^\s*=\s*", ""),
         (r"\\(?:emptyset|varnothing)(?![a-zA-Z])|∅|\\\{\s*\\\}|\{\s*\}$", "∅"),
         (r"\\infty|∞|(?<![A-Za-z\\])oo(?![A-Za-z])", r"\\infty"),
         (r"π", r"\\pi "),
         (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
         (r"(?:√|(?<![A-Za-z\\])sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (rf"(?<![A-Za-z\\])({_FUNCTIONS}|{_GREEK})(?![A-Za-z])", r"\\\1"),
+        (rf"(?<![A-Za-z\\])({_FUNCTIONS}|{_GREEK}|(?<!\d)(?<!\d )min)(?![A-Za-z])", r"\\\1"),
         (r"\\lg(?![a-zA-Z])|(?<![A-Za-z\\])lg(?![A-Za-z])", r"\\log_{10}"),
         (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
@@ -63,6 +76,13 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"）", ")"),
         (r"％", "%"),
         (r"[−–—]", "-"),
+        (r"\\(?:neq?|not\s*=)(?![a-zA-Z])", "≠"),
+        (r"\\[lr]?vert(?![a-zA-Z])", "|"),
+        (r"^(\d+(?:\.\d+)?) to (\d+(?:\.\d+)?)$", r"\1:\2"),
+        (r"(?i)(?<=\d)\s*([ap])\.?\s?m\b\.?", r" \1m"),
+        (r"(?<=[0-9A-F])\)?\s*\(?(?:in )?base[ -]?(\d{1,2})\)?$", r"_{\1}"),
+        (r"(?<=\S)\s*[,(]\s*(?:where |for )?[a-z]\s*(?:\\in(?![a-zA-Z])|∈)\s*\\mathbb\s*\{?[ZN]\}?\s*\)?$", ""),
+        (r"^(?!C)[A-Z]\s*(?=\([^(),]*,[^()]*\)$)", ""),
         (r"\s+", " "),
     )
 )
@@ -74,13 +94,24 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 def cleaned(answer: str) -> str:
     """The answer without delimiters, spacing commands, text commands and a closing full stop, in one spelling of symbols."""
-    answer = answer.translate(_FULL_WIDTH).strip().rstrip(".。").strip().lstrip(":：").strip()
+    answer = _ELLIPSIS.sub(_without_ellipsis, answer.translate(_FULL_WIDTH))
+    answer = answer.strip().rstrip(".。").strip().lstrip(":：").strip()
     if not answer.isascii():
         answer = _RAISED.sub(lambda match: f"^{{{''.join(_SUPERSCRIPTS[char] for char in match[0])}}}", answer)
         answer = _VULGAR.sub(_written_out, answer)
     for pattern, replacement in _REWRITES:
         answer = pattern.sub(replacement, answer)
     return answer.strip().rstrip(".。").strip()
+
+
+_ELLIPSIS = re.compile(r"(?<![\d.])(\d{0,20}\.\d{1,40})\s*(?:\.{3,}|…|\\[lc]?dots(?![a-zA-Z]))")
+_PERIOD = re.compile(r"(\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,8})\3+)")
+
+
+def _without_ellipsis(match: re.Match[str]) -> str:
+    r"""0.1666... as 0.1\overline{6}; the digits alone where none of them repeat."""
+    period = _PERIOD.fullmatch(match[1])
+    return match[1] if period is None else rf"{period[1]}\overline{{{period[2] or period[3]}}}"
 
 
 def _written_out(match: re.Match[str]) -> str:

@@ -1,0 +1,153 @@
+r"""Parts of the real line, however they are written: -1 < x < 1, |x| < 1, (-1, 1), x \ne 2, \mathbb{R} \setminus \{2\}."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mindspeed_rl.rewards.formulas import value_of
+from mindspeed_rl.rewards.pieces import is_name, split_outside
+from mindspeed_rl.rewards.spelling import spelling
+
+
+@dataclass(frozen=True)
+class Region:
+    r"""A part of the real line.
+
+    Attributes:
+        name: the variable; None where none is named.
+        text: the region as an interval or a union of some, as `(-\infty,2) \cup [3,5)`; "" for one that `holes` describe.
+        holes: what all real numbers are without; empty for any other region.
+    """
+
+    name: str | None
+    text: str
+    holes: tuple[str, ...] = ()
+
+
+_RELATION = re.compile(r"(≤|≥|<|>)")
+_OPPOSITE = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
+_LEFT, _RIGHT = {"<": "(", "≤": "["}, {"<": ")", "≤": "]"}
+_EITHER, _BOTH = (" or ", ",", " 或 ", "或", r"\lor ", r"\vee "), (" and ", " 且 ", "且", r"\land ", r"\wedge ")
+
+#: \{x \in \mathbb{R} : x > 3\}
+_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:(?:\\in(?![a-zA-Z])|∈)\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)\s*(.*)\\\}")
+_LINE = r"(?:\\mathbb\s*\{?R\}?|all real numbers)"
+_REMOVED = re.compile(rf"{_LINE}\s*(?:\\setminus|\\backslash|-|except|without)\s*(?:\\?\{{(.*?)\\?\}}|([^{{}}]+))")
+_ABSOLUTE = re.compile(r"\|\s*([A-Za-z])\s*(?:([+-])\s*([^|]+?))?\s*\|")
+
+
+def read_region(text: str) -> Region | None:
+    """The region that relations or a set difference describe; None for other text, plain intervals included."""
+    built = _BUILDER.fullmatch(text)
+    condition = built[2].strip() if built else text
+    removed = _REMOVED.fullmatch(condition)
+    if removed is not None:
+        return Region(None, "", tuple(split_outside(removed[1] or removed[2], (",", " and "))))
+    region = _without_values(condition) if "≠" in condition else _of_relations(condition)
+    return None if region is None or (built and region.name != built[1]) else region
+
+
+def holes_of(union: str) -> tuple[str, ...]:
+    r"""The points that (-\infty,a) \cup (a,b) \cup (b,\infty) leaves out; none for other unions."""
+    pieces = [re.fullmatch(r"\((.+),(.+)\)", piece) for piece in split_outside(union, (r"\cup", "∪"))]
+    if len(pieces) < 2:
+        return ()
+    ends = [(piece[1].strip(), piece[2].strip()) for piece in pieces if piece is not None]
+    if len(ends) != len(pieces) or ends[0][0] != r"-\infty" or ends[-1][1].lstrip("+") != r"\infty":
+        return ()
+    holes = [high for _, high in ends[:-1]]
+    return tuple(holes) if all(spelling(hole) == spelling(low) for hole, (low, _) in zip(holes, ends[1:])) else ()
+
+
+def speaks_of_region(text: str) -> bool:
+    """True for text with a relation that only a region has."""
+    return "≠" in text or _RELATION.search(text) is not None
+
+
+def _without_values(text: str) -> Region | None:
+    r"""x \ne 1, x \ne 2 and x \ne 1, 2 as what they leave out."""
+    name, holes = None, []
+    for piece in split_outside(text, (*_BOTH, ",")):
+        sides = [side.strip() for side in piece.split("≠")]
+        if len(sides) == 2:
+            if not is_name(sides[0]) or name not in (None, sides[0]):
+                return None
+            name = sides[0]
+        elif name is None or len(sides) > 2:
+            return None
+        holes.append(sides[-1])
+    return Region(name, "", tuple(holes))
+
+
+def _of_relations(text: str) -> Region | None:
+    found: list[tuple[str, list[str]]] = []
+    for piece in split_outside(text, _EITHER):
+        both = [_intervals(part) for part in split_outside(piece, _BOTH)]
+        parts = [part for part in both if part is not None]
+        if len(parts) != len(both):
+            return None
+        found.append(parts[0] if len(parts) == 1 else (parts[0][0], _intersection([p for _, part in parts for p in part])))
+        if len({name for name, _ in parts}) > 1:
+            return None
+    names = {name for name, _ in found}
+    intervals = [interval for _, several in found for interval in several]
+    if len(names) != 1 or not intervals:
+        return None
+    if "," in text and len(found) == 2 == len(intervals):  # x > 2, x < 5: each says a part of one region, where they meet
+        intervals = _intersection(intervals, surely=False)
+    return Region(names.pop(), r" \cup ".join(intervals))
+
+
+def _intersection(intervals: list[str], surely: bool = True) -> list[str]:
+    """What two half-lines share; both, where they share nothing ("x < -2 and x > 2" is said of either).
+
+    Args:
+        surely: whether ends that cannot be compared are taken to share something.
+    """
+    if len(intervals) != 2:
+        return intervals
+    upper = next((text for text in intervals if text.startswith(r"(-\infty,")), None)
+    lower = next((text for text in intervals if text.endswith(r",\infty)")), None)
+    if upper is None or lower is None or upper is lower:
+        return intervals
+    start, end = lower.removesuffix(r",\infty)"), upper.removeprefix(r"(-\infty,")
+    low, high = value_of(start[1:]), value_of(end[:-1])
+    meets = surely if low is None or high is None else low < high
+    return [f"{start},{end}"] if meets else intervals
+
+
+def _intervals(text: str) -> tuple[str, list[str]] | None:
+    """(variable, intervals) that one relation or a double one describes; None for other text."""
+    parts = [part.strip() for part in _RELATION.split(text)]
+    if len(parts) == 5:
+        low, first, name, second, high = parts
+        if first in (">", "≥") and second in (">", "≥"):
+            low, first, second, high = high, _OPPOSITE[second], _OPPOSITE[first], low
+        if first in _LEFT and second in _RIGHT and is_name(name):
+            return name, [f"{_LEFT[first]}{low},{high}{_RIGHT[second]}"]
+    if len(parts) != 3:
+        return None
+    left, relation, right = parts
+    if not (is_name(left) or _ABSOLUTE.fullmatch(left)):
+        left, relation, right = right, _OPPOSITE[relation], left
+    absolute = _ABSOLUTE.fullmatch(left)
+    if absolute is not None:
+        return absolute[1], _of_distance(absolute, relation, right)
+    if not is_name(left):
+        return None
+    if relation in _RIGHT:
+        return left, [f"(-\\infty,{right}{_RIGHT[relation]}"]
+    return left, [f"{_LEFT[_OPPOSITE[relation]]}{right},\\infty)"]
+
+
+def _of_distance(absolute: re.Match[str], relation: str, distance: str) -> list[str]:
+    """What |x - a| < r and its like describe."""
+    low, high = f"-{distance}" if distance.isalnum() else f"-({distance})", distance
+    if absolute[2]:
+        sign = "-" if absolute[2] == "+" else ""
+        low, high = f"{sign}({absolute[3]})-({distance})", f"{sign}({absolute[3]})+({distance})"
+    if relation in _RIGHT:
+        return [f"{_LEFT[relation]}{low},{high}{_RIGHT[relation]}"]
+    narrow = _OPPOSITE[relation]
+    return [f"(-\\infty,{low}{_RIGHT[narrow]}", f"{_LEFT[narrow]}{high},\\infty)"]
