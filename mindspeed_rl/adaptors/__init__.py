@@ -17,17 +17,18 @@ Scope = Literal["train", "rollout"]
 
 #: (platform, scope) -> modules whose `apply()` runs, in order, before the library is imported
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("cpu", "train"): ("mindspeed_rl.adaptors.megatron_cpu",),
+    ("cpu", "train"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.megatron_cpu"),
     ("cpu", "rollout"): (
+        "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.llvmlite_names",
         "mindspeed_rl.adaptors.vllm_cpu",
         "mindspeed_rl.adaptors.vllm_cpu_experts",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
     ),
-    ("npu", "train"): ("mindspeed_rl.adaptors.mindspeed",),
-    ("npu", "rollout"): ("mindspeed_rl.adaptors.vllm_ascend",),
-    ("cuda", "train"): (),
-    ("cuda", "rollout"): (),
+    ("npu", "train"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.mindspeed"),
+    ("npu", "rollout"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.vllm_ascend"),
+    ("cuda", "train"): ("mindspeed_rl.adaptors.gloo_devices",),
+    ("cuda", "rollout"): ("mindspeed_rl.adaptors.gloo_devices",),
 }
 
 #: platform -> module and class of what it does around vLLM's calls

@@ -1,0 +1,50 @@
+"""What idle gloo groups cost, with a transport each (torch) and with one for all (`adaptors/gloo_devices.py`).
+
+    python benchmarks/gloo_groups.py [--groups 60] [--seconds 10]
+
+Two processes make the groups, use each once, then sleep; the figure is the processor time that one of them took while it slept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from mindspeed_rl.adaptors import gloo_devices
+from mindspeed_rl.workers.process import free_port
+
+
+def measure(rank: int, port: int, shared: bool, groups: int, seconds: float) -> None:
+    if shared:
+        gloo_devices.apply()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    made = [dist.new_group([0, 1]) for _ in range(groups)]
+    for group in made:
+        dist.all_reduce(torch.ones(1), group=group)
+    before, started = time.process_time(), time.monotonic()
+    time.sleep(seconds)
+    share = (time.process_time() - before) / (time.monotonic() - started)
+    if rank == 0:
+        threads = len(os.listdir("/proc/self/task"))
+        print(
+            f"{'one transport' if shared else 'a transport each':17s} {threads:4d} threads  {share:6.1%} of a core while idle"
+        )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    options = parser.parse_args()
+    for shared in (False, True):
+        multiprocessing.spawn(measure, (free_port("127.0.0.1"), shared, options.groups, options.seconds), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
