@@ -6,6 +6,7 @@
 # NPU run where it can be set up (x86_64, Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
 # VENV_DIR=... uses another environment than .venv, NPU_SIM_VENV=... another one than .venv-npu-sim.
 set -euo pipefail
+trap 'exit 130' INT  # pytest ends with a summary and a status of its own, after which the next part would start
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"

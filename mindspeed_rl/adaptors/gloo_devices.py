@@ -41,7 +41,7 @@ def apply() -> None:
         options._threads = 2 * len(options._devices)  # as torch has it
         construct(self, store, rank, size, options)
 
-    shared.transports = _TRANSPORTS  # type: ignore[attr-defined]
+    vars(shared)["transports"] = _TRANSPORTS
     group.__init__ = shared
 
 

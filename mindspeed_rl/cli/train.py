@@ -11,6 +11,7 @@ from pathlib import Path
 from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
+from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.workers.fork_server import RL, TRAINING, fork_server
 from mindspeed_rl.workers.local_ray import local_ray_environment
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> int:
             arguments.config_name = str(write_import("swift", arguments.from_swift, written))
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         prepare_environment()
-        with fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
+        # to the end: what the driver does beside importing is to wait, and to note figures
+        with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
             run = _resolved(cfg, arguments.nodes)
             # as there, and Ray
             from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_rl import registry
+from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.rewards.channel import Channel, pack
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -155,10 +156,11 @@ class Spawner:
             self._setup = message
             self._memory_bytes = message["memory_bytes"]
             sys.path[:] = message["sys_path"]
-            self._run_worker = registry.load(message["worker"], "the worker")
-            for module in [importlib.import_module(name) for name in message["preload"]]:
-                if hasattr(module, "warm_up"):
-                    module.warm_up()
+            with collecting_seldom():
+                self._run_worker = registry.load(message["worker"], "the worker")
+                for module in [importlib.import_module(name) for name in message["preload"]]:
+                    if hasattr(module, "warm_up"):
+                        module.warm_up()
             gc.collect()
             gc.freeze()  # keeps the workers' collections off the shared pages
         elif message["op"] == "fork":

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import ray
 
+from mindspeed_rl.adaptors import ray_services
 from mindspeed_rl.config import RLConfig, RunConfig
 from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.observability.logging import quiet_environment
@@ -158,7 +159,8 @@ def _connected(num_devices: int, platform_name: str, folder: str, cpus: int, dea
         extra["object_store_memory"] = 256 << 20
         extra["_temp_dir"] = folder
         try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **extra)
+            with ray_services.left_out():
+                ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **extra)
         except Exception as error:  # Ray has no class of its own for it
             if "timed out during startup" not in str(error):
                 raise

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mindspeed_rl import adaptors, platform
+from mindspeed_rl.importing import collecting_seldom
 
 
 def serve(words: str) -> str | None:
@@ -35,7 +36,7 @@ def serve(words: str) -> str | None:
         return None
     device = platform.select(name)
     os.environ.update(device.worker_env())  # some of it is read by imports; each copy has its own afterwards
-    with _without_ray():
+    with _without_ray(), collecting_seldom():
         for scope in told["adapted"]:
             adaptors.apply(scope)
         for module in told["modules"]:

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 #: read by Ray when it is imported; "0" makes it bind to 127.0.0.1, as it does on Windows and macOS
 _SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+#: read by Ray's raylet: a worker for each of the first logical CPUs, which no actor of a run takes, as each has its own command
+_WORKERS_AHEAD = "RAY_prestart_worker_first_driver"
 
 
 def local_ray_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables under which a cluster of our own binds to loopback alone; none where the run joins a cluster."""
-    if environ.get("RAY_ADDRESS") or _SEVERAL_MACHINES in environ:
+    """Variables under which a cluster of our own binds to loopback alone and starts no workers before they are asked for;
+    none where the run joins a cluster, and none that are set already."""
+    if environ.get("RAY_ADDRESS"):
         return {}
-    return {_SEVERAL_MACHINES: "0"}
+    return {name: "0" for name in (_SEVERAL_MACHINES, _WORKERS_AHEAD) if name not in environ}

@@ -18,6 +18,7 @@ import ray
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.deadlines import DEFAULTS
+from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.workers.memory import building
@@ -102,7 +103,7 @@ class WorkerProcess:
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
         )
-        with heartbeat.doing("set_up: loading libraries"):
+        with heartbeat.doing("set_up: loading libraries"), collecting_seldom():
             prepare_process(settings.adapted, settings.keys)
             import_module(settings.target.partition(":")[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 SP PP2 VPP2 recompute": (4, {"keys": _SP | _VPP | _RECOMPUTE}),
     "PP2 EP2": (4, {"keys": _PP | _EP}),
 }
+_SLOW = ("TP2 SP CP2",)
+
+
+def _marked(layouts: Mapping[str, tuple[int, dict[str, Any]]]) -> list[Any]:
+    return [pytest.param(*layout, id=name, marks=pytest.mark.slow if name in _SLOW else ()) for name, layout in layouts.items()]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def test_log_probs_under_given_routing_are_those_of_transformers(ranks: Callable
         np.testing.assert_allclose(ours[row], log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "changes"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("size", "changes"), _marked(LAYOUTS))
 def test_training_with_given_routing_is_that_of_one_process(
     ranks: Callable[[int], Ranks], one_process: list[dict[str, Any]], folder: str, size: int, changes: dict[str, Any]
 ) -> None:
@@ -120,7 +125,7 @@ _RECORDED = ["micro-batch 4 padded", "DP2 token budget", "TP2 SP padded", "VPP2"
 RECORDED = {name: LAYOUTS[name] for name in (*_RECORDED, "PP2 EP2", "TP2 SP CP2")}
 
 
-@pytest.mark.parametrize(("size", "changes"), RECORDED.values(), ids=RECORDED)
+@pytest.mark.parametrize(("size", "changes"), _marked(RECORDED))
 def test_what_a_pass_records_is_what_transformers_chooses_and_changes_nothing_when_replayed(
     ranks: Callable[[int], Ranks], folder: str, size: int, changes: dict[str, Any]
 ) -> None:
@@ -144,7 +149,13 @@ def test_what_the_old_pass_chose_reaches_the_rows_of_the_update_in_whatever_orde
     assert found == _chosen_by_transformers()
 
 
-@pytest.mark.parametrize("changes", [{"packed": False}, {"token_budget": 700}], ids=["padded", "token budget"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"packed": False}, id="padded", marks=pytest.mark.slow),
+        pytest.param({"token_budget": 700}, id="token budget"),
+    ],
+)
 def test_trainer_agrees_with_an_engine_whose_routing_was_nudged_only_by_replay(
     ranks: Callable[[int], Ranks], models: dict[str, Path], changes: dict[str, Any]
 ) -> None:
