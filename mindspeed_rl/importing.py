@@ -6,8 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-#: objects between collections, and collections between those of the next generation; Python's own are 700, 10 and 10
-_SELDOM = (50_000, 20, 20)
+#: objects between collections, and collections between those of the next generation; the first is 700 in Python
+_SELDOM = (50_000, 10, 10)
 
 
 @contextlib.contextmanager

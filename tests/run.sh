@@ -32,6 +32,9 @@ fi
 
 bash envs/cpu/install.sh "$venv"
 
+# Where the environment forbids Python to write bytecode, each of a thousand processes would compile the package anew.
+"$venv/bin/python" -m compileall -q -j 0 mindspeed_rl > /dev/null || true
+
 # Several processes share the cores: one thread each, or they step on each other's toes.
 export OMP_NUM_THREADS=1
 

@@ -86,12 +86,14 @@ class VllmEngine:
         )
         _set_place(self.layout)
         set_num_threads = torch.set_num_threads
+        frozen = gc.get_freeze_count()
         with platform.current().kept_rng_state(), own_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
         unlink_message_buffers()
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
-        gc.unfreeze()
+        if not frozen:  # in a copy of a fork server they stay: looking at its 700,000 would also unshare their pages
+            gc.unfreeze()
         self.weight_version = -1
         self._adapter: LoRARequest | None = None
         self._has_weights = self._has_cache = True

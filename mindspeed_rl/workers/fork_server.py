@@ -32,7 +32,9 @@ _SERVER = f"{__package__}.fork_server_process"
 #: a copy runs its script from here, so that nothing of the server is left on its stack
 _PROGRAM = f"""
 import runpy
-from {_SERVER} import serve
+from mindspeed_rl.importing import collecting_seldom
+with collecting_seldom():
+    from {_SERVER} import serve
 script = serve(sys.argv[1])
 if script is not None:
     runpy.run_path(script, run_name="__main__")

@@ -44,7 +44,7 @@ def serve(words: str) -> str | None:
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"{len(threads)} threads run after the imports; a fork would have only one of them.")
-    gc.collect()
+    gc.collect(1)
     gc.freeze()  # else the first collection of each copy would write to all pages that they share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies: Ray watches them
     with socket.socket(socket.AF_UNIX) as listening:

@@ -70,17 +70,20 @@ def _serve(server: socket.socket, kind: Kind) -> None:
     _end_with_parent()
     os.environ.update(ENVIRONMENT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from mindspeed_rl import adaptors, platform
+    from mindspeed_rl.importing import collecting_seldom
 
-    platform.select("cpu")
-    adaptors.apply("train")
-    import_module("mindspeed_rl.engine.train_engine")
-    if kind == "rollout":
-        adaptors.apply("rollout")
-        import_module("mindspeed_rl.rollout.vllm_engine")
+    with collecting_seldom():
+        from mindspeed_rl import adaptors, platform
+
+        platform.select("cpu")
+        adaptors.apply("train")
+        import_module("mindspeed_rl.engine.train_engine")
+        if kind == "rollout":
+            adaptors.apply("rollout")
+            import_module("mindspeed_rl.rollout.vllm_engine")
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
-    gc.collect()
+    gc.collect(1)
     gc.freeze()
     while True:
         told, descriptors, _, _ = socket.recv_fds(server, 4096, 1)
