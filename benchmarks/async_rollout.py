@@ -1,0 +1,195 @@
+"""Seconds an iteration of `trainer_mode` sync, one_step_off and async, where a few responses are much longer than the others.
+
+    bash examples/quickstart.sh
+    python benchmarks/async_rollout.py [--iterations 12] [--mean 48] [--epochs 0] [--rounds 2]
+
+Two processes: a worker that trains and a rollout server, one core each. An agent loop draws how long a response gets:
+lognormal lengths, the same for the same sample in every mode, with a tail of up to ten mean lengths. First a synchronous run
+says how long generation and training take; the number of passes over the rows (`rl_config.epochs`) is then chosen so that each
+is half of an iteration. The modes run in turn, and again for each round. What a side idles is taken from timeline.json: an
+engine where no interval `generate` of the server is, a trainer where it waits in `rollout`. Iterations before the third do not
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_UP = 2
+PROMPTS, GROUP = 16, 8
+#: mean lengths that no response exceeds
+LONGEST = 10
+
+LOOP = """
+import dataclasses, math, os, random
+
+from mindspeed_rl.rollout.agents.single_turn import SingleTurn
+
+MEAN, LONGEST, SPREAD = int(os.environ["LENGTH_MEAN"]), int(os.environ["LENGTH_LONGEST"]), 1.0
+
+
+class DrawnLengths(SingleTurn):
+    '''A response has as many tokens as its seed says, whatever it holds.'''
+
+    async def run(self, task, engine, tools):
+        drawn = random.Random(task.seed).lognormvariate(math.log(MEAN) - SPREAD**2 / 2, SPREAD)
+        sampling = dataclasses.replace(task.sampling, max_tokens=max(1, min(round(drawn), LONGEST)), stop_token_ids=())
+        return await super().run(dataclasses.replace(task, sampling=sampling), engine, tools)
+"""
+
+MODES: dict[str, list[str]] = {
+    "sync": ["rl_config.trainer_mode=sync"],
+    "one_step_off": ["rl_config.trainer_mode=one_step_off"],
+    "async, 1": ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1"],
+    "async, 2": ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=2"],
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over iterations, in seconds; what each side idles, of the time; the mean age of a token."""
+
+    iteration_s: float
+    rollout_s: float
+    training_s: float
+    trainer_idles: float
+    engine_idles: float
+    staleness: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs have in common."""
+
+    folder: Path
+    quickstart: Path
+    iterations: int
+    mean: int
+
+    def run(self, name: str, mode: str, epochs: int) -> Measured:
+        """One run of this mode."""
+        folder = self.folder / name
+        model, longest = self.quickstart / "sft/hf/latest", self.mean * LONGEST
+        (self.folder / "drawn_lengths.py").write_text(LOOP)
+        keys: dict[str, Any] = {
+            "run_dir": folder,
+            "megatron_training.train_iters": self.iterations,
+            "megatron_training.tokenizer_name_or_path": model,
+            "megatron_training.data_path": self.quickstart / "data/train",
+            "megatron_training.eval_data_path": "null",
+            "megatron_training.global_batch_size": PROMPTS,
+            "megatron_training.seq_length": longest + 32,
+            "actor_config.load": model,
+            "actor_config.save": "null",
+            "actor_config.tensor_model_parallel_size": 1,
+            "actor_config.micro_batch_size": 16,
+            "rl_config.actor_resource.num_npus": 1,
+            "rl_config.use_integrated_worker": "false",
+            "rl_config.rollout_resource.num_npus": 1,
+            "rl_config.n_samples_per_prompt": GROUP,
+            "rl_config.mini_batch_size": PROMPTS,
+            "rl_config.init_kl_coef": 0.0,
+            "rl_config.epochs": epochs,
+            "rl_config.agent_loop": "drawn_lengths:DrawnLengths",
+            "rl_config.rollout_importance_sampling_mode": "token_truncate",
+            "rl_config.guarantee_order": "false",
+            "generate_config.max_num_seqs": PROMPTS * GROUP,
+            "generate_config.max_model_len": longest + 32,
+            "generate_config.sampling_config.max_tokens": longest,
+        }
+        command = [str(ROOT / ".venv/bin/mindspeed-rl"), "train", "--config-name", "grpo_tiny_cpu"]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")])),
+            "LENGTH_MEAN": str(self.mean),
+            "LENGTH_LONGEST": str(longest),
+        }
+        with (self.folder / f"{name}.log").open("w") as log:
+            done = subprocess.run(
+                [*command, *(f"{key}={value}" for key, value in keys.items()), *MODES[mode]],
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=log,
+            )
+        if done.returncode:
+            raise RuntimeError(f"the run ended with {done.returncode}: {(self.folder / f'{name}.log').read_text()[-3000:]}")
+        return _measured(folder)
+
+
+def _measured(folder: Path) -> Measured:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = (folder / "timeline.json").read_text().splitlines()
+    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
+    spans = [event for event in events if event["ph"] == "X"]
+    counted = [event for event in spans if event["args"]["iteration"] > WARM_UP]
+    # an iteration begins where the one before it has pushed its weights; the driver's own row says when
+    begin, end = min(event["ts"] for event in counted), max(event["ts"] + event["dur"] for event in counted)
+    busy = _covered([(event["ts"], event["ts"] + event["dur"]) for event in spans if event["name"] == "generate"], begin, end)
+    medians = {
+        name: statistics.median(record[f"timing/{key}"] for record in records[WARM_UP:])
+        for name, key in (("iteration", "all"), ("rollout", "rollout"))
+    }
+    return Measured(
+        iteration_s=medians["iteration"],
+        rollout_s=medians["rollout"],
+        training_s=medians["iteration"] - medians["rollout"],
+        trainer_idles=medians["rollout"] / medians["iteration"],
+        engine_idles=1.0 - busy / (end - begin),
+        staleness=statistics.mean(record.get("rollout/staleness_mean", 0.0) for record in records[WARM_UP:]),
+    )
+
+
+def _covered(intervals: list[tuple[float, float]], begin: float, end: float) -> float:
+    """How much of the time between begin and end is in at least one interval."""
+    total, reached = 0.0, begin
+    for start, stop in sorted(intervals):
+        total += max(0.0, min(stop, end) - max(start, reached))
+        reached = max(reached, min(stop, end))
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--mean", type=int, default=48, help="mean length of a response in tokens")
+    parser.add_argument(
+        "--epochs", type=int, default=0, help="passes over the rows; 0: as many as make training half of an iteration"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quickstart", type=Path, default=ROOT / "runs/quickstart")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), options.quickstart.resolve(), options.iterations, options.mean)
+        epochs = options.epochs
+        if not epochs:
+            first = bench.run("first", "sync", 1)
+            epochs = max(1, round(first.rollout_s / first.training_s))
+            print(f"one pass: rollout {first.rollout_s:.2f} s, the rest {first.training_s:.2f} s; passes: {epochs}", flush=True)
+        found: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+        for number in range(options.rounds):
+            for mode in MODES:
+                name = "".join(char if char.isalnum() else "_" for char in f"{mode}_{number}")
+                found[mode].append(bench.run(name, mode, epochs))
+    baseline = statistics.mean(one.iteration_s for one in found["sync"])
+    print(f"\n{PROMPTS * GROUP} responses of {options.mean} tokens on average and {options.mean * LONGEST} at most")
+    print("| mode, threshold | s an iteration | times sync | trainer waits | engine idles | mean staleness |")
+    print("|---|---|---|---|---|---|")
+    for mode, runs in found.items():
+        seconds = [one.iteration_s for one in runs]
+        waits, idles, staleness = (
+            statistics.mean(getattr(one, name) for one in runs) for name in ("trainer_idles", "engine_idles", "staleness")
+        )
+        cells = [mode, " ".join(f"{each:.2f}" for each in seconds), f"{baseline / statistics.mean(seconds):.2f}"]
+        print("| " + " | ".join([*cells, f"{waits:.0%}", f"{idles:.0%}", f"{staleness:.2f}"]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
