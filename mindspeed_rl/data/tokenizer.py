@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: names of what the classes of transformers read, of which a tokenizer has at least one
+_VOCABULARIES = ("token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "merges.txt", "spm*", "bpe*")
+
+
+def check_tokenizer_files(path: str | Path) -> bool:
+    """Whether the path is a folder of this machine rather than a name of a hub. Imports nothing, so a mistake is said at once.
+
+    Raises:
+        ValueError: it means a folder that is not there, or one whose JSON files cannot be read.
+    """
+    folder = Path(path).expanduser()
+    looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
+    # a mistyped folder must not become a question to the hub
+    if looks_local and not folder.is_dir():
+        raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
+    if looks_local and not any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES):
+        raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            if looks_local and (folder / name).is_file():
+                json.loads((folder / name).read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {name}: {error}") from error
+    return looks_local
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fast: bool = True) -> PreTrainedTokenizerBase:
@@ -20,16 +48,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     Raises:
         ValueError: nothing loadable is there, or the tokenizer has no end token.
     """
+    local = check_tokenizer_files(path)
     from transformers import AutoTokenizer
 
-    folder = Path(path).expanduser()
-    looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
-    # a mistyped folder must not become a question to the hub
-    if looks_local and not folder.is_dir():
-        raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(folder) if looks_local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast
+            str(Path(path).expanduser()) if local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

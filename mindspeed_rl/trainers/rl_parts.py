@@ -25,7 +25,7 @@ from mindspeed_rl.config import (
 )
 from mindspeed_rl.config.megatron import split_shares
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, check_prompt_files, open_prompts
-from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.models.network_keys import reward_model_config
@@ -183,8 +183,7 @@ def _files(run: Run) -> Iterator[Callable[[], object]]:
     yield partial(_check_reward_names, run)
     yield partial(find_model, actor, "actor_config")
     if actor.tokenizer_name_or_path is not None:
-        path = Path(actor.tokenizer_name_or_path).expanduser()
-        yield partial(load_tokenizer, path, use_fast=not actor.tokenizer_not_use_fast)
+        yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())
     for path in (actor.data_path, actor.eval_data_path):
         if isinstance(path, str):
             yield partial(check_prompt_files, path)

@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.config.megatron import is_weight
 from mindspeed_rl.data.indexed import packed_columns
-from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
@@ -102,7 +102,7 @@ def _files(config: MegatronConfig) -> Iterator[Callable[[], object]]:
     """A look at each of the files that the run file names."""
     yield partial(find_model, config, "megatron_training")
     if config.tokenizer_name_or_path is not None:
-        yield partial(load_tokenizer, config.tokenizer_name_or_path, use_fast=not config.tokenizer_not_use_fast)
+        yield partial(check_tokenizer_files, config.tokenizer_name_or_path)
     yield partial(check_data, config)
 
 

@@ -19,7 +19,7 @@ from mindspeed_rl.data.process_reward import ProcessRewardDataset
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.samplers import BatchSampler, epoch_order
 from mindspeed_rl.data.sft import InstructionDataset
-from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 
 BYTES = build_tokenizer()
 
@@ -369,6 +369,24 @@ def test_load_tokenizer_settles_end_and_padding(tmp_path):
         load_tokenizer(tmp_path / "empty")
     with pytest.raises(ValueError, match="is not a folder"):
         load_tokenizer(tmp_path / "nothing")
+
+
+def test_a_folder_is_looked_at_before_anything_is_imported(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path / "sound")
+    assert check_tokenizer_files(tmp_path / "sound")
+    assert not check_tokenizer_files("somebody/a-model-of-the-hub")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="the folder holds none"):
+        check_tokenizer_files(tmp_path / "model")
+    (tmp_path / "sound" / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(ValueError, match="tokenizer.json: Expecting value"):
+        check_tokenizer_files(tmp_path / "sound")
+    program = "import sys; from mindspeed_rl.data.tokenizer import check_tokenizer_files as look; look(sys.argv[1])"
+    program += "; sys.exit('transformers' in sys.modules)"
+    folder = tmp_path / "byte5"
+    build_tokenizer().save_pretrained(folder)
+    assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=60).returncode == 0
 
 
 def test_a_tokenizer_without_a_rust_backend_works_too():
