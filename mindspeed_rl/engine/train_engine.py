@@ -144,13 +144,14 @@ class TrainEngine:
             micro_batches = self._micro_batches(rows, batching)
 
             device = platform.current()
+            nothing = torch.zeros((), device=self.device)  # once: a micro-batch would have a kernel for its own
 
             def keep(
                 number: int, micro_batch: MicroBatch, outputs: tuple[Tensor, ...]
             ) -> tuple[Tensor, Tensor, tuple[MicroBatch, list[Tensor]]]:
                 # the schedule asks for a sum and a count; results leave the device at once, so they do not pile up there
                 kept = [device.to_host(output.detach()) for output in outputs]
-                return outputs[0].new_zeros(()), torch.zeros((), dtype=torch.int), (micro_batch, kept)
+                return nothing, torch.zeros((), dtype=torch.int), (micro_batch, kept)
 
             results = get_forward_backward_func()(**self._schedule(micro_batches, keep, forward_only=True))
         device.synchronize()
