@@ -14,7 +14,6 @@ count.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,6 +21,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mindspeed_rl.observability.run_files import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2
@@ -125,25 +126,20 @@ class Bench:
 
 
 def _measured(folder: Path) -> Measured:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = (folder / "timeline.json").read_text().splitlines()
-    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
-    spans = [event for event in events if event["ph"] == "X"]
+    run = read_run(folder)
+    records = run.records[WARM_UP:]
+    spans = [event for event in run.events if event["ph"] == "X"]
     counted = [event for event in spans if event["args"]["iteration"] > WARM_UP]
-    # an iteration begins where the one before it has pushed its weights; the driver's own row says when
     begin, end = min(event["ts"] for event in counted), max(event["ts"] + event["dur"] for event in counted)
     busy = _covered([(event["ts"], event["ts"] + event["dur"]) for event in spans if event["name"] == "generate"], begin, end)
-    medians = {
-        name: statistics.median(record[f"timing/{key}"] for record in records[WARM_UP:])
-        for name, key in (("iteration", "all"), ("rollout", "rollout"))
-    }
+    iteration_s, rollout_s = (statistics.median(record[f"timing/{name}"] for record in records) for name in ("all", "rollout"))
     return Measured(
-        iteration_s=medians["iteration"],
-        rollout_s=medians["rollout"],
-        training_s=medians["iteration"] - medians["rollout"],
-        trainer_idles=medians["rollout"] / medians["iteration"],
+        iteration_s=iteration_s,
+        rollout_s=rollout_s,
+        training_s=iteration_s - rollout_s,
+        trainer_idles=rollout_s / iteration_s,
         engine_idles=1.0 - busy / (end - begin),
-        staleness=statistics.mean(record.get("rollout/staleness_mean", 0.0) for record in records[WARM_UP:]),
+        staleness=statistics.mean(record.get("rollout/staleness_mean", 0.0) for record in records),
     )
 
 

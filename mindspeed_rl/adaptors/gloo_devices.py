@@ -22,12 +22,14 @@ from torch.distributed import distributed_c10d
 
 #: (process, interfaces) -> transports; a forked process has none of its parent's threads, so it needs its own
 _TRANSPORTS: dict[tuple[int, str], list[Any]] = {}
+_applied = False
 
 
 def apply() -> None:
     """Lets groups that are made from now on share their transports. Idempotent; nothing where torch has no gloo."""
+    global _applied
     group = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if group is None or hasattr(group.__init__, "transports"):
+    if _applied or group is None:
         return
     construct = group.__init__
 
@@ -41,8 +43,8 @@ def apply() -> None:
         options._threads = 2 * len(options._devices)  # as torch has it
         construct(self, store, rank, size, options)
 
-    vars(shared)["transports"] = _TRANSPORTS
     group.__init__ = shared
+    _applied = True
 
 
 def _transports(group: Any) -> list[Any]:

@@ -16,24 +16,36 @@ _VOCABULARIES = ("token*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "me
 
 
 def check_tokenizer_files(path: str | Path) -> bool:
-    """Whether the path is a folder of this machine rather than a name of a hub. Imports nothing, so a mistake is said at once.
+    """Whether there are files to look at: what is on a hub has none here. Imports nothing, so that a mistake is said at once.
 
     Raises:
-        ValueError: it means a folder that is not there, or one whose JSON files cannot be read.
+        ValueError: the path means a folder that is not there, has no tokenizer, or whose JSON files cannot be read.
+    """
+    if not _is_folder(path):
+        return False
+    folder = Path(path).expanduser()
+    if not any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES):
+        raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            if (folder / name).is_file():
+                json.loads((folder / name).read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {name}: {error}") from error
+    return True
+
+
+def _is_folder(path: str | Path) -> bool:
+    """Whether the path is a folder of this machine rather than a name of a hub.
+
+    Raises:
+        ValueError: it means a folder that is not there.
     """
     folder = Path(path).expanduser()
     looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
     # a mistyped folder must not become a question to the hub
     if looks_local and not folder.is_dir():
         raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
-    if looks_local and not any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES):
-        raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        try:
-            if looks_local and (folder / name).is_file():
-                json.loads((folder / name).read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {name}: {error}") from error
     return looks_local
 
 
@@ -48,7 +60,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     Raises:
         ValueError: nothing loadable is there, or the tokenizer has no end token.
     """
-    local = check_tokenizer_files(path)
+    local = _is_folder(path)
     from transformers import AutoTokenizer
 
     try:

@@ -56,8 +56,6 @@ _EVERYTHING = frozenset(
 _NOTHING = frozenset(
     {"∅", "emptyset", "theemptyset", "nosolution", "nosolutions", "norealsolution", "norealsolutions", "无解", "空集"}
 )
-
-
 _UNDEFINED = frozenset({"dne", "doesnotexist", "thelimitdoesnotexist", "itdoesnotexist", "不存在"})
 
 
@@ -261,12 +259,13 @@ _PLUS_OR_MINUS = re.compile(r"\\pm(?![a-zA-Z])|±")
 
 def _both_signs(items: Sequence[str]) -> list[str]:
     r"""\pm 2 as 2 and -2; what has no sign of either kind, or several, stays."""
-    signed = [[_PLUS_OR_MINUS.sub(sign, item) for sign in "+-"] for item in items]
-    return [
-        text.removeprefix("+").strip()
-        for item, both in zip(items, signed)
-        for text in (both if len(_PLUS_OR_MINUS.findall(item)) == 1 else [item])
-    ]
+    found: list[str] = []
+    for item in items:
+        if len(_PLUS_OR_MINUS.findall(item)) == 1:
+            found += [_PLUS_OR_MINUS.sub("+", item).removeprefix("+").strip(), _PLUS_OR_MINUS.sub("-", item).strip()]
+        else:
+            found.append(item.removeprefix("+").strip())
+    return found
 
 
 _UNORDERED = ("set", "list", "union")

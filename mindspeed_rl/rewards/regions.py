@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mindspeed_rl.rewards.formulas import value_of
 from mindspeed_rl.rewards.pieces import is_name, split_outside
@@ -28,7 +29,8 @@ class Region:
 _RELATION = re.compile(r"(≤|≥|<|>)")
 _OPPOSITE = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 _LEFT, _RIGHT = {"<": "(", "≤": "["}, {"<": ")", "≤": "]"}
-_EITHER, _BOTH = (" or ", ",", " 或 ", "或", r"\lor ", r"\vee "), (" and ", " 且 ", "且", r"\land ", r"\wedge ")
+_EITHER, _BOTH = (" or ", ",", "或", r"\lor ", r"\vee "), (" and ", "且", r"\land ", r"\wedge ")
+_INFINITY = r"\infty"
 
 #: \{x \in \mathbb{R} : x > 3\}
 _BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:(?:\\in(?![a-zA-Z])|∈)\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)\s*(.*)\\\}")
@@ -54,7 +56,7 @@ def holes_of(union: str) -> tuple[str, ...]:
     if len(pieces) < 2:
         return ()
     ends = [(piece[1].strip(), piece[2].strip()) for piece in pieces if piece is not None]
-    if len(ends) != len(pieces) or ends[0][0] != r"-\infty" or ends[-1][1].lstrip("+") != r"\infty":
+    if len(ends) != len(pieces) or ends[0][0] != f"-{_INFINITY}" or ends[-1][1].lstrip("+") != _INFINITY:
         return ()
     holes = [high for _, high in ends[:-1]]
     return tuple(holes) if all(spelling(hole) == spelling(low) for hole, (low, _) in zip(holes, ends[1:])) else ()
@@ -80,26 +82,46 @@ def _without_values(text: str) -> Region | None:
     return Region(name, "", tuple(holes))
 
 
+class _Interval(NamedTuple):
+    """With the brackets that it is written with."""
+
+    opening: str
+    low: str
+    high: str
+    closing: str
+
+
+def _above(low: str, opening: str) -> _Interval:
+    return _Interval(opening, low, _INFINITY, ")")
+
+
+def _below(high: str, closing: str) -> _Interval:
+    return _Interval("(", f"-{_INFINITY}", high, closing)
+
+
 def _of_relations(text: str) -> Region | None:
-    found: list[tuple[str, list[str]]] = []
-    for piece in split_outside(text, _EITHER):
-        both = [_intervals(part) for part in split_outside(piece, _BOTH)]
-        parts = [part for part in both if part is not None]
-        if len(parts) != len(both):
-            return None
-        found.append(parts[0] if len(parts) == 1 else (parts[0][0], _intersection([p for _, part in parts for p in part])))
-        if len({name for name, _ in parts}) > 1:
-            return None
-    names = {name for name, _ in found}
-    intervals = [interval for _, several in found for interval in several]
-    if len(names) != 1 or not intervals:
+    names: set[str] = set()
+    intervals: list[_Interval] = []
+    pieces = split_outside(text, _EITHER)
+    for piece in pieces:
+        shared: list[_Interval] = []
+        parts = split_outside(piece, _BOTH)
+        for part in parts:
+            found = _intervals(part)
+            if found is None:
+                return None
+            names.add(found[0])
+            shared += found[1]
+        # several in one part are those of a distance, of which a point is in either
+        intervals += shared if len(parts) == 1 else _intersection(shared)
+    if len(names) != 1:
         return None
-    if "," in text and len(found) == 2 == len(intervals):  # x > 2, x < 5: each says a part of one region, where they meet
+    if "," in text and len(pieces) == 2 == len(intervals):  # x > 2, x < 5: each says a part of one region, where they meet
         intervals = _intersection(intervals, surely=False)
-    return Region(names.pop(), r" \cup ".join(intervals))
+    return Region(names.pop(), r" \cup ".join(f"{one.opening}{one.low},{one.high}{one.closing}" for one in intervals))
 
 
-def _intersection(intervals: list[str], surely: bool = True) -> list[str]:
+def _intersection(intervals: list[_Interval], surely: bool = True) -> list[_Interval]:
     """What two half-lines share; both, where they share nothing ("x < -2 and x > 2" is said of either).
 
     Args:
@@ -107,17 +129,16 @@ def _intersection(intervals: list[str], surely: bool = True) -> list[str]:
     """
     if len(intervals) != 2:
         return intervals
-    upper = next((text for text in intervals if text.startswith(r"(-\infty,")), None)
-    lower = next((text for text in intervals if text.endswith(r",\infty)")), None)
+    upper = next((one for one in intervals if one.low == f"-{_INFINITY}"), None)
+    lower = next((one for one in intervals if one.high == _INFINITY), None)
     if upper is None or lower is None or upper is lower:
         return intervals
-    start, end = lower.removesuffix(r",\infty)"), upper.removeprefix(r"(-\infty,")
-    low, high = value_of(start[1:]), value_of(end[:-1])
+    low, high = value_of(lower.low), value_of(upper.high)
     meets = surely if low is None or high is None else low < high
-    return [f"{start},{end}"] if meets else intervals
+    return [_Interval(lower.opening, lower.low, upper.high, upper.closing)] if meets else intervals
 
 
-def _intervals(text: str) -> tuple[str, list[str]] | None:
+def _intervals(text: str) -> tuple[str, list[_Interval]] | None:
     """(variable, intervals) that one relation or a double one describes; None for other text."""
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 5:
@@ -125,7 +146,7 @@ def _intervals(text: str) -> tuple[str, list[str]] | None:
         if first in (">", "≥") and second in (">", "≥"):
             low, first, second, high = high, _OPPOSITE[second], _OPPOSITE[first], low
         if first in _LEFT and second in _RIGHT and is_name(name):
-            return name, [f"{_LEFT[first]}{low},{high}{_RIGHT[second]}"]
+            return name, [_Interval(_LEFT[first], low, high, _RIGHT[second])]
     if len(parts) != 3:
         return None
     left, relation, right = parts
@@ -136,18 +157,16 @@ def _intervals(text: str) -> tuple[str, list[str]] | None:
         return absolute[1], _of_distance(absolute, relation, right)
     if not is_name(left):
         return None
-    if relation in _RIGHT:
-        return left, [f"(-\\infty,{right}{_RIGHT[relation]}"]
-    return left, [f"{_LEFT[_OPPOSITE[relation]]}{right},\\infty)"]
+    return left, [_below(right, _RIGHT[relation]) if relation in _RIGHT else _above(right, _LEFT[_OPPOSITE[relation]])]
 
 
-def _of_distance(absolute: re.Match[str], relation: str, distance: str) -> list[str]:
+def _of_distance(absolute: re.Match[str], relation: str, distance: str) -> list[_Interval]:
     """What |x - a| < r and its like describe."""
     low, high = f"-{distance}" if distance.isalnum() else f"-({distance})", distance
     if absolute[2]:
         sign = "-" if absolute[2] == "+" else ""
         low, high = f"{sign}({absolute[3]})-({distance})", f"{sign}({absolute[3]})+({distance})"
     if relation in _RIGHT:
-        return [f"{_LEFT[relation]}{low},{high}{_RIGHT[relation]}"]
+        return [_Interval(_LEFT[relation], low, high, _RIGHT[relation])]
     narrow = _OPPOSITE[relation]
-    return [f"(-\\infty,{low}{_RIGHT[narrow]}", f"{_LEFT[narrow]}{high},\\infty)"]
+    return [_below(low, _RIGHT[narrow]), _above(high, _LEFT[narrow])]

@@ -10,6 +10,7 @@ import exchange_jobs
 import pytest
 import rollout_jobs as jobs
 from ranks import Ranks
+from slow_layouts import marked
 from training_jobs import Setting
 
 #: tensor parallel size of a replica, replicas that share experts, model
@@ -24,7 +25,7 @@ LAYOUTS = {
     "Qwen2-MoE over DP2": (1, 2, "qwen2moe"),
 }
 SLOW = list(LAYOUTS)[2:]
-MARKED = [pytest.param(*layout, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, layout in LAYOUTS.items()]
+MARKED = marked(LAYOUTS, SLOW)
 #: of the sixteen requests of a push, how many each replica takes: all, some, none
 UNEVEN = [[16, 0], [3, 13], [0, 16]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import tiny_hf
 import torch
 from comparison import assert_same_training
 from ranks import Ranks
+from slow_layouts import marked
 from training_jobs import TEMPERATURE, Setting, all_rows
 
 _MODEL = "moe_mixed"
@@ -47,10 +48,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2 EP2": (4, {"keys": _PP | _EP}),
 }
 _SLOW = ("TP2 SP CP2",)
-
-
-def _marked(layouts: Mapping[str, tuple[int, dict[str, Any]]]) -> list[Any]:
-    return [pytest.param(*layout, id=name, marks=pytest.mark.slow if name in _SLOW else ()) for name, layout in layouts.items()]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +87,7 @@ def test_log_probs_under_given_routing_are_those_of_transformers(ranks: Callable
         np.testing.assert_allclose(ours[row], log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "changes"), _marked(LAYOUTS))
+@pytest.mark.parametrize(("size", "changes"), marked(LAYOUTS, _SLOW))
 def test_training_with_given_routing_is_that_of_one_process(
     ranks: Callable[[int], Ranks], one_process: list[dict[str, Any]], folder: str, size: int, changes: dict[str, Any]
 ) -> None:
@@ -125,7 +122,7 @@ _RECORDED = ["micro-batch 4 padded", "DP2 token budget", "TP2 SP padded", "VPP2"
 RECORDED = {name: LAYOUTS[name] for name in (*_RECORDED, "PP2 EP2", "TP2 SP CP2")}
 
 
-@pytest.mark.parametrize(("size", "changes"), _marked(RECORDED))
+@pytest.mark.parametrize(("size", "changes"), marked(RECORDED, _SLOW))
 def test_what_a_pass_records_is_what_transformers_chooses_and_changes_nothing_when_replayed(
     ranks: Callable[[int], Ranks], folder: str, size: int, changes: dict[str, Any]
 ) -> None:

@@ -375,6 +375,8 @@ def test_a_folder_is_looked_at_before_anything_is_imported(tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "sound")
     assert check_tokenizer_files(tmp_path / "sound")
     assert not check_tokenizer_files("somebody/a-model-of-the-hub")
+    with pytest.raises(ValueError, match="is not a folder"):
+        check_tokenizer_files(tmp_path / "nothing")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="the folder holds none"):
