@@ -16,15 +16,16 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.observability.run_files import read_run
+from headline import Headline
+from tiny_run import ROOT, train
 
-ROOT = Path(__file__).resolve().parents[1]
+from mindspeed_rl.observability.run_files import RunFiles
+
 WARM_UP = 2
 PROMPTS, GROUP = 16, 8
 #: mean lengths that no response exceeds
@@ -82,7 +83,6 @@ class Bench:
         model, longest = self.quickstart / "sft/hf/latest", self.mean * LONGEST
         (self.folder / "drawn_lengths.py").write_text(LOOP)
         keys: dict[str, Any] = {
-            "run_dir": folder,
             "megatron_training.train_iters": self.iterations,
             "megatron_training.tokenizer_name_or_path": model,
             "megatron_training.data_path": self.quickstart / "data/train",
@@ -107,26 +107,15 @@ class Bench:
             "generate_config.max_model_len": longest + 32,
             "generate_config.sampling_config.max_tokens": longest,
         }
-        command = [str(ROOT / ".venv/bin/mindspeed-rl"), "train", "--config-name", "grpo_tiny_cpu"]
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")])),
             "LENGTH_MEAN": str(self.mean),
             "LENGTH_LONGEST": str(longest),
         }
-        with (self.folder / f"{name}.log").open("w") as log:
-            done = subprocess.run(
-                [*command, *(f"{key}={value}" for key, value in keys.items()), *MODES[mode]],
-                env={**os.environ, **environment},
-                stdout=log,
-                stderr=log,
-            )
-        if done.returncode:
-            raise RuntimeError(f"the run ended with {done.returncode}: {(self.folder / f'{name}.log').read_text()[-3000:]}")
-        return _measured(folder)
+        return _measured(train(folder, keys, *MODES[mode], environment=environment))
 
 
-def _measured(folder: Path) -> Measured:
-    run = read_run(folder)
+def _measured(run: RunFiles) -> Measured:
     records = run.records[WARM_UP:]
     spans = [event for event in run.events if event["ph"] == "X"]
     counted = [event for event in spans if event["args"]["iteration"] > WARM_UP]
@@ -185,6 +174,11 @@ def main() -> None:
         )
         cells = [mode, " ".join(f"{each:.2f}" for each in seconds), f"{baseline / statistics.mean(seconds):.2f}"]
         print("| " + " | ".join([*cells, f"{waits:.0%}", f"{idles:.0%}", f"{staleness:.2f}"]) + " |", flush=True)
+    for mode, runs in found.items():
+        if mode != "sync":
+            ours = statistics.mean(one.iteration_s for one in runs)
+            what = f"an iteration with a long tail of lengths, {mode}, s"
+            Headline(what, f"{ours:.2f}", "sync", f"{baseline:.2f}", baseline / ours).say()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from headline import Headline
+
 #: Results that later steps read.
 INPUTS = ("mg4", "mg1", "mbridge.pt")
 TOOL = Path(__file__).parents[1] / "tools" / "convert_ckpt.py"
@@ -270,6 +272,11 @@ def alternate(folder: Path, repeats: int) -> None:
         middle = statistics.median(times)
         shown = "" if name.startswith("cp") else f"{own:.2f}"
         print(f"| {name} | {times[0]:.2f} | {middle:.2f} | {times[-1]:.2f} | {size / middle:.2f} | {shown} |")
+    copy = statistics.median(wall["cp (TP 1)"][1:])
+    for name in ("hf -> mcore, TP 1", "mcore TP 1 -> hf"):
+        middle = statistics.median(wall[name][1:])
+        what = f"converting {size:.1f} GB of bf16 with checksums, {name}, GB/s"
+        Headline(what, f"{size / middle:.2f}", "`cp`", f"{size / copy:.2f}", copy / middle).say()
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from headline import Headline
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -74,8 +75,8 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(strategy: str, clients: int, rows: int, tokens: int, profile: bool) -> None:
-    """Prints a row of the table."""
+def measure(strategy: str, clients: int, rows: int, tokens: int, profile: bool) -> float:
+    """Prints a row of the table; returns samples a second that are put and got again."""
     from mindspeed_rl.dataplane.client import make_data_plane
 
     plane = make_data_plane(strategy, rows, 1, {"rollout": COLUMNS, "trainer": ()})
@@ -103,6 +104,7 @@ def measure(strategy: str, clients: int, rows: int, tokens: int, profile: bool) 
                 print(f"--- {strategy}: {kind}\n{ray.get(processes[0].profile.remote(kind))}")
         for process in processes:
             ray.kill(process)
+        return rows / sum(statistics.median(found) for found in seconds.values())
     finally:
         plane.close()
 
@@ -125,9 +127,15 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     try:
         for tokens in arguments.tokens:
+            found: dict[int, list[float]] = {clients: [] for clients in arguments.clients}
             for strategy in arguments.strategies:
                 for clients in arguments.clients:
-                    measure(strategy, clients, arguments.rows, tokens, arguments.profile)
+                    found[clients].append(measure(strategy, clients, arguments.rows, tokens, arguments.profile))
+            for clients, rates in found.items():
+                first, *others = zip(arguments.strategies, rates)
+                for name, rate in others:
+                    what = f"samples/s of {tokens} tokens through the data plane and back, {first[0]}, clients: {clients}"
+                    Headline(what, f"{first[1]:.0f}", name, f"{rate:.0f}", first[1] / rate).say()
     finally:
         ray.shutdown()
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from headline import Headline
 
 from mindspeed_rl.adaptors import gloo_devices
 from mindspeed_rl.workers.process import free_port
 
 
-def measure(rank: int, port: int, shared: bool, groups: int, seconds: float) -> None:
+def measure(rank: int, port: int, shared: bool, groups: int, seconds: float, shares: Any) -> None:
     if shared:
         gloo_devices.apply()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -34,6 +36,7 @@ def measure(rank: int, port: int, shared: bool, groups: int, seconds: float) -> 
         print(
             f"{'one transport' if shared else 'a transport each':17s} {threads:4d} threads  {share:6.1%} of a core while idle"
         )
+        shares.put(share)
     dist.destroy_process_group()
 
 
@@ -42,8 +45,12 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
+    shares = multiprocessing.get_context("spawn").SimpleQueue()
     for shared in (False, True):
-        multiprocessing.spawn(measure, (free_port("127.0.0.1"), shared, options.groups, options.seconds), nprocs=2)
+        multiprocessing.spawn(measure, (free_port("127.0.0.1"), shared, options.groups, options.seconds, shares), nprocs=2)
+    each, one = shares.get(), shares.get()
+    what = f"{options.groups} idle gloo groups with one transport, share of a core"
+    Headline(what, f"{one:.1%}", "a transport each", f"{each:.1%}", each / one).say()
 
 
 if __name__ == "__main__":

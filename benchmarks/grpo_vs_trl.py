@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import psutil
+from headline import Headline
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2
@@ -187,6 +188,9 @@ def main() -> None:
                 ("peak memory GiB", mine["peak_gib"], theirs["peak_gib"]),
             ):
                 print(f"{label:<22}{a:>12.2f}{b:>12.2f}{a / b:>8.2f}")
+                if label != "completions/s":
+                    what = f"GRPO, {completions} completions of {tokens} tokens, {label}"
+                    Headline(what, f"{a:.2f}", "TRL", f"{b:.2f}", b / a).say()
             print(
                 "where our time goes:",
                 ", ".join(f"{name} {mine[name]:.2f} s" for name in ("rollout", "rewards", "advantages", "update", "push")),

@@ -28,6 +28,7 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from headline import Headline
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -177,6 +178,9 @@ def speed(arguments: argparse.Namespace, folder: Path, tokenizer: str) -> None:
             processes = f"{workers} process{'es' if workers > 1 else ''}"
             print(line(f"bare encoder, {processes}", limit, limit))
             print(line(f"preprocess, {processes}", best, limit), flush=True)
+            rates = [timing.tokens / timing.cpu_s for timing in (best, limit)]
+            what = f"preprocessing {title}, {processes}, tokens per CPU second"
+            Headline(what, f"{rates[0]:,.0f}", "bare `tokenizers`", f"{rates[1]:,.0f}", rates[0] / rates[1]).say()
 
 
 def memory(arguments: argparse.Namespace, folder: Path, tokenizer: str) -> None:

@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headline import Headline
+
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
@@ -132,6 +134,9 @@ def main() -> None:
         for label, (seconds, cpu), count in rows:
             rate, cpu_ms = 60 * count / seconds, 1000 * cpu / count
             print(f"{kind:8} {label:28} {rate:10,.0f} answers a minute  {cpu_ms:7.2f} CPU ms an answer")
+        ours, loop = (60 * count / seconds for _, (seconds, _), count in (rows[1], rows[0]))
+        what = f"scoring {kind} by `acc`, {given.workers} workers, answers a minute"
+        Headline(what, f"{ours:,.0f}", "math-verify in a loop", f"{loop:,.0f}", ours / loop).say()
         if given.profile:
             profile(samples[: given.loop_answers])
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from headline import Headline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl import adaptors, platform
@@ -222,7 +223,7 @@ HEADER = """\
 
 
 def line(size: Size, seconds: dict[str, list[float]]) -> str:
-    """A row of the table: tokens a second of every variant, and their ratios."""
+    """A row of the table: tokens a second of every variant, and their ratios, which it says as headlines too."""
     lengths, step = draw_rows(size).lengths, size.micro_batch
     padded = sum(max(lengths[i : i + step]) * len(lengths[i : i + step]) for i in range(0, len(lengths), step))
     rate = {name: sum(lengths) / statistics.median(values) for name, values in seconds.items()}
@@ -239,6 +240,12 @@ def line(size: Size, seconds: dict[str, list[float]]) -> str:
             for a, b in (("padded", "transformers"), ("packed", "transformers"), ("packed", "padded"))
         ),
     ]
+    for name in ("padded", "packed"):
+        what, ratio = (
+            f"an optimizer step of {count / 1e6:.0f} M parameters, {name}, tokens/s",
+            rate[name] / rate["transformers"],
+        )
+        Headline(what, f"{rate[name]:,.0f}", "transformers, padded", f"{rate['transformers']:,.0f}", ratio).say()
     return f"| {' | '.join(cells)} |"
 
 

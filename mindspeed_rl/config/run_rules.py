@@ -9,7 +9,7 @@ from mindspeed_rl.config.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.megatron import LORA_TARGETS, evaluates, is_weight, split_shares
 from mindspeed_rl.config.objective import resolve_objective
-from mindspeed_rl.config.replay_rules import replay_rules
+from mindspeed_rl.config.replay_rules import expert_count_rules, replay_rules
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import own_reference_devices, own_rollout_devices, rollout_is_apart
 from mindspeed_rl.config.turns import response_limit, turn_rules
@@ -541,6 +541,7 @@ RUN_RULES = (
     _rollout_modes,
     turn_rules,
     replay_rules,
+    expert_count_rules,
     _adapters,
     _profiler,
     _dumps,

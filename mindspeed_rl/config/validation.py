@@ -200,12 +200,4 @@ def unavailable(cfg: RunConfig) -> list[str]:
                 found.append(
                     (theirs != actors, f"{role}_config.{key}", f"is {theirs}; roles share the actor's layout, {actors}")
                 )
-    if cfg.generate_config is not None:
-        found.append(
-            (
-                cfg.generate_config.eplb_token_collects,
-                "generate_config.eplb_token_collects",
-                "tokens are not counted for each expert",
-            )
-        )
     return [f"{key}: {reason}" for is_on, key, reason in found if is_on]

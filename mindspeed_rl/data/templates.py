@@ -188,6 +188,11 @@ class Template:
         self.user = slots("format_user", ["{{content}}"])
         self.assistant = slots("format_assistant", ["{{content}}", *end])
         self.system = slots("format_system", ["{{content}}"])
+        if self.system_in_user and any(isinstance(part, Token) for part in self.system.parts):
+            raise ValueError(
+                f"{where}, format_system: {template_class} writes the system prompt into the text of the first user turn, "
+                "where a token slot cannot stand; put tokens into format_user, or leave template_class out"
+            )
         self.function = slots("format_function", ["{{content}}", *end])
         self.observation = slots("format_observation", entry.get("format_user", {}).get("slots", ["{{content}}"]))
         self.separator = slots("format_separator", [])

@@ -81,18 +81,18 @@ def engine_arguments(
     return arguments | dict(changes or {})
 
 
-def routing_arguments() -> dict[str, Any]:
+def routing_arguments(key: str) -> dict[str, Any]:
     """With these an engine says to which experts it sent each token.
+
+    Args:
+        key: of the run file that asks for it, for the error.
 
     Raises:
         ValueError: this vLLM cannot.
     """
     name = "enable_return_routed_experts"
     if name not in inspect.signature(EngineArgs).parameters:
-        raise ValueError(
-            f"rl_config.router_replay.mode (R3) needs a vLLM that has {name}, from 0.21 on, and this is {vllm.__version__}; R2 "
-            "works with every one."
-        )
+        raise ValueError(f"{key} needs a vLLM that has {name}, from 0.21 on, and this is {vllm.__version__}.")
     return {name: True}
 
 

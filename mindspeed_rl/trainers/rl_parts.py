@@ -34,6 +34,7 @@ from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
+from mindspeed_rl.rollout import expert_counts
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
 from mindspeed_rl.trainers.beginning import find_beginning, with_sound_checkpoint
 from mindspeed_rl.trainers.evaluation import Evaluator
@@ -111,7 +112,9 @@ class RLParts:
         check_all(_files(run))
         _check_rewards(run)
         source = find_model(actor, "actor_config")
-        model_plans(run, source)
+        plans = model_plans(run, source)
+        if run.generate.eplb_token_collects:
+            expert_counts.check_folder(Path(run.generate.eplb_token_save_path), plans["actor_config"].network)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts, held_out = run_prompts(run, tokenizer)

@@ -173,6 +173,8 @@ def absolute_paths(cfg: RunConfig) -> RunConfig:
             if config.eval_data_path is not None:
                 config.eval_data_path = _absolute(config.eval_data_path)
     cfg.msprobe_config.dump_path = _absolute(cfg.msprobe_config.dump_path)
+    if cfg.generate_config is not None:
+        cfg.generate_config.eplb_token_save_path = _absolute(cfg.generate_config.eplb_token_save_path)
     if cfg.rl_config is not None:
         if cfg.rl_config.reward_model is not None:
             cfg.rl_config.reward_model = _absolute(cfg.rl_config.reward_model)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -37,6 +38,7 @@ from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.arguments import routing_arguments
 from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.loading import LoadsWeights
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -80,6 +82,9 @@ class RolloutReplica:
         sampling = training_sampling(config.sampling_config, source, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         replays = run.rl.router_replay.mode == "R3"
+        asks = (
+            "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
+        )
         self.engine = VllmEngine(
             source.hf_folder,
             config,
@@ -88,7 +93,7 @@ class RolloutReplica:
             kv_bytes_per_token=kv_bytes_per_token(network, self.dtype.itemsize),
             engine_arguments={
                 **(adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
-                **(routing_arguments() if replays else {}),
+                **(routing_arguments(asks) if replays or config.eplb_token_collects else {}),
             },
         )
         # of the actor, whose pipeline stages each get the experts of their own layers
@@ -101,14 +106,21 @@ class RolloutReplica:
         group = _own_group(layout.replica_groups())
         self.host = InProcessEngine(self.engine, group, self.replica * layout.tensor)
         self._push: WeightPush | None = None
-        self._tokenizer = tokenizer
+        self._network, self._tokenizer = network, tokenizer
         self.follow(run, plane)
 
     def follow(self, run: Run, plane: DataPlane | None) -> None:
         """Samples from now on are those of this run."""
         self.run, self.plane = run, plane
+        self._expert_counts = self._make_expert_counts() if run.generate.eplb_token_collects and self.is_output else None
         self.agents = make_agents(run, self._tokenizer)
         self.host.aside(self.agents.start)
+
+    def _make_expert_counts(self) -> ExpertCounts:
+        network = self._network
+        assert network.num_moe_experts is not None
+        folder = Path(self.run.generate.eplb_token_save_path)
+        return ExpertCounts(folder, self.rank, network.moe_layers, network.num_moe_experts)
 
     # ------------------------------------------------------------------ weights and memory
 
@@ -193,7 +205,10 @@ class RolloutReplica:
         Args:
             draw: number of the draw of prompts, a part of the seeds.
         """
-        return self.host.run(lambda: self._generate_all(draw)) or Metrics()
+        metrics = self.host.run(lambda: self._generate_all(draw)) or Metrics()
+        if self._expert_counts is not None:
+            self._expert_counts.finish(metrics)
+        return metrics
 
     async def _generate_all(self, draw: int) -> Metrics:
         metrics = Metrics()
@@ -233,6 +248,8 @@ class RolloutReplica:
         columns = response_columns(trajectories)
         if self._plan is not None:
             columns |= rollout_routing(self._plan, trajectories)
+        if self._expert_counts is not None:
+            self._expert_counts.add(trajectories)
         self.plane.put(columns, indexes)
         return response_metrics(trajectories)
 

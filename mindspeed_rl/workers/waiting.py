@@ -335,8 +335,18 @@ def _reason(error: Exception) -> str:
         # Ray carries only the text: the traceback, whose last paragraph begins with the exception at the margin of the line
         return _raised_in(str(error))
     if isinstance(error, RayActorError):
-        return "its process died (see logs/ in the run folder; the kernel may have killed it for memory)."
+        return _death(str(error))
     return str(error).strip().splitlines()[-1]
+
+
+def _death(text: str) -> str:
+    """How a worker died, from Ray's words for it."""
+    if "its node has died" not in text:
+        return "its process died (see logs/ in the run folder; the kernel may have killed it for memory)."
+    facts = dict(line.strip().split(": ", 1) for line in text.splitlines() if ": " in line)
+    address = facts.get("ip", "(Ray does not say which)")
+    why = facts.get("the actor's node was terminated unexpectedly", "Ray does not say why")
+    return f"its node {address} has died, or can no longer be reached from the head ({why})."
 
 
 def _raised_in(text: str) -> str:

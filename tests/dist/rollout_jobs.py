@@ -138,7 +138,7 @@ def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -
             Sampling(TEMPERATURE, 8, (1,)),
             run_id=run_id,
             kv_bytes_per_token=4096,
-            engine_arguments=routing_arguments() if routed else None,
+            engine_arguments=routing_arguments("router_replay.mode") if routed else None,
         )
     return _engines[folder]
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from grpo_command import ONE_PROCESS, Command, finished
-from safetensors.torch import load_file
 from test_grpo_run import figures
+
+from mindspeed_rl.algorithms.rollout_file import load_rollout_batch
+from mindspeed_rl.cli.parity import replay
 
 SHARED = [*ONE_PROCESS, "rl_config.log_completions=true", "rl_config.log_completions_keep=1000"]
 SERVER = [
@@ -18,6 +21,8 @@ SERVER = [
     "rl_config.rollout_resource.num_npus=1",
     "generate_config.vllm_server_timeout=100",
 ]
+#: one response at a time: a server's batches do not depend on when requests arrive, nor does what its kernels round
+IN_TURN = "generate_config.max_num_seqs=1"
 
 
 def iterations(count: int) -> str:
@@ -47,31 +52,32 @@ def test_an_asynchronous_run_keeps_its_bound_and_says_what_trained(task: Path, t
         assert max(record["version"] - version for version in versions) <= 1
         assert metrics["rollout/staleness_max"] == max(record["version"] - version for version in versions)
     assert any(metrics["rollout/staleness_max"] == 1 for metrics in run.metrics)  # the rollout was ahead
-    saved = load_file(run.folder / "run" / "rollouts" / "iteration_0000003.safetensors")
-    found = saved["weight_versions"][saved["response_mask"]].tolist()
-    expected = [
-        version
-        for one in records[2]["prompts"]
-        for sample in one["samples"]
-        for version, count in sample["versions"]
-        for _ in range(count)
-    ]
-    assert found == expected
+    for record, metrics in zip(records, run.metrics, strict=True):
+        batch = load_rollout_batch(run.folder / "run" / "rollouts" / f"iteration_{record['iteration']:07d}.safetensors")
+        samples = [sample for one in record["prompts"] for sample in one["samples"]]
+        expected = [version for sample in samples for version, count in sample["versions"] for _ in range(count)]
+        assert batch.columns["weight_versions"][batch.columns["response_mask"]].tolist() == expected
+        # the batch in the run's order is all it takes to make the update again
+        again = replay(batch, {}, torch.float64)
+        loss = metrics["actor/pg_loss"] + metrics["actor/kl_coef"] * metrics["actor/kl_loss"]
+        assert again.loss == pytest.approx(loss, abs=1e-6)
 
 
 def same_figures(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """But for rounding: a server's batches form as requests arrive, and kernels round differently for other batches."""
-    for name, value in figures(expected).items():
-        if name in ("rollout/ready_prompts", "rollout/in_flight_prompts"):
-            continue  # how far the servers happened to be
-        assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+    """To the bit."""
+    how_far_the_servers_were = {"rollout/ready_prompts", "rollout/in_flight_prompts"}
+    ours, theirs = (
+        {name: value for name, value in figures(record).items() if name not in how_far_the_servers_were}
+        for record in (found, expected)
+    )
+    assert ours == theirs
 
 
 @pytest.mark.slow
 def test_without_a_threshold_an_asynchronous_run_is_the_synchronous_one(task: Path, tmp_path: Path) -> None:
-    sync = finished(task, tmp_path / "sync", *SERVER, iterations(3))
+    sync = finished(task, tmp_path / "sync", *SERVER, IN_TURN, iterations(3))
     bounded = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=0"]
-    run = finished(task, tmp_path / "async", *SERVER, *bounded, iterations(3))
+    run = finished(task, tmp_path / "async", *SERVER, IN_TURN, *bounded, iterations(3))
     assert responses(run) == responses(sync)
     for found, expected in zip(run.metrics, sync.metrics, strict=True):
         same_figures(found, expected)
@@ -79,7 +85,7 @@ def test_without_a_threshold_an_asynchronous_run_is_the_synchronous_one(task: Pa
 
 @pytest.mark.slow
 def test_one_step_off_goes_on_as_if_it_had_not_stopped(task: Path, tmp_path: Path) -> None:
-    keys = [*SERVER, "rl_config.trainer_mode=one_step_off", "actor_config.lr_decay_style=constant"]
+    keys = [*SERVER, IN_TURN, "rl_config.trainer_mode=one_step_off", "actor_config.lr_decay_style=constant"]
     whole = finished(task, tmp_path / "whole", *keys, iterations(4))
     first = finished(task, tmp_path / "parts", *keys, iterations(2))
     begun = responses(first)

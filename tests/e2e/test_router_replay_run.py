@@ -8,6 +8,8 @@ import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
 from tiny_task import make_expert_task, make_task
 
+from mindspeed_rl.observability.expert_load import read_folder
+
 _MODEL = ["+model.tiny_qwen25.num_experts=4", "megatron_training.train_iters=2"]
 _STEPS = ["rl_config.mini_batch_size=4"]  # two optimizer steps an iteration: there is a pass of the old log-probs
 _STAGES = [
@@ -38,6 +40,18 @@ def _check(command: Command, replays: bool) -> None:
 def test_a_run_in_each_mode(task: Path, tmp_path: Path, mode: str) -> None:
     command = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *_STEPS, f"rl_config.router_replay.mode={mode}")
     _check(command, mode != "disabled")
+
+
+@pytest.mark.slow
+def test_tokens_are_counted_for_each_expert(task: Path, tmp_path: Path) -> None:
+    keys = ["generate_config.eplb_token_collects=true", f"generate_config.eplb_token_save_path={tmp_path / 'counts'}"]
+    command = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *keys)
+    counts = read_folder(tmp_path / "counts")
+    # every token but the last of a response is sent to two of the four experts, in both layers
+    tokens = sum(32 * (record["prompt_length/mean"] + record["response_length/mean"] - 1) for record in command.metrics)
+    assert [len(layer) for layer in counts] == [4, 4] and [sum(layer) for layer in counts] == [round(2 * tokens)] * 2
+    assert all(1.0 <= record["rollout/expert_load_max"] <= 2.0 for record in command.metrics)
+    assert "router/agreement" not in command.metrics[0]
 
 
 @pytest.mark.slow

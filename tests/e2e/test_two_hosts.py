@@ -211,5 +211,6 @@ def test_a_host_that_vanishes_is_named_and_the_other_ends(task: Path, tmp_path: 
         finally:
             ip("-n", hosts[1].name, "link", "set", hosts[1].interface, "up")
         assert 0 not in codes
-        assert hosts[1].address in run.output, run.output[-6000:]
+        assert f"its node {hosts[1].address} has died, or can no longer be reached" in run.output, run.output[-6000:]
+        assert f"the head {hosts[0].address}:{PORT} was not reached for 60 s" in run.output, run.output[-6000:]
         assert run.leftovers() == []

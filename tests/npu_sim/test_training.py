@@ -7,7 +7,6 @@ libraries compute is compared with the CPU in test_rollout.py and test_mindspeed
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +54,6 @@ def layout(dies: int, tensor: int = 1, rollout: int = 1, **keys: object) -> tupl
     )
 
 
-EXPERTS = (
-    "+model.tiny_qwen25.num_experts=4",
-    "megatron_training.tokenizer_name_or_path={moe}",
-    "actor_config.pretrained_checkpoint={moe}",
-)
 ADAPTERS = layout(1, lora_r=4, lora_alpha=8, lora_target_modules="[linear_qkv,linear_proj,linear_fc1,linear_fc2]")
 slow = pytest.mark.slow
 RUNS = {
@@ -68,7 +62,6 @@ RUNS = {
     "TP2 to TP2": pytest.param(layout(2, tensor=2, rollout=2), marks=slow),
     "DP2": pytest.param(layout(2), marks=slow),
     "TP2 x DP2 to two engines of TP2": pytest.param(layout(4, tensor=2, rollout=2), marks=slow),
-    "experts, EP2 in training": pytest.param((*layout(2, expert_model_parallel_size=2), *EXPERTS), marks=slow),
     "adapters": pytest.param(ADAPTERS, marks=slow),
 }
 
@@ -84,21 +77,9 @@ def a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tests' task, and a mixture of experts with the same tokenizer."""
-    import torch
     from tiny_task import make_task
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    folder = make_task(tmp_path_factory.mktemp("task"))
-    shutil.copytree(folder / "model", folder / "moe", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    torch.manual_seed(2)
-    config = Qwen3MoeConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=512, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder / "moe")
-    return folder
+    return make_task(tmp_path_factory.mktemp("task"))
 
 
 def check(command: Command, iterations: int = ITERATIONS) -> None:
@@ -115,7 +96,16 @@ def check(command: Command, iterations: int = ITERATIONS) -> None:
 
 @pytest.mark.parametrize("changes", RUNS.values(), ids=list(RUNS))
 def test_grpo_runs_as_a_command(changes: tuple[str, ...], task: Path, tmp_path: Path) -> None:
-    check(finished(task, tmp_path, *COMMON, *(change.format(moe=task / "moe") for change in changes), timeout_s=LIMIT_S))
+    check(finished(task, tmp_path, *COMMON, *changes, timeout_s=LIMIT_S))
+
+
+@pytest.mark.slow
+def test_experts_split_in_training(tmp_path: Path) -> None:
+    from tiny_task import make_expert_task
+
+    task = make_expert_task(tmp_path / "task", "qwen3-moe")
+    changes = (*layout(2, expert_model_parallel_size=2), "+model.tiny_qwen25.num_experts=4")
+    check(finished(task, tmp_path / "command", *COMMON, *changes, timeout_s=LIMIT_S))
 
 
 @pytest.mark.slow

@@ -104,10 +104,8 @@ def test_a_refused_key_stops_a_run_with_a_sentence_that_names_it() -> None:
         {
             "megatron_training": {"stage": "ray_ppo"},
             "rl_config": {"actor_resource": {"num_npus": 8}, "critic_resource": {"num_npus": 4}},
-            "generate_config": {"eplb_token_collects": True},
         }
     )
     assert [sentence.split(":")[0] for sentence in config.unavailable(critic)] == [
         "rl_config.critic_resource",
-        "generate_config.eplb_token_collects",
     ]

@@ -260,7 +260,17 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
     (
         {M: EXPERTS, R: {"router_replay": {"mode": "R3"}}, G: {"vllm_server_host": "there"}},
         "router_replay",
-        ["mode (R3)", "servers", "R2 works with them"],
+        ["mode (R3)", "servers", "R2 works there"],
+    ),
+    (
+        {M: EXPERTS, G: {"eplb_token_collects": True, "vllm_server_host": "there"}},
+        "expert_counts",
+        ["eplb_token_collects (true)", "servers"],
+    ),
+    (
+        {M: EXPERTS, G: {"eplb_token_collects": True, "expert_map_path": "map.json"}},
+        "expert_counts",
+        ["eplb_token_collects (true)", "expert_map_path"],
     ),
     (
         {M: EXPERTS, R: {"router_replay": {"mode": "R3"}, "enable_rollout_routing_replay": False}},

@@ -494,6 +494,10 @@ def test_a_users_template_file_in_the_known_form_works(tmp_path, tokenizer, expe
     ("entry", "problem"),
     [
         ({"name": "m", "format_usr": {}}, "unknown keys format_usr"),
+        (
+            {"name": "m", "template_class": "Llama2Template", "format_system": {"slots": [["bos_token"], "{{content}}"]}},
+            "a token slot cannot stand",
+        ),
         ({"name": "m", "template_class": "Other"}, "template_class='Other' is unknown"),
         ({"name": "m", "format_user": {"slots": [["pad_token"]]}}, "a slot is a text"),
         ({"name": "m", "format_tools": {"tool_format": "qwen2"}}, "did you mean 'qwen"),

@@ -254,7 +254,13 @@ def test_what_the_seconds_leave_out_is_said(overrides: dict, word: str) -> None:
 
 
 def test_a_run_that_cannot_be_planned_runs_and_its_report_says_why() -> None:
-    cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), ["model.tiny_qwen25.num_layers=null"]))
+    # no keys say the shape, and no config.json where the quickstart leaves its own
+    unknown = [
+        "model.tiny_qwen25.num_layers=null",
+        "actor_config.load=null",
+        "megatron_training.tokenizer_name_or_path=nowhere",
+    ]
+    cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), unknown))
     run = resolve(cfg, platform="cpu")
     run = replace(run, prediction=predict(run))
     assert "num_layers" in comparison(run, {})["missing"]

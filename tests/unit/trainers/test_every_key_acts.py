@@ -145,7 +145,9 @@ ELSEWHERE: dict[str, str] = {
     "workers/model_worker.py": "use_dp_batch_balance",
     "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
     "workers/routing.py": "router_replay",
-    "workers/rollout.py": "guarantee_order update_weights_bucket_mb update_weight_mode lora_push",
+    "workers/rollout.py": (
+        "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
+    ),
     "workers/server_links.py": "vllm_server_token_file",
     "workers/servers.py": "rollout_server_restarts",
     "workers/scoring.py": "placeholder_token reward_tokens",
@@ -156,7 +158,7 @@ ELSEWHERE: dict[str, str] = {
 }
 PLACE_OF = {key: module for module, keys in ELSEWHERE.items() for key in keys.split()}
 #: keys with which a trainer does not start; what needs them goes with them
-REFUSED = "ai_framework ckpt_format is_multimodal eplb_token_collects"
+REFUSED = "ai_framework ckpt_format is_multimodal"
 
 
 @cache
@@ -239,7 +241,7 @@ def test_the_table_names_modules_that_read_their_keys() -> None:
 
 def test_what_is_refused_is_refused() -> None:
     values = {"ai_framework": "mindspore", "ckpt_format": "torch"}
-    groups = {"ai_framework": "actor_config", "ckpt_format": "actor_config", "eplb_token_collects": "generate_config"}
+    groups = {"ai_framework": "actor_config", "ckpt_format": "actor_config"}
     for name in REFUSED.split():
         tree = with_key(base(save="somewhere"), (groups.get(name, "rl_config"),), name, values.get(name, True))
         assert any(name in sentence for sentence in unavailable(build_run_config(tree))), name

