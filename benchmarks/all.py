@@ -66,6 +66,7 @@ BENCHMARKS = {
     "preprocess": benchmark("preprocess.py --workers 1"),
     "rewards": benchmark("rewards.py --answers 2000 --loop-answers 500"),
     "gloo": benchmark("gloo_groups.py"),
+    "products": benchmark("products.py"),
 }
 
 

@@ -9,7 +9,8 @@ MKL 85 to 100 GFLOPS, oneDNN, which torch brings along, 110 (weight gradients) t
 
 The engine's vocabulary product calls `matmul` itself, and the experts of `megatron_cpu` call `product`. torch's own operators
 stay as they are: vLLM in the same process multiplies as it does anywhere else. Small products stay with MKL, because the way
-through Python costs some microseconds a call. This can go when `mm` is as fast as oneDNN; a test compares them.
+through Python costs some microseconds a call. This can go when `mm` is as fast as oneDNN; benchmarks/products.py
+compares them.
 """
 
 from __future__ import annotations

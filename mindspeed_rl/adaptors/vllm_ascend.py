@@ -24,7 +24,6 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from torch import nn
 
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.config.expert_map import read_expert_map
 
 #: first vllm-ascend release -> `additional_config` of a rollout engine from that release on. Later releases have more keys;
 #: one that a release does not know is ignored in silence there, so nothing may be emitted too early.
@@ -107,30 +107,6 @@ def check_environment(environment: dict[str, str]) -> None:
         raise ValueError("VLLM_ASCEND_ENABLE_FUSED_MC2: forces expert weights into the NZ layout; set it to 0.")
 
 
-def check_expert_map(path: Path) -> None:
-    """Raises ValueError unless the file places every expert of a layer on one device.
-
-    A second copy of an expert would get its weights, but the proof of a weight push adds up what all devices hold.
-    """
-    try:
-        layers = json.loads(path.read_text(encoding="utf-8"))["layer_list"]
-        placed = [[expert for device in layer["device_list"] for expert in device["device_expert"]] for layer in layers]
-    except OSError as error:
-        raise ValueError(f"generate_config.expert_map_path: {path} cannot be read ({error.strerror}).") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"generate_config.expert_map_path: {path} is no expert map, which has layer_list, device_list and device_expert "
-            f"({type(error).__name__}: {error})."
-        ) from None
-    for number, experts in enumerate(placed):
-        twice = sorted({expert for expert in experts if experts.count(expert) > 1})
-        if twice:
-            raise ValueError(
-                f"generate_config.expert_map_path: {path} places expert {twice[0]} of layer {number} on two devices; "
-                "redundant experts cannot be used, because a weight push proves each expert once."
-            )
-
-
 def apply() -> None:
     """Sets what vllm-ascend reads from the environment before it is imported, and checks the rest. Idempotent.
 
@@ -179,7 +155,7 @@ class VllmAscendHooks(EngineHooks):
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         additional = dict(row_for(ADDITIONAL_CONFIG, self._release or installed_release()))
         if config.expert_map_path is not None:
-            check_expert_map(Path(config.expert_map_path))
+            read_expert_map(Path(config.expert_map_path))
             additional["eplb_config"] = {"expert_map_path": config.expert_map_path}
         return {"additional_config": additional, "distributed_executor_backend": "external_launcher"}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.expert_map import write_expert_map
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
@@ -20,7 +21,7 @@ from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.assumptions import of_memory, of_time
 from mindspeed_rl.planner.calibration import factors, read_measured
 from mindspeed_rl.planner.chips import CHIPS, Chip, chip_named, chip_of
-from mindspeed_rl.planner.experts import expert_map, experts_text, place_experts
+from mindspeed_rl.planner.experts import experts_text, place_experts
 from mindspeed_rl.planner.fit import Wanted, fit
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.run_file import read_block, run_file
@@ -233,7 +234,7 @@ def _experts(arguments: argparse.Namespace) -> int:
     layers = place_experts(read_folder(arguments.counts), arguments.devices)
     print(experts_text(layers), flush=True)
     if arguments.output is not None:
-        _write(arguments.output, expert_map(layers))
+        _write(arguments.output, write_expert_map([layer.devices for layer in layers]))
         print(f"wrote {arguments.output}, for generate_config.expert_map_path", file=sys.stderr)
     return 0
 

@@ -6,7 +6,6 @@ to the device with the fewest tokens that has room (longest processing time firs
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,24 +60,6 @@ def _place(counts: Sequence[int], num_devices: int) -> LayerPlan:
 def _imbalance(counts: Sequence[int], devices: Placement) -> float:
     tokens = [sum(counts[expert] for expert in experts) for experts in devices]
     return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
-
-
-def expert_map(layers: Sequence[LayerPlan]) -> str:
-    """What `generate_config.expert_map_path` takes, the JSON of vllm-ascend's static expert maps."""
-    tree = {
-        "moe_layer_count": len(layers),
-        "layer_list": [
-            {
-                "layer_id": number,
-                "device_count": len(layer.devices),
-                "device_list": [
-                    {"device_id": device, "device_expert": experts} for device, experts in enumerate(layer.devices)
-                ],
-            }
-            for number, layer in enumerate(layers)
-        ],
-    }
-    return json.dumps(tree, indent=1) + "\n"
 
 
 def experts_text(layers: Sequence[LayerPlan]) -> str:

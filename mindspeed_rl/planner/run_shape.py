@@ -8,6 +8,7 @@ from fractions import Fraction
 from mindspeed_rl.config.generate import GenerateConfig
 from mindspeed_rl.config.megatron import MegatronConfig
 from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import (
     Sizes,
@@ -19,10 +20,10 @@ from mindspeed_rl.config.sizes import (
     world_size,
 )
 from mindspeed_rl.config.turns import response_limit
-from mindspeed_rl.models.network_keys import reward_model_config
+from mindspeed_rl.models.network_keys import reward_model_config, without_network_keys
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip
-from mindspeed_rl.planner.shapes import Elements, role_plan, stage_elements
+from mindspeed_rl.planner.shapes import Elements, model_folder, role_plan, stage_elements
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
     objective = resolve_objective(cfg)
     if objective.needs_reference and not cfg.rl_config.share_backbone:
         own = own_reference_devices(cfg)
-        run.where(own)["reference"] = model("ref_config", _frozen(cfg.ref_config), trains=False, own=own)
+        run.where(own)["reference"] = model("ref_config", _reference(cfg.ref_config, cfg.rl_config), trains=False, own=own)
     if objective.has_critic and cfg.critic_config is not None:
         own = own_critic_devices(cfg)
         run.where(own)["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True, own=own)
@@ -201,6 +202,14 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
         own = own_reward_devices(cfg)
         run.where(own)["reward model"] = model("reward_config", reward, trains=False, is_scored=True, own=own)
     return run
+
+
+def _reference(config: MegatronConfig, rl: RLConfig) -> MegatronConfig:
+    """Of the weights that are named for it, where they are here to look at; else of the group's shape."""
+    config, mode = _frozen(config), rl.integrated_mode_config
+    if mode is None or model_folder(mode.ref_model_load_path) is None:
+        return config
+    return replace(without_network_keys(config), load=mode.ref_model_load_path)
 
 
 def _frozen(config: MegatronConfig) -> MegatronConfig:

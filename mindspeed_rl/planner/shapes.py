@@ -57,7 +57,7 @@ def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
         ValueError: neither says the shape, they contradict each other, or the layout does not fit.
     """
     hf_config = {}
-    folder = _model_folder(config)
+    folder = model_folder(config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
     if folder is not None:
         architecture, network, hf_config = read_model(folder)
         check_network_keys(config, network, folder / "config.json")
@@ -81,8 +81,9 @@ def _indivisible(architecture: Architecture, network: Network, tp: int, etp: int
     return None
 
 
-def _model_folder(config: MegatronConfig) -> Path | None:
-    for name in (config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path):
+def model_folder(*names: str | None) -> Path | None:
+    """The first folder here that has a config.json, of those that are named."""
+    for name in names:
         for folder in (Path(name).expanduser(), Path(name).expanduser() / HF_FILES) if name else ():
             if (folder / "config.json").is_file():
                 return folder

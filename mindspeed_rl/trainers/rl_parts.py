@@ -23,11 +23,15 @@ from mindspeed_rl.config import (
     own_rollout_devices,
     rollout_servers,
 )
+from mindspeed_rl.config.effects import keys_without_effect
+from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.config.megatron import split_shares
+from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, check_prompt_files, open_prompts
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
+from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.steps import StartSteps
@@ -113,8 +117,7 @@ class RLParts:
         _check_rewards(run)
         source = find_model(actor, "actor_config")
         plans = model_plans(run, source)
-        if run.generate.eplb_token_collects:
-            expert_counts.check_folder(Path(run.generate.eplb_token_save_path), plans["actor_config"].network)
+        _check_expert_files(run, plans["actor_config"].network)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts, held_out = run_prompts(run, tokenizer)
@@ -194,6 +197,15 @@ def _files(run: Run) -> Iterator[Callable[[], object]]:
         yield partial(find_model, cfg.critic_config, "critic_config")
     if (reward := reward_model_config(cfg)) is not None:
         yield partial(find_model, reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
+
+
+def _check_expert_files(run: Run, network: Network) -> None:
+    generate, num_layers = run.generate, len(network.moe_layers)
+    if generate.eplb_token_collects:
+        expert_counts.check_folder(Path(generate.eplb_token_save_path), network)
+    if generate.expert_map_path and "generate_config.expert_map_path" not in keys_without_effect(run.config):
+        devices = rollout_layout(generate, run.plan.world_size).expert_ranks
+        check_expert_map(Path(generate.expert_map_path), num_layers, network.num_moe_experts or 0, devices)
 
 
 def count_prompts(run: Run) -> int:

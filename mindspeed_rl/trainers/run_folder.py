@@ -160,29 +160,34 @@ def absolute_paths(cfg: RunConfig) -> RunConfig:
     """Paths of a run file are relative to where the command was given; workers run elsewhere."""
     roles = (cfg.megatron_training, cfg.actor_config, cfg.ref_config, cfg.reward_config, cfg.critic_config)
     for config in {id(role): role for role in roles if role is not None}.values():
-        for key in ("load", "save", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model"):
+        # what does not exist here may be the name of a model at a hub, or the default, a file that few have
+        for key in ("load", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model", "prompt_type_path"):
             value = getattr(config, key)
-            # what does not exist here may be the name of a model at a hub; a folder to save in need not exist yet
-            if value and (key == "save" or Path(value).expanduser().exists()):
+            if value and Path(value).expanduser().exists():
                 setattr(config, key, _absolute(value))
+        _make_absolute(config, "save")
         if cfg.is_supervised:  # the workers read the data; elsewhere the driver does
             if isinstance(config.data_path, list):
                 config.data_path = [item if is_weight(item) else _absolute(str(item)) for item in config.data_path]
-            elif config.data_path is not None:
-                config.data_path = _absolute(config.data_path)
-            if config.eval_data_path is not None:
-                config.eval_data_path = _absolute(config.eval_data_path)
-    cfg.msprobe_config.dump_path = _absolute(cfg.msprobe_config.dump_path)
+            else:
+                _make_absolute(config, "data_path")
+            _make_absolute(config, "eval_data_path")
+    _make_absolute(cfg.msprobe_config, "dump_path")
+    _make_absolute(cfg.profiler_config.integrated, "profile_save_path")
     if cfg.generate_config is not None:
-        cfg.generate_config.eplb_token_save_path = _absolute(cfg.generate_config.eplb_token_save_path)
+        _make_absolute(cfg.generate_config, "eplb_token_save_path", "expert_map_path")
     if cfg.rl_config is not None:
-        if cfg.rl_config.reward_model is not None:
-            cfg.rl_config.reward_model = _absolute(cfg.rl_config.reward_model)
-        mode = cfg.rl_config.integrated_mode_config
-        if mode is not None and mode.ref_model_load_path:
-            mode.ref_model_load_path = _absolute(mode.ref_model_load_path)
+        _make_absolute(cfg.rl_config, "reward_model", "tool_config_path")
+        if cfg.rl_config.integrated_mode_config is not None:
+            _make_absolute(cfg.rl_config.integrated_mode_config, "ref_model_load_path")
         cfg.rl_config.external_plugins = [_absolute(path) for path in cfg.rl_config.external_plugins]
     return cfg
+
+
+def _make_absolute(group: object, *keys: str) -> None:
+    for key in keys:
+        if value := getattr(group, key):
+            setattr(group, key, _absolute(value))
 
 
 def _absolute(path: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from rollout_jobs import Pair, my_rows, pair_of, policy_gradient, sampled_rows  # applies the adaptors
@@ -85,21 +84,16 @@ async def _interrupted(host: InProcessEngine) -> list[Generated]:
 
 
 def compare(setting: Setting, infer_tp: int) -> dict[str, Any]:
-    """Responses and seconds of vLLM's own loop and of ours, taken in turn."""
+    """Responses of vLLM's own loop and of ours, taken in turn."""
     with pair_of(setting, infer_tp) as pair:
         pair.push()
         host = _host(pair, infer_tp)
-        seconds: dict[str, list[float]] = {"vllm": [], "host": []}
         for _ in range(4):
-            began = time.perf_counter()
             theirs = _by_vllm(pair)
-            seconds["vllm"].append(time.perf_counter() - began)
             state = torch.get_rng_state()
-            began = time.perf_counter()
             ours = host.run(lambda: _all(host))
-            seconds["host"].append(time.perf_counter() - began)
             assert torch.equal(state, torch.get_rng_state())
-        return {"theirs": theirs, "ours": ours, "seconds": seconds}
+        return {"theirs": theirs, "ours": ours}
 
 
 def interrupt(setting: Setting, infer_tp: int) -> dict[str, Any]:

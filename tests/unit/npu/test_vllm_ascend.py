@@ -202,13 +202,9 @@ def test_an_expert_map_reaches_the_engine(tmp_path: Path) -> None:
 
 
 def test_an_expert_map_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        vllm_ascend.check_expert_map(tmp_path / "missing.json")
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no expert map"):
-        vllm_ascend.check_expert_map(tmp_path / "other.json")
+    path = expert_map(tmp_path / "twice.json", [[0, 2], [1, 3]], [[0, 2], [1, 2, 3]])
     with pytest.raises(ValueError, match="places expert 2 of layer 1 on two devices"):
-        vllm_ascend.check_expert_map(expert_map(tmp_path / "twice.json", [[0, 2], [1, 3]], [[0, 2], [1, 2, 3]]))
+        vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(GenerateConfig(expert_map_path=str(path)))
 
 
 def test_a_release_is_read_from_a_version() -> None:

@@ -394,6 +394,24 @@ def test_a_reward_model_named_by_its_folder_is_counted(tmp_path: Path) -> None:
     assert owners(plan, "reward model") == 4 * (sum(value.numel() for value in body.parameters()) + 64)
 
 
+def test_a_reference_of_another_model_is_counted_as_its_folder_says(tmp_path: Path) -> None:
+    config = transformers.Qwen2Config(
+        vocab_size=256, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
+    config.architectures = ["Qwen2ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    with torch.device("meta"):
+        built = transformers.Qwen2ForCausalLM(config)
+    alone = {"actor_config__tensor_model_parallel_size": 1}
+    named = {"rl_config__integrated_mode_config": {"ref_model_load_path": str(tmp_path)}}
+    plan = planned("grpo_tiny_cpu", **alone, **named)
+    assert owners(plan, "reference") == 4 * sum(value.numel() for value in built.parameters())
+    # weights that are elsewhere are taken to be of the actor's shape
+    named["rl_config__integrated_mode_config"]["ref_model_load_path"] = str(tmp_path / "elsewhere")
+    same = planned("grpo_tiny_cpu", **alone)
+    assert owners(planned("grpo_tiny_cpu", **alone, **named), "reference") == owners(same, "reference")
+
+
 def test_a_backbone_that_is_shared_makes_the_pass_of_the_reference() -> None:
     plan = planned("grpo_lora_qwen25_32b_A2", rl_config__share_backbone=True)
     phases = {phase.name: phase.owners for phase in plan.dies[0].phases}
