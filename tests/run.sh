@@ -2,9 +2,11 @@
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [pytest arguments]
 #
 # Unit tests run on as many cores as there are (at most four), a file on one of them; the others start processes of their own.
-# --all runs the tests marked slow too. Paths among the pytest arguments replace the default ones. The tests on the simulated
-# NPU run where it can be set up (x86_64, Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
-# VENV_DIR=... uses another environment than .venv, NPU_SIM_VENV=... another one than .venv-npu-sim.
+# --all runs the tests marked slow too, and those of optional packages in an environment of their own (envs/cpu/extras.sh).
+# Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
+# Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
+# VENV_DIR=... uses another environment than .venv, EXTRAS_VENV=... another one than .venv-extras, NPU_SIM_VENV=... another one
+# than .venv-npu-sim.
 set -euo pipefail
 trap 'exit 130' INT  # pytest ends with a summary and a status of its own, after which the next part would start
 
@@ -44,6 +46,14 @@ status=0
 "$venv/bin/pyrefly" check --python-interpreter-path "$venv/bin/python" --output-format min-text --summary=none || status=1
 [[ $status -eq 0 ]] || echo "tests/run.sh: the linters or the type checker found faults (see above); the result is a failure whatever the tests say." >&2
 
+# of packages that are optional, or that want other versions than the CPU environment has
+of_extras=(
+    tests/unit/observability/test_tracker_services.py
+    tests/unit/inference/test_lm_harness.py
+    tests/unit/test_documents.py
+    tests/e2e/test_lm_eval.py
+)
+
 found=no
 take_result() { # pytest says 5 where nothing was selected, as by -k
     [[ $1 -eq 5 ]] || found=yes
@@ -60,6 +70,12 @@ if [[ "$whole" == yes ]]; then
     run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile tests/unit
 fi
 run_tests "${paths[@]}"
+if [[ "$whole" == yes && ${#select[@]} -eq 0 ]]; then
+    extras="${EXTRAS_VENV:-$root/.venv-extras}" result=0
+    bash envs/cpu/extras.sh "$venv" "$extras"
+    "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${of_extras[@]}" || result=$?
+    take_result "$result"
+fi
 # The simulated NPU has an environment of its own.
 if [[ "$whole" == yes ]]; then
     reason=""
