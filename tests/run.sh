@@ -52,6 +52,7 @@ of_extras=(
     tests/unit/inference/test_lm_harness.py
     tests/unit/test_documents.py
     tests/e2e/test_lm_eval.py
+    tests/e2e/test_verifiers_run.py
 )
 
 found=no

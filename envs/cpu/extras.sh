@@ -2,12 +2,14 @@
 # Optional packages over the CPU environment: bash envs/cpu/extras.sh [VENV_DIR [EXTRAS_DIR]]   (default: .venv .venv-extras)
 #
 # EXTRAS_DIR/bin/python has all of VENV_DIR and, before it, what extras.lock pins: SwanLab, MLflow, lm-eval, and the site of the
-# documents. Some of it wants other versions than the CPU environment has, which stays as it is. `tests/run.sh --all` uses it.
-# Runs once: the second start sees the stamp and ends at once.
+# documents. Some of it wants other versions than the CPU environment has, which stays as it is. EXTRAS_DIR/verifiers/bin/python
+# has the verifiers library (verifiers.lock) and nothing else: it cannot be in one environment with vLLM.
+# `tests/run.sh --all` uses both. Runs once: the second start sees the stamp and ends at once.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 lock_file="$root/envs/cpu/extras.lock"
+verifiers_lock="$root/envs/cpu/verifiers.lock"
 venv="${1:-$root/.venv}"
 extras="${2:-$root/.venv-extras}"
 
@@ -20,7 +22,7 @@ exec 9> "$extras/.install.lock"
 flock 9
 stamp="$extras/.installed"
 state="$({
-    cat "$lock_file" "$root/envs/cpu/extras.sh" "$venv/.installed"
+    cat "$lock_file" "$verifiers_lock" "$root/envs/cpu/extras.sh" "$venv/.installed"
     echo "$root $venv $extras"
 } | sha256sum | cut -d ' ' -f 1)"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$state" ]]; then
@@ -33,9 +35,16 @@ echo "[extras] $(grep -c == "$lock_file") packages over $venv" >&2
 packages="$("$extras/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 base="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 echo "import site; site.addsitedir('$base')" > "$packages/cpu_environment.pth"
-# A full list: nothing to resolve, and nothing is taken from the CPU environment.
-"$venv/bin/python" -m pip --python "$extras/bin/python" install --quiet --disable-pip-version-check --no-input \
-    --no-deps --ignore-installed -r "$lock_file" 2> >(grep -v -E "WARNING: (Location|Url) .* is ignored|Looking in (links|indexes)" >&2)
+# Full lists: nothing to resolve, and nothing is taken from the CPU environment.
+install_into() { # an interpreter and its list
+    "$venv/bin/python" -m pip --python "$1" install --quiet --disable-pip-version-check --no-input --no-deps --ignore-installed \
+        -r "$2" 2> >(grep -v -E "WARNING: (Location|Url) .* is ignored|Looking in (links|indexes)" >&2)
+}
+install_into "$extras/bin/python" "$lock_file"
+
+echo "[extras] $(grep -c == "$verifiers_lock") packages of their own for verifiers" >&2
+"$venv/bin/python" -m venv --clear --without-pip "$extras/verifiers"
+install_into "$extras/verifiers/bin/python" "$verifiers_lock"
 
 echo "$state" > "$stamp"
 echo "[extras] done: $extras" >&2

@@ -1,0 +1,107 @@
+"""`train` on an environment of the real `verifiers` library, in a Python of its own: its turns train, its rubric is the reward.
+
+`bash envs/cpu/extras.sh` makes that Python; `tests/run.sh --all` does so and runs this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from grpo_command import ONE_PROCESS, finished
+from safetensors.torch import load_file
+
+import mindspeed_rl
+
+PYTHON = Path(sys.prefix, "verifiers", "bin", "python")
+HOST = Path(mindspeed_rl.__file__).parent / "tools" / "verifiers_host.py"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="there is no Python with verifiers here: bash envs/cpu/extras.sh"),
+]
+#: two digits are to be copied; then the environment says them the other way round
+ENVIRONMENT = """
+import verifiers as vf
+from datasets import Dataset
+
+
+class Twice(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **_):
+        return [{"role": "user", "content": state["answer"][::-1] + "="}]
+
+
+def right(completion, answer, **_):
+    messages = [one if isinstance(one, dict) else one.model_dump() for one in completion]
+    turns = [str(one["content"] or "").strip() for one in messages if one["role"] == "assistant"]
+    return sum(turn == wanted for turn, wanted in zip(turns, (answer, answer[::-1]))) / 2
+
+
+def load_environment(count):
+    rows = [{"prompt": [{"role": "user", "content": f"{n:02d}="}], "answer": f"{n:02d}"} for n in range(count)]
+    return Twice(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=2)
+"""
+TEMPLATE = {
+    "name": "bare",
+    "format_assistant": {"slots": ["{{content}}", ["eos_token"]]},
+    "format_observation": {"slots": ["{{content}}="]},
+    "format_tools": {"tool_format": "qwen"},
+}
+
+
+def test_a_run_learns_what_an_environment_of_verifiers_rewards(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "twice_told.py").write_text(ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    rows, arguments = tmp_path / "rows.jsonl", json.dumps({"count": 80})
+    subprocess.run([PYTHON, HOST, "twice_told", "--arguments", arguments, "--rows", rows], check=True, timeout=120)
+    assert len(rows.read_text().splitlines()) == 80
+    (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
+    (tmp_path / "environment.yaml").write_text(
+        f"environment: verifiers:twice_told\npython: {PYTHON}\nargs: {arguments}\ntimeout_s: 60\n"
+    )
+    count = 25
+    command = finished(
+        task,
+        tmp_path / "run",
+        *ONE_PROCESS,
+        f"megatron_training.data_path={rows}",
+        "megatron_training.map_keys={prompt: prompt, response: answer}",
+        "megatron_training.dataset_additional_keys=[labels, prompt, example_id, answer]",
+        f"megatron_training.train_iters={count}",
+        "megatron_training.save_interval=null",
+        "megatron_training.prompt_type=bare",
+        f"megatron_training.prompt_type_path={tmp_path / 'bare.json'}",
+        "rl_config.multi_turn_enable=true",
+        f"rl_config.environment={tmp_path / 'environment.yaml'}",
+        "rl_config.max_turns=2",
+        "rl_config.max_total_response_length=24",
+        "rl_config.verifier_function=[]",
+        "rl_config.verifier_weight=[]",
+        f"rl_config.save_rollouts_interval={count - 1}",  # of the first iteration and the last
+    )
+    scores = [record["grpo/score/mean"] for record in command.metrics]
+    assert len(scores) == count
+    assert statistics.fmean(scores[-5:]) > statistics.fmean(scores[:5]) + 0.05, scores
+    # what the library's client asked for is what was drawn, and trainer and engine agree on it
+    assert all(record["rollout/log_probs_diff_max"] < 1e-3 for record in command.metrics)
+    assert all(1 < record["turns/mean"] <= 2 for record in command.metrics)
+    batch = load_file(command.folder / "run" / f"rollouts/iteration_{count:07}.safetensors")
+    told = 0
+    # an empty answer is an error to the library, and nothing of such a sample trains
+    assert not batch["response_mask"][~batch["scored"]].any()
+    scored = (value[batch["scored"]] for value in map(batch.get, ("input_ids", "response_mask", "weight_versions")))
+    for tokens, drawn, versions in zip(*scored):
+        width = int((versions >= 0).nonzero().max()) + 1
+        first, response = tokens[:3], tokens[3 : 3 + width]
+        said = "".join(map(chr, response[~drawn[:width]].tolist()))
+        told += bool(said)
+        assert said in ("", "".join(map(chr, first[:2].flip(0).tolist())) + "=")
+        assert torch.equal(versions[:width] == -1, ~drawn[:width])
+    assert told
