@@ -13,6 +13,9 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+import line_record
+from line_record import RecordingLoader
+
 _EXTENSION = "vllm_ascend.vllm_ascend_C"
 
 
@@ -61,6 +64,9 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, recorded: Sequence[str]) -> None:
+        self._recorded = recorded
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -68,13 +74,16 @@ class _Finder(importlib.abc.MetaPathFinder):
             from simulator import rollout
 
             return rollout.extension_spec(name)
-        if name not in AFTER:
+        if name not in AFTER and name not in self._recorded:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = RecordingLoader(name, str(spec.origin)) if name in self._recorded else _Loader(spec.loader)
         return spec
 
 
 if "NPU_SIM_DEVICES" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    records = os.environ.get("NPU_SIM_LINES")
+    if records:
+        line_record.install(records)
+    sys.meta_path.insert(0, _Finder(line_record.MODULES if records else ()))
