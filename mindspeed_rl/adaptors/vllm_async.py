@@ -12,7 +12,13 @@ import importlib
 import inspect
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+import psutil
+
+#: how names begin: Python's own, of message queues, and those of the CPU's communicator
+_SEGMENTS = ("psm_", "vllm_dist")
 
 
 def build_async_engine(arguments: Mapping[str, Any]) -> Any:
@@ -31,6 +37,20 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
     extra: dict[str, Any] = {"enable_log_requests": False} if "enable_log_requests" in known else {}
     engine = AsyncLLM if arguments.get("tensor_parallel_size", 1) == 1 else _with_seeds(AsyncLLM)
     return engine.from_engine_args(AsyncEngineArgs(**arguments, **extra))
+
+
+def unlink_segments() -> None:
+    """Takes the names of the memory that an engine's processes share out of /dev/shm; all of them have mapped it by now.
+
+    vLLM unlinks message queues in `__del__`, and the CPU's segments in a destructor, which a process that is killed does not
+    reach. For engines that end so: others would miss the names when they end.
+    """
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for line in Path("/proc", str(process.pid), "maps").read_text().splitlines():
+                path = Path(line.split(maxsplit=5)[-1])
+                if str(path.parent) == "/dev/shm" and path.name.startswith(_SEGMENTS):
+                    path.unlink(missing_ok=True)
 
 
 def _with_seeds(engine: type[Any]) -> type[Any]:

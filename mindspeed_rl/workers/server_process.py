@@ -64,6 +64,8 @@ class ServerProcess:
             os.environ[device.visible_devices_env] = ",".join(assigned)
         prepare_process(("rollout",), None)
         self._service = import_module("mindspeed_rl.workers.serving").open_service(settings)
+        # this process ends by being killed, and its engine's with it
+        import_module("mindspeed_rl.adaptors.vllm_async").unlink_segments()
         if (beat := heartbeat.current()) is not None:
             beat.set("serving")
         return await self._service.describe()

@@ -83,6 +83,22 @@ def test_where_a_role_is_changes_no_token_and_no_figure_and_phases_overlap(task:
 
 
 @pytest.mark.slow
+def test_a_server_of_two_devices_answers_as_an_engine_of_one(task: Path, tmp_path: Path) -> None:
+    keys = [*SHARED, "megatron_training.train_iters=3"]
+    shared = finished(task, tmp_path / "shared", *keys)
+    apart = finished(task, tmp_path / "apart", *keys, *APART, "generate_config.infer_tensor_parallel_size=2")
+    assert "2 for rollout servers of 2" in apart.output
+    assert [row["response"] for row in completions(apart)] == [row["response"] for row in completions(shared)]
+    for found, expected in zip(apart.metrics, shared.metrics, strict=True):
+        for name, value in figures(expected).items():
+            # the two halves of a product round differently from the whole
+            assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+        assert found["rollout/log_probs_diff_max"] < 1e-4
+        # each half needs its part of the weights, and holds nothing of them
+        assert found["rollout/push_received_gib"] == found["rollout/push_needed_gib"] > 0.0
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Path) -> None:
     with running(task, tmp_path, *SHARED, *APART, "megatron_training.train_iters=6") as command:
         command.wait_until(lambda: len(command.metrics) >= 1)
