@@ -171,6 +171,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="write benchmarks/soak.md")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run ends with this process
     text, flat = table(*soak(arguments.minutes, arguments.seed))
     print(text)
     if arguments.write:
