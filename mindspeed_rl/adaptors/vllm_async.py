@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import psutil
 
-#: how names begin: Python's own, of message queues, and those of the CPU's communicator
-_SEGMENTS = ("psm_", "vllm_dist")
+#: how names of memory that an engine's processes share begin: of the CPU's communicator, and of message queues
+COMMUNICATOR, QUEUES = "vllm_dist", "psm_"
 
 
 def build_async_engine(arguments: Mapping[str, Any]) -> Any:
@@ -39,17 +39,18 @@ def build_async_engine(arguments: Mapping[str, Any]) -> Any:
     return engine.from_engine_args(AsyncEngineArgs(**arguments, **extra))
 
 
-def unlink_segments() -> None:
-    """Takes the names of the memory that an engine's processes share out of /dev/shm; all of them have mapped it by now.
+def unlink_segments(beginning: str) -> None:
+    """Takes names of the memory that this engine's processes share out of /dev/shm; all of them have mapped it by now.
 
-    vLLM unlinks message queues in `__del__`, and the CPU's segments in a destructor, which a process that is killed does not
-    reach. For engines that end so: others would miss the names when they end.
+    vLLM leaves those of the CPU's communicator behind, however it ends. Those of message queues are unlinked in `__del__`, and
+    else by Python's resource tracker, which misses them when they are gone: they are for engines that end, with their tracker,
+    by being killed.
     """
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             for line in Path("/proc", str(process.pid), "maps").read_text().splitlines():
                 path = Path(line.split(maxsplit=5)[-1])
-                if str(path.parent) == "/dev/shm" and path.name.startswith(_SEGMENTS):
+                if str(path.parent) == "/dev/shm" and path.name.startswith(beginning):
                     path.unlink(missing_ok=True)
 
 

@@ -64,8 +64,9 @@ class ServerProcess:
             os.environ[device.visible_devices_env] = ",".join(assigned)
         prepare_process(("rollout",), None)
         self._service = import_module("mindspeed_rl.workers.serving").open_service(settings)
-        # this process ends by being killed, and its engine's with it
-        import_module("mindspeed_rl.adaptors.vllm_async").unlink_segments()
+        segments = import_module("mindspeed_rl.adaptors.vllm_async")
+        # this process ends by being killed, and all of its engine with it
+        segments.unlink_segments(segments.QUEUES)
         if (beat := heartbeat.current()) is not None:
             beat.set("serving")
         return await self._service.describe()

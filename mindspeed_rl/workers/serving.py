@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from mindspeed_rl import adaptors
+from mindspeed_rl.adaptors import vllm_async
 from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.rollout.arguments import engine_arguments
 from mindspeed_rl.rollout.async_engine import AsyncEngine
@@ -44,6 +45,7 @@ def open_engine(settings: ServerSettings) -> AsyncEngine:
             changes=changes,
         )
     )
+    vllm_async.unlink_segments(vllm_async.COMMUNICATOR)
     if settings.load_weights:
         engine.version = 0
     return engine
