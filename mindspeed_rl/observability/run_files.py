@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +14,8 @@ from mindspeed_rl.observability.curves import Record
 
 #: completions that a page shows at most, newest first; more make a page that no browser opens
 MOST_COMPLETIONS = 2000
+#: iterations at the end of a run whose timeline is read
+TIMELINE_ITERATIONS = 100
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class RunFiles:
     Attributes:
         folder: of the run.
         records: of metrics.jsonl, one an iteration, in order.
-        completions: of completions.jsonl, in order.
-        events: of timeline.json, as Chrome traces have them.
+        completions: of completions.jsonl, in order; the last `MOST_COMPLETIONS`.
+        events: of timeline.json, as Chrome traces have them; of the last `TIMELINE_ITERATIONS`.
         report: report.json; what there is of it while the run goes.
     """
 
@@ -58,7 +62,7 @@ def read_files(folder: Path) -> RunFiles:
     return RunFiles(
         folder,
         read_metrics(folder / "metrics.jsonl"),
-        list(read_lines(folder / "completions.jsonl"))[-MOST_COMPLETIONS:],
+        list(deque(read_lines(folder / "completions.jsonl"), maxlen=MOST_COMPLETIONS)),
         _read_events(folder / "timeline.json"),
     )
 
@@ -67,7 +71,9 @@ def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics.jsonl, the last one of each iteration (a resumed run repeats some), in order."""
     by_iteration: dict[int, dict[str, float | None]] = {}
     for record in read_lines(path):
-        by_iteration[record["iteration"]] = by_iteration.pop(record["iteration"], {}) | record
+        # a run that goes reads its own file again and again: ten thousand records share their names
+        named = {sys.intern(name): value for name, value in record.items()}
+        by_iteration[record["iteration"]] = by_iteration.pop(record["iteration"], {}) | named
     return [by_iteration[iteration] for iteration in sorted(by_iteration)]
 
 
@@ -79,29 +85,38 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    # not splitlines: a model's text may hold U+2028, which JSON leaves as it is
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                return
-            raise ValueError(f"{path}, line {number} is no JSON: {error.msg}.") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number} is no JSON object.")
-        yield record
+    # newlines alone end a line: a model's text may hold U+2028, which JSON leaves as it is
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                if not line.endswith("\n"):
+                    return
+                raise ValueError(f"{path}, line {number} is no JSON: {error.msg}.") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number} is no JSON object.")
+            yield record
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, closed or not."""
+    """The events of a trace, closed or not: names of workers, and what they did in the last iterations."""
     if not path.exists():
         return []
-    events = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        text = line.strip().rstrip(",")
-        if text.startswith("{") and text.endswith("}"):
-            events.append(json.loads(text))
-    return events
+    names: list[dict[str, Any]] = []
+    done: deque[dict[str, Any]] = deque()
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            text = line.strip().rstrip(",")
+            if not (text.startswith("{") and text.endswith("}")):
+                continue
+            event = json.loads(text)
+            if event["ph"] != "X":
+                names.append(event)
+                continue
+            done.append(event)
+            while done[0]["args"]["iteration"] <= event["args"]["iteration"] - TIMELINE_ITERATIONS:
+                done.popleft()
+    return [*names, *done]
