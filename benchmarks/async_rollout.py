@@ -1,14 +1,14 @@
 """Seconds an iteration of `trainer_mode` sync, one_step_off and async, where a few responses are much longer than the others.
 
     bash examples/quickstart.sh
-    python benchmarks/async_rollout.py [--iterations 12] [--mean 48] [--epochs 0] [--rounds 2]
+    python benchmarks/async_rollout.py [--iterations 12] [--mean 48] [--at-once 0] [--rounds 2]
 
 Two processes: a worker that trains and a rollout server, one core each. An agent loop draws how long a response gets:
-lognormal lengths, the same for the same sample in every mode, with a tail of up to ten mean lengths. First a synchronous run
-says how long generation and training take; the number of passes over the rows (`rl_config.epochs`) is then chosen so that each
-is half of an iteration. The modes run in turn, and again for each round. What a side idles is taken from timeline.json: an
-engine where no interval `generate` of the server is, a trainer where it waits in `rollout`. Iterations before the third do not
-count.
+lognormal lengths, the same for the same sample in every mode, with a tail of up to ten mean lengths. Synchronous runs first
+find how many responses the engine generates at once (`max_num_seqs`), and how many passes over the rows the trainer makes
+(`rl_config.epochs`), so that a rollout is about half of an iteration. The modes run in turn, and again for each round. What a
+side idles is taken from timeline.json: an engine where no interval `generate` of the server is, a trainer where it waits in
+`rollout`. Iterations before the third do not count.
 """
 
 from __future__ import annotations
@@ -77,7 +77,17 @@ class Bench:
     iterations: int
     mean: int
 
-    def run(self, name: str, mode: str, epochs: int) -> Measured:
+    def halves(self) -> tuple[int, int]:
+        """Responses at once, and passes, with which a rollout takes about as long as the rest of a synchronous iteration."""
+        at_once = PROMPTS * GROUP
+        while True:
+            found = self.run(f"with_{at_once}", "sync", at_once, 1)
+            print(f"{at_once} at once: rollout {found.rollout_s:.2f} s, the rest {found.training_s:.2f} s", flush=True)
+            if found.rollout_s >= 0.8 * found.training_s or at_once == 1:
+                return at_once, max(1, round(found.rollout_s / found.training_s))
+            at_once //= 2
+
+    def run(self, name: str, mode: str, at_once: int, epochs: int) -> Measured:
         """One run of this mode."""
         folder = self.folder / name
         model, longest = self.quickstart / "sft/hf/latest", self.mean * LONGEST
@@ -103,7 +113,7 @@ class Bench:
             "rl_config.agent_loop": "drawn_lengths:DrawnLengths",
             "rl_config.rollout_importance_sampling_mode": "token_truncate",
             "rl_config.guarantee_order": "false",
-            "generate_config.max_num_seqs": PROMPTS * GROUP,
+            "generate_config.max_num_seqs": at_once,
             "generate_config.max_model_len": longest + 32,
             "generate_config.sampling_config.max_tokens": longest,
         }
@@ -145,26 +155,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--mean", type=int, default=48, help="mean length of a response in tokens")
-    parser.add_argument(
-        "--epochs", type=int, default=0, help="passes over the rows; 0: as many as make training half of an iteration"
-    )
+    parser.add_argument("--at-once", type=int, default=0, help="responses in the engine; 0: as many as make both halves equal")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quickstart", type=Path, default=ROOT / "runs/quickstart")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.quickstart.resolve(), options.iterations, options.mean)
-        epochs = options.epochs
-        if not epochs:
-            first = bench.run("first", "sync", 1)
-            epochs = max(1, round(first.rollout_s / first.training_s))
-            print(f"one pass: rollout {first.rollout_s:.2f} s, the rest {first.training_s:.2f} s; passes: {epochs}", flush=True)
+        at_once, epochs = (options.at_once, 1) if options.at_once else bench.halves()
         found: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         for number in range(options.rounds):
             for mode in MODES:
                 name = "".join(char if char.isalnum() else "_" for char in f"{mode}_{number}")
-                found[mode].append(bench.run(name, mode, epochs))
+                found[mode].append(bench.run(name, mode, at_once, epochs))
     baseline = statistics.mean(one.iteration_s for one in found["sync"])
-    print(f"\n{PROMPTS * GROUP} responses of {options.mean} tokens on average and {options.mean * LONGEST} at most")
+    lengths = f"{options.mean} tokens on average and {options.mean * LONGEST} at most"
+    print(f"\n{PROMPTS * GROUP} responses of {lengths}, {at_once} at once, {epochs} passes")
     print("| mode, threshold | s an iteration | times sync | trainer waits | engine idles | mean staleness |")
     print("|---|---|---|---|---|---|")
     for mode, runs in found.items():

@@ -98,7 +98,6 @@ class ServerPool:
     Attributes:
         version: of the weights that were pushed last; -1 before the first.
         lost: (name, reason) of every server that was lost.
-        busy: (name of the server, from, to) in seconds since the epoch, of the times in which servers had requests.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class ServerPool:
         self._numbers = itertools.count()
         self.version = -1
         self.lost: list[tuple[str, str]] = []
-        self.busy: list[tuple[str, float, float]] = []
+        self._busy: list[tuple[str, float, float]] = []
 
     # ------------------------------------------------------------------ servers
 
@@ -131,6 +130,16 @@ class ServerPool:
     def names(self) -> list[str]:
         """Of the servers that live."""
         return list(self._members)
+
+    def drain_busy(self) -> list[tuple[str, float, float]]:
+        """(server, from, to) in seconds since the epoch, of the times since the last call in which servers had requests."""
+        now_s = time.time()
+        for member in self._members.values():
+            if member.busy_since is not None:  # goes on
+                self._busy.append((member.server.name, member.busy_since, now_s))
+                member.busy_since = now_s
+        busy, self._busy = self._busy, []
+        return busy
 
     def servers(self) -> list[Server]:
         """Those that live."""
@@ -338,7 +347,7 @@ class ServerPool:
 
     def _idle(self, member: _Member) -> None:
         if member.busy_since is not None:
-            self.busy.append((member.server.name, member.busy_since, time.time()))
+            self._busy.append((member.server.name, member.busy_since, time.time()))
             member.busy_since = None
 
     def _fail(self, request: _Request, error: Exception) -> None:

@@ -168,7 +168,9 @@ class RLParts:
             scorers.set_up(steps)
         engine = None
         if isinstance(actors, ServedActorGroup):
-            engine = OwnEngine(actors.servers.pool, actors.agents, actors.sampling, actors.servers.loop, actors.keep_alive)
+            engine = OwnEngine(
+                actors.servers.pool, actors.agents, actors.sampling, actors.servers.loop, actors.keep_alive, actors.generating
+            )
         self._services = Services(plane, actors, scorers, rewards, engine)
         self._resumed = actors.set_up(steps)
         return self._resumed

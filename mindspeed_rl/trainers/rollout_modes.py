@@ -86,6 +86,7 @@ def _streaming(run: Run, services: Services, feed: PromptFeed) -> StreamingSourc
         num_warmup_batches=rl.num_warmup_batches if rl.trainer_mode == "async" else 1,
         timeout_s=run.deadlines.rows_s,
         keep_alive=services.engine.keep_alive,
+        generating=services.engine.generating,
     )
 
 

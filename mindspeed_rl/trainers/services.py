@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.timers import Interval
 from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
@@ -23,6 +25,7 @@ class OwnEngine:
         sampling: how training responses are drawn.
         runner: where its coroutines run.
         keep_alive: called while its responses are waited for: what was lost is started again.
+        generating: when it had requests, since the last call; runs where its coroutines do.
     """
 
     engine: RolloutEngine
@@ -30,6 +33,7 @@ class OwnEngine:
     sampling: Sampling
     runner: Runner
     keep_alive: Callable[[], None]
+    generating: Callable[[], Coroutine[Any, Any, list[Interval]]]
 
 
 @dataclass(frozen=True)

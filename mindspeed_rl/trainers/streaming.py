@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.agents.loop import Task
 from mindspeed_rl.rollout.agents.runner import Agents
@@ -74,6 +74,7 @@ class StreamingSource:
         num_warmup_batches: int = 1,
         timeout_s: float,
         keep_alive: Callable[[], None] = lambda: None,
+        generating: Callable[[], Coroutine[Any, Any, list[Interval]]] | None = None,
     ) -> None:
         """
         Args:
@@ -81,10 +82,11 @@ class StreamingSource:
             num_warmup_batches: iterations' worth of prompts that are ready before the first iteration trains.
             timeout_s: longest wait for responses.
             keep_alive: called by the driver's thread while it waits: an engine that was lost is started again.
+            generating: when the engine had requests, since the last call; None where it does not say.
         """
         self._engine, self._agents, self._runner = engine, agents, runner
         self._requests, self.admission = requests, admission
-        self._score, self._timeout_s, self._keep_alive = score, timeout_s, keep_alive
+        self._score, self._timeout_s, self._keep_alive, self._engine_times = score, timeout_s, keep_alive, generating
         self._interrupts, self._num_warmup = interrupts, num_warmup_batches
         self._groups: dict[int, PromptGroup] = {}
         self._ready: set[int] = set()
@@ -114,7 +116,8 @@ class StreamingSource:
             metrics.add_sum("rollout/dropped_prompts", self._dropped)
             metrics.add_sum("rollout/dropped_tokens", self._dropped_tokens)
             self._dropped = self._dropped_tokens = 0
-        return groups, [WorkerReport(metrics, self._timers.drain())]
+        engines = [] if self._engine_times is None else self._runner.run(self._engine_times())
+        return groups, [WorkerReport(metrics, [*self._timers.drain(), *engines])]
 
     def rejected(self, count: int) -> None:
         """So many of the prompts taken do not train after all: others may be started for them. Negative: they do."""

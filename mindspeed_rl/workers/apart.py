@@ -30,6 +30,7 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.spanning import Meeting
+from mindspeed_rl.rollout.pool import ServerPool
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
 from mindspeed_rl.workers.groups import ActorGroup, RunGroup
@@ -339,7 +340,7 @@ class ServedActorGroup(ApartActorGroup):
         )
         pool = self.servers.pool
         # evaluations have used the servers too, and are no part of the rollout
-        pool.busy.clear()
+        pool.drain_busy()
         wanted = row_tasks(run, batch, rows, draw, self.sampling)
         tasks = {asyncio.create_task(self.agents.sample(pool, task)): row for row, task in zip(rows, wanted)}
         metrics, pending = Metrics(), set(tasks)
@@ -359,8 +360,7 @@ class ServedActorGroup(ApartActorGroup):
             for task in pending:
                 task.cancel()
         self._timers.record("rollout", start_s, time.time())
-        intervals = [Interval("generate", begun, ended, worker=name) for name, begun, ended in pool.busy]
-        return [WorkerReport(metrics, [*self._timers.drain(), *intervals])]
+        return [WorkerReport(metrics, [*self._timers.drain(), *_generating(pool)])]
 
     @property
     def _rows_plane(self) -> DataPlane:
@@ -375,6 +375,10 @@ class ServedActorGroup(ApartActorGroup):
     async def _answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory]:
         tasks = item_tasks(items, self.sampling, seed, greedy=greedy)
         return list(await asyncio.gather(*(self.agents.sample(self.servers.pool, task) for task in tasks)))
+
+    async def generating(self) -> list[Interval]:
+        """When servers had requests, since the last call."""
+        return _generating(self.servers.pool)
 
     def keep_alive(self) -> None:
         """While no server is left, one is started and given the weights.
@@ -452,3 +456,7 @@ def _error_of(future: Any) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _generating(pool: ServerPool) -> list[Interval]:
+    return [Interval("generate", begun, ended, worker=name) for name, begun, ended in pool.drain_busy()]
