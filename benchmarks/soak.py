@@ -64,20 +64,37 @@ class Samples:
     memory_mib: list[float] = field(default_factory=list)
     files: list[float] = field(default_factory=list)
     processes: list[float] = field(default_factory=list)
+    #: MiB by what the processes are
+    of: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, mark: str) -> None:
         """Counts all processes of the run now."""
         memory = files = processes = 0.0
+        of: dict[str, float] = dict.fromkeys(self.of, 0.0)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                     # what is shared between them counts once
-                    memory += process.memory_full_info().uss / 2**20
+                    own = process.memory_full_info().uss / 2**20
+                    memory += own
+                    name = kind(process.cmdline())
+                    of[name] = of.get(name, 0.0) + own
                     files += process.num_fds()
                     processes += 1
         self.memory_mib.append(memory)
         self.files.append(files)
         self.processes.append(processes)
+        for name, own in of.items():
+            self.of.setdefault(name, [0.0] * (len(self.processes) - 1)).append(own)
+
+
+def kind(words: list[str]) -> str:
+    """What a process of a run is."""
+    line = " ".join(words)
+    if words and words[0].startswith("ray::"):
+        return words[0].removeprefix("ray::").split(".")[0]
+    names = {"cli.main": "driver", "gcs_server": "Ray's head", "raylet/raylet": "raylet", "rewards.spawner": "reward processes"}
+    return next((name for part, name in names.items() if part in line), "others")
 
 
 def command(task: Path, folder: Path, plugin: Path) -> list[str]:
@@ -159,6 +176,10 @@ def table(samples: Samples, records: list[dict[str, float]]) -> tuple[str, bool]
         flat &= last <= first * _LIMITS[name]
         lines.append(f"| {name} | {first:.3g} | {last:.3g} | {max(values):.3g} |")
     failures = statistics.fmean(record.get("rewards/failure_rate", 0.0) for record in records)
+    for name, values in samples.of.items():
+        third = max(1, len(values) // 3)
+        first, last = statistics.fmean(values[:third]), statistics.fmean(values[-third:])
+        lines.append(f"| memory_mib of: {name} | {first:.3g} | {last:.3g} | {max(values):.3g} |")
     lines.append("")
     lines.append(f"{len(records)} iterations; {failures:.1%} of the scores failed; {'flat' if flat else 'NOT FLAT'}.")
     return "\n".join(lines), flat
