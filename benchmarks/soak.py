@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -169,17 +170,14 @@ def table(samples: Samples, records: list[dict[str, float]]) -> tuple[str, bool]
     """Means of the first and the last third, and whether all are flat."""
     series = {name: getattr(samples, name) for name in ("memory_mib", "files", "processes")}
     series["log_probs_diff"] = [record["rollout/log_probs_diff_max"] for record in records]
+    series |= {f"memory_mib of: {name}": values for name, values in samples.of.items()}
     lines, flat = ["| What | first third | last third | most |", "|---|---|---|---|"], True
     for name, values in series.items():
         third = max(1, len(values) // 3)
         first, last = statistics.fmean(values[:third]), statistics.fmean(values[-third:])
-        flat &= last <= first * _LIMITS[name]
+        flat &= last <= first * _LIMITS.get(name, math.inf)
         lines.append(f"| {name} | {first:.3g} | {last:.3g} | {max(values):.3g} |")
     failures = statistics.fmean(record.get("rewards/failure_rate", 0.0) for record in records)
-    for name, values in samples.of.items():
-        third = max(1, len(values) // 3)
-        first, last = statistics.fmean(values[:third]), statistics.fmean(values[-third:])
-        lines.append(f"| memory_mib of: {name} | {first:.3g} | {last:.3g} | {max(values):.3g} |")
     lines.append("")
     lines.append(f"{len(records)} iterations; {failures:.1%} of the scores failed; {'flat' if flat else 'NOT FLAT'}.")
     return "\n".join(lines), flat

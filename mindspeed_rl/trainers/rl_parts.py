@@ -202,12 +202,12 @@ def _files(run: Run) -> Iterator[Callable[[], object]]:
 
 
 def _check_expert_files(run: Run, network: Network) -> None:
-    generate, num_layers = run.generate, len(network.moe_layers)
+    generate = run.generate
     if generate.eplb_token_collects:
         expert_counts.check_folder(Path(generate.eplb_token_save_path), network)
     if generate.expert_map_path and "generate_config.expert_map_path" not in keys_without_effect(run.config):
         devices = rollout_layout(generate, run.plan.world_size).expert_ranks
-        check_expert_map(Path(generate.expert_map_path), num_layers, network.num_moe_experts or 0, devices)
+        check_expert_map(Path(generate.expert_map_path), len(network.moe_layers), network.num_moe_experts or 0, devices)
 
 
 def count_prompts(run: Run) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("lm_eval")
 sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "data"))
@@ -47,7 +47,7 @@ metric_list: [{metric: exact_match}]
 }
 
 
-def make_model(folder: Path) -> Qwen2ForCausalLM:
+def make_model(folder: Path) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = build_tokenizer(eos_token="<|im_end|>")
     torch.manual_seed(7)
     config = Qwen2Config(
@@ -67,27 +67,24 @@ def make_model(folder: Path) -> Qwen2ForCausalLM:
     model = Qwen2ForCausalLM(config).float().eval()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model
+    return model, tokenizer
 
 
-def greedy_answer(folder: Path, prompt: str, count: int) -> str:
+def greedy_answer(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, count: int) -> str:
     """What transformers answers, up to the end of the line."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     found = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
     return tokenizer.decode(found, skip_special_tokens=True).split("\n")[0]
 
 
 def test_tasks_of_lm_eval_find_what_they_find_with_transformers(tmp_path: Path) -> None:
-    make_model(tmp_path / "hf")
+    made = make_model(tmp_path / "hf")
     rng = random.Random(3)
     rows = []
     for number in range(24):
         question = " ".join(rng.choices(WORDS, k=rng.randint(2, 7)))
         # every third one has the answer that the model gives
-        text = greedy_answer(tmp_path / "hf", f"{question} =", 8) if number % 3 == 0 else "nothing"
+        text = greedy_answer(*made, f"{question} =", 8) if number % 3 == 0 else "nothing"
         rows.append({"question": question, "choices": rng.sample(WORDS, 4), "answer": rng.randrange(4), "text": text})
     (tmp_path / "tasks").mkdir()
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

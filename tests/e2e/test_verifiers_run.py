@@ -16,6 +16,7 @@ import pytest
 import torch
 from grpo_command import ONE_PROCESS, finished
 from safetensors.torch import load_file
+from test_agent_runs import TEMPLATE
 
 import mindspeed_rl
 
@@ -46,12 +47,6 @@ def load_environment(count):
     rows = [{"prompt": [{"role": "user", "content": f"{n:02d}="}], "answer": f"{n:02d}"} for n in range(count)]
     return Twice(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=2)
 """
-TEMPLATE = {
-    "name": "bare",
-    "format_assistant": {"slots": ["{{content}}", ["eos_token"]]},
-    "format_observation": {"slots": ["{{content}}="]},
-    "format_tools": {"tool_format": "qwen"},
-}
 
 
 def test_a_run_learns_what_an_environment_of_verifiers_rewards(

@@ -13,10 +13,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(Path(__file__).parent / "site"))
 
-from line_record import MODULES, statements  # noqa: E402
+from line_record import MODULES, statements
+from support_table import ROOT, write
 
 START, END = "<!-- lines: start -->", "<!-- lines: end -->"
 #: least share of a file
@@ -81,10 +81,9 @@ def main() -> int:
     options = parser.parse_args()
     found = read(options.folder)
     print(table(found, chinese=False))
-    for path, chinese in (("docs/ascend.md", False), ("docs/zh/ascend.md", True)) if options.write else ():
-        content = (ROOT / path).read_text(encoding="utf-8")
-        before, rest = content.split(START)
-        (ROOT / path).write_text(f"{before}{START}\n{table(found, chinese)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    if options.write:
+        write(ROOT / "docs" / "ascend.md", table(found, chinese=False), START, END)
+        write(ROOT / "docs" / "zh" / "ascend.md", table(found, chinese=True), START, END)
     return int(any(one.share < WANTED for one in found))
 
 

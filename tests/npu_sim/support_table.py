@@ -88,11 +88,11 @@ def table(ran: dict[str, str], chinese: bool) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, start: str = START, end: str = END) -> None:
     """Replaces what is between the markers of a document."""
-    content = path.read_text()
-    before, rest = content.split(START)
-    path.write_text(f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}")
+    content = path.read_text(encoding="utf-8")
+    before, rest = content.split(start)
+    path.write_text(f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def main() -> None:

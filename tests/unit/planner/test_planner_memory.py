@@ -52,6 +52,14 @@ def planned(name: str, **overrides: object) -> MemoryPlan:
     return plan_memory(cfg, chip_of(cfg))
 
 
+def saved_config(folder: Path, **sizes: int) -> transformers.Qwen2Config:
+    """A model's config.json in the folder."""
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    config.architectures = ["Qwen2ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    return config
+
+
 def owners(plan: MemoryPlan, owner: str) -> int:
     return max(phase.owners.get(owner, 0) for dies in plan.dies for phase in dies.phases)
 
@@ -257,11 +265,7 @@ def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:
 def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    config = transformers.Qwen2Config(
-        vocab_size=96, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    config.architectures = ["Qwen2ForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    config = saved_config(folder, vocab_size=96, hidden_size=64, intermediate_size=80, num_hidden_layers=2)
     with torch.device("meta"):
         built = transformers.Qwen2ForCausalLM(config)
     tree = compose(*locate("sft_tiny_cpu", None), [])
@@ -382,11 +386,7 @@ def test_an_adapter_beside_the_weights_takes_room_in_the_engine() -> None:
 
 
 def test_a_reward_model_named_by_its_folder_is_counted(tmp_path: Path) -> None:
-    config = transformers.Qwen2Config(
-        vocab_size=256, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    config.architectures = ["Qwen2ForCausalLM"]
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    config = saved_config(tmp_path, vocab_size=256, hidden_size=64, intermediate_size=80, num_hidden_layers=2)
     with torch.device("meta"):
         body = transformers.Qwen2Model(config)
     plan = planned("grpo_tiny_cpu", rl_config__reward_model=str(tmp_path), actor_config__tensor_model_parallel_size=1)
@@ -395,11 +395,7 @@ def test_a_reward_model_named_by_its_folder_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_reference_of_another_model_is_counted_as_its_folder_says(tmp_path: Path) -> None:
-    config = transformers.Qwen2Config(
-        vocab_size=256, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
-    )
-    config.architectures = ["Qwen2ForCausalLM"]
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    config = saved_config(tmp_path, vocab_size=256, hidden_size=128, intermediate_size=96, num_hidden_layers=3)
     with torch.device("meta"):
         built = transformers.Qwen2ForCausalLM(config)
     alone = {"actor_config__tensor_model_parallel_size": 1}
