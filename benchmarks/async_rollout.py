@@ -126,19 +126,20 @@ class Bench:
 
 
 def _measured(run: RunFiles) -> Measured:
-    records = run.records[WARM_UP:]
     spans = [event for event in run.events if event["ph"] == "X"]
     counted = [event for event in spans if event["args"]["iteration"] > WARM_UP]
     begin, end = min(event["ts"] for event in counted), max(event["ts"] + event["dur"] for event in counted)
     busy = _covered([(event["ts"], event["ts"] + event["dur"]) for event in spans if event["name"] == "generate"], begin, end)
-    iteration_s, rollout_s = (statistics.median(record[f"timing/{name}"] for record in records) for name in ("all", "rollout"))
+    iteration_s, rollout_s = (
+        statistics.median(run.history.series[f"timing/{name}"].y[WARM_UP:]) for name in ("all", "rollout")
+    )
     return Measured(
         iteration_s=iteration_s,
         rollout_s=rollout_s,
         training_s=iteration_s - rollout_s,
         trainer_idles=rollout_s / iteration_s,
         engine_idles=1.0 - busy / (end - begin),
-        staleness=statistics.mean(record.get("rollout/staleness_mean", 0.0) for record in records),
+        staleness=statistics.mean(run.history.finite("rollout/staleness_mean").y[WARM_UP:] or [0.0]),
     )
 
 

@@ -51,8 +51,8 @@ def learn(folder: Path, quickstart: Path, mode: str, seed: int, iterations: int)
     }
     weighed = [] if mode == "sync" else [WEIGHED]
     run = train(folder, keys, *MODES[mode], *weighed, environment={"OMP_NUM_THREADS": "1"})
-    staleness = statistics.mean(record.get("rollout/staleness_mean") or 0.0 for record in run.records)
-    return Learned(run.report["results"]["eval/accuracy/first"], run.records[-1]["eval/accuracy"] or 0.0, staleness)
+    staleness = statistics.mean(run.history.finite("rollout/staleness_mean").y or [0.0])
+    return Learned(run.report["results"]["eval/accuracy/first"], run.history.last("eval/accuracy") or 0.0, staleness)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for run in runs:
-        for sign in find_signs(run.records, run.completions):
+        for sign in find_signs(run.history, run.completions):
             print(f"{run.name}, iteration {sign.iteration}: {sign.text} {sign.advice}")
     print(f"report: {output}")
     return 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.progress import clock
 
 #: figures of the summary, the first of a line that the run has: label, metrics, format
@@ -29,7 +30,7 @@ def table(title: str, rows: Mapping[str, str]) -> str:
 
 
 def summary(
-    records: Sequence[Mapping[str, float | None]],
+    history: History,
     *,
     outcome: str,
     seconds: float,
@@ -40,34 +41,30 @@ def summary(
     """The end of a run in one table: iterations, time, first and last figures, memory, speed, where the report is.
 
     Args:
-        records: lines of metrics.jsonl, an iteration each; empty for a run that ended before its first.
+        history: what the iterations measured; empty for a run that ended before its first.
         outcome: how it ended, as the report says it.
         seconds: of this part of the run.
         planned: iterations that the run was to have.
         before: figures of the evaluation before the first iteration.
     """
-    done = int(records[-1]["iteration"] or 0) if records else 0
+    done = history.iterations[-1] if history else 0
     rows = {"iterations": f"{done}{'' if planned is None else f' of {planned}'} in {clock(seconds)}"}
     for label, names, spec in _FIGURES:
         for name in names:
-            values = [value for record in records if (value := record.get(name)) is not None]
+            values = list(history.finite(name).y)
             if (start := (before or {}).get(name)) is not None:
                 values = [start, *values]
             if values:
                 first = f" (first {values[0]:{spec}})" if len(values) > 1 else ""
                 rows[label] = f"{values[-1]:{spec}}{first}"
                 break
-    if memory := _all(records, "memory/peak_gib"):
+    if memory := history.finite("memory/peak_gib").y:
         rows["memory"] = f"{max(memory):.2f} GiB at most, of the worker that has most"
-    speed = [f"{statistics.fmean(times):.2f} s an iteration"] if (times := _all(records, "timing/all")) else []
-    if tokens := _all(records, "e2e_tps"):
+    speed = [f"{statistics.fmean(times):.2f} s an iteration"] if (times := history.finite("timing/all").y) else []
+    if tokens := history.finite("e2e_tps").y:
         speed.append(f"{statistics.fmean(tokens):,.0f} tokens/s and device")
-    elif tokens := _all(records, "train/tokens_per_s"):
+    elif tokens := history.finite("train/tokens_per_s").y:
         speed.append(f"{statistics.fmean(tokens):,.0f} tokens/s")
     rows["speed"] = ", ".join(speed)
     rows["report"] = str(report)
     return table(f"{outcome.partition(':')[0]}:", rows)
-
-
-def _all(records: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
-    return [value for record in records if (value := record.get(name)) is not None]

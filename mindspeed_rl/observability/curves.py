@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-#: an iteration's record: metric -> value, None where it was not finite
-Record = Mapping[str, float | None]
+from mindspeed_rl.observability.history import History
 
 MOST_POINTS = 600
 
@@ -27,7 +25,7 @@ class Curve:
     """
 
     name: str
-    x: list[float]
+    x: list[int]
     y: list[float]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
@@ -107,26 +105,14 @@ CHARTS = (
 )
 
 
-def curves(records: Sequence[Record], most: int = MOST_POINTS) -> dict[str, Curve]:
-    """Every metric of the records as a curve of at most `most` points, in order of appearance.
+def curves(history: History, most: int = MOST_POINTS) -> dict[str, Curve]:
+    """Every metric as a curve of at most `most` points, in order of appearance.
 
     Points of a longer curve stand for equally many neighbouring values each: their mean, least and largest. Values that were
     not finite are left out.
-
-    Args:
-        records: one an iteration, with "iteration".
-        most: points of a curve.
     """
-    series: dict[str, tuple[list[float], list[float]]] = {}
-    for record in records:
-        iteration = record["iteration"]
-        assert iteration is not None  # `read_metrics` orders by it
-        for name, value in record.items():
-            if name != "iteration" and value is not None and math.isfinite(value):
-                xs, ys = series.setdefault(name, ([], []))
-                xs.append(iteration)
-                ys.append(value)
-    return {name: _thinned(name, xs, ys, most) for name, (xs, ys) in series.items()}
+    finite = ((name, series.finite()) for name, series in history.series.items())
+    return {name: _thinned(name, series.x, series.y, most) for name, series in finite if series.x}
 
 
 def charted(names: Iterable[str], chart: Chart) -> list[str]:
@@ -136,9 +122,9 @@ def charted(names: Iterable[str], chart: Chart) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _thinned(name: str, xs: list[float], ys: list[float], most: int) -> Curve:
+def _thinned(name: str, xs: Sequence[int], ys: Sequence[float], most: int) -> Curve:
     if len(xs) <= most:
-        return Curve(name, xs, [five_digits(y) for y in ys])
+        return Curve(name, list(xs), [five_digits(y) for y in ys])
     size = -(-len(xs) // most)
     buckets = [slice(start, start + size) for start in range(0, len(xs), size)]
     return Curve(

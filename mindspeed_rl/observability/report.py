@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import statistics
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import __version__
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.progress import clock
 from mindspeed_rl.observability.run_files import read_files
@@ -76,15 +78,15 @@ def write_report(
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     run = read_files(run_dir)
-    summaries = summarize(run.records)
+    summaries = summarize(run.history)
     report = {
         "title": title,
         "outcome": outcome,
         "mindspeed_rl": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "versions": installed_versions(),
-        "iterations": len(run.records),
+        "versions": dict(installed_versions()),
+        "iterations": len(run.history),
         "planned_iterations": planned_iterations,
         "results": dict(results or {}),
         "metrics": {name: asdict(summary) for name, summary in summaries.items()},
@@ -95,27 +97,25 @@ def write_report(
     text = json.dumps(report, indent=2, default=str)
     (run_dir / "report.json").write_text(text + "\n", encoding="utf-8")
     path = run_dir / "report.md"
-    path.write_text(_markdown(report, summaries, find_signs(run.records, run.completions)), encoding="utf-8")
+    path.write_text(_markdown(report, summaries, find_signs(run.history, run.completions)), encoding="utf-8")
     # as whoever makes the page from the folder later reads it
     write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path
 
 
-def summarize(records: Sequence[Mapping[str, float | None]]) -> dict[str, Summary]:
+def summarize(history: History) -> dict[str, Summary]:
     """Each metric over the run, in order of appearance."""
-    series: dict[str, list[float]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name != "iteration" and value is not None:
-                series.setdefault(name, []).append(value)
+    finite = ((name, series.finite().y) for name, series in history.series.items())
     return {
         name: Summary(values[0], values[-1], statistics.fmean(values), min(values), max(values), len(values))
-        for name, values in series.items()
+        for name, values in finite
+        if values
     }
 
 
-def installed_versions() -> dict[str, str]:
-    """The versions of the packages that matter, of those that are installed."""
+@functools.cache
+def installed_versions() -> Mapping[str, str]:
+    """The versions of the packages that matter, of those that are installed; looked up once, as each look costs memory."""
     found = {}
     for package in PACKAGES:
         try:

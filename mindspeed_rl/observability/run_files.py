@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.observability.curves import Record
+from mindspeed_rl.observability.history import History
 
 #: completions that a page shows at most, newest first; more make a page that no browser opens
 MOST_COMPLETIONS = 2000
@@ -24,14 +23,14 @@ class RunFiles:
 
     Attributes:
         folder: of the run.
-        records: of metrics.jsonl, one an iteration, in order.
+        history: of metrics.jsonl.
         completions: of completions.jsonl, in order; the last `MOST_COMPLETIONS`.
         events: of timeline.json, as Chrome traces have them; of the last `TIMELINE_ITERATIONS`.
         report: report.json; what there is of it while the run goes.
     """
 
     folder: Path
-    records: list[Record]
+    history: History
     completions: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +51,7 @@ def read_run(folder: Path) -> RunFiles:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the folder of a run (it is printed at a run's start).")
     run, report_file = read_files(folder), folder / "report.json"
-    if not run.records and not report_file.exists():
+    if not run.history and not report_file.exists():
         raise ValueError(f"{folder} holds no run: neither metrics.jsonl nor report.json is in it.")
     return replace(run, report=json.loads(report_file.read_text(encoding="utf-8"))) if report_file.exists() else run
 
@@ -67,14 +66,9 @@ def read_files(folder: Path) -> RunFiles:
     )
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl, the last one of each iteration (a resumed run repeats some), in order."""
-    by_iteration: dict[int, dict[str, float | None]] = {}
-    for record in read_lines(path):
-        # a run that goes reads its own file again and again: ten thousand records share their names
-        named = {sys.intern(name): value for name, value in record.items()}
-        by_iteration[record["iteration"]] = by_iteration.pop(record["iteration"], {}) | named
-    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+def read_metrics(path: Path) -> History:
+    """The figures of a metrics.jsonl."""
+    return History(read_lines(path))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

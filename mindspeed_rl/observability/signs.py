@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindspeed_rl.observability.curves import Record
+from mindspeed_rl.observability.history import History, Series
 
 #: iterations looked at for "now"
 RECENT = 10
@@ -37,14 +38,14 @@ class Sign:
     advice: str
 
 
-def find_signs(records: Sequence[Record], completions: Sequence[Mapping[str, Any]] = ()) -> list[Sign]:
+def find_signs(history: History, completions: Sequence[Mapping[str, Any]] = ()) -> list[Sign]:
     """All warnings, bad ones first.
 
     Args:
-        records: of metrics.jsonl, one an iteration, in order.
+        history: what the iterations measured.
         completions: of completions.jsonl.
     """
-    found = [sign for look in _LOOKS for sign in look(records)] if records else []
+    found = [sign for look in _LOOKS for sign in look(history)]
     found += _text_signs(completions)
     return sorted(found, key=lambda sign: (sign.severity != "bad", sign.iteration))
 
@@ -64,17 +65,14 @@ def garbled(text: str) -> bool:
     return odd > len(text) / 50
 
 
-def _series(records: Sequence[Record], *names: str) -> tuple[list[int], list[float]]:
+def _series(history: History, *names: str) -> tuple[array[int], array[float]]:
     """Iterations and values of the first of these metrics that the run has."""
-    for name in names:
-        pairs = [(int(record["iteration"] or 0), value) for record in records if (value := record.get(name)) is not None]
-        if pairs:
-            return [iteration for iteration, _ in pairs], [value for _, value in pairs]
-    return [], []
+    found = history.finite(*names)
+    return found.x, found.y
 
 
-def _flat_reward(records: Sequence[Record]) -> Iterator[Sign]:
-    iterations, values = _series(records, *_REWARDS)
+def _flat_reward(history: History) -> Iterator[Sign]:
+    iterations, values = _series(history, *_REWARDS)
     if len(values) < 30:
         return
     quarter = len(values) // 4
@@ -92,8 +90,8 @@ def _flat_reward(records: Sequence[Record]) -> Iterator[Sign]:
         )
 
 
-def _no_spread(records: Sequence[Record]) -> Iterator[Sign]:
-    iterations, values = _series(records, "rewards/groups_without_spread", "reward/zero_std_groups")
+def _no_spread(history: History) -> Iterator[Sign]:
+    iterations, values = _series(history, "rewards/groups_without_spread", "reward/zero_std_groups")
     # three in a row: one batch of prompts that are too easy is no sign
     if len(values) >= 3 and min(values[-3:]) >= 0.9:
         yield Sign(
@@ -105,9 +103,9 @@ def _no_spread(records: Sequence[Record]) -> Iterator[Sign]:
         )
 
 
-def _length_explosion(records: Sequence[Record]) -> Iterator[Sign]:
-    iterations, lengths = _series(records, "response_length/mean")
-    cut_at, cut = _series(records, "rollout/truncated_fraction")
+def _length_explosion(history: History) -> Iterator[Sign]:
+    iterations, lengths = _series(history, "response_length/mean")
+    cut_at, cut = _series(history, "rollout/truncated_fraction")
     if len(lengths) >= 2 * RECENT:
         before, now = statistics.median(lengths[:RECENT]), statistics.median(lengths[-RECENT:])
         if before > 0 and now >= 3 * before:
@@ -128,8 +126,8 @@ def _length_explosion(records: Sequence[Record]) -> Iterator[Sign]:
         )
 
 
-def _mismatch(records: Sequence[Record]) -> Iterator[Sign]:
-    iterations, values = _series(records, "rollout/log_probs_diff_mean")
+def _mismatch(history: History) -> Iterator[Sign]:
+    iterations, values = _series(history, "rollout/log_probs_diff_mean")
     # a median of fewer values says little of what is usual
     for index in range(min(5, len(values)), len(values)):
         usual = statistics.median(values[max(0, index - 20) : index])
@@ -144,8 +142,8 @@ def _mismatch(records: Sequence[Record]) -> Iterator[Sign]:
             return
 
 
-def _entropy_collapse(records: Sequence[Record]) -> Iterator[Sign]:
-    iterations, values = _series(records, "actor/entropy")
+def _entropy_collapse(history: History) -> Iterator[Sign]:
+    iterations, values = _series(history, "actor/entropy")
     if len(values) >= 2 * RECENT:
         before, now = statistics.median(values[:RECENT]), statistics.median(values[-RECENT:])
         if before > 0 and now < 0.1 * before:
@@ -158,8 +156,8 @@ def _entropy_collapse(records: Sequence[Record]) -> Iterator[Sign]:
             )
 
 
-def _failing_rewards(records: Sequence[Record]) -> Iterator[Sign]:
-    iterations, values = _series(records, "rewards/failure_rate")
+def _failing_rewards(history: History) -> Iterator[Sign]:
+    iterations, values = _series(history, "rewards/failure_rate")
     recent = values[-RECENT:]
     if recent and statistics.fmean(recent) > 0.05:
         yield Sign(
@@ -171,23 +169,22 @@ def _failing_rewards(records: Sequence[Record]) -> Iterator[Sign]:
         )
 
 
-def _not_finite(records: Sequence[Record]) -> Iterator[Sign]:
+def _not_finite(history: History) -> Iterator[Sign]:
     for name in ("actor/pg_loss", "actor/grad_norm", "train/loss", "train/grad_norm", "critic/vf_loss"):
-        for record in records:
-            # metrics.jsonl has null for what is not finite
-            if name in record and record[name] is None:
-                yield Sign(
-                    "not_finite",
-                    "bad",
-                    int(record["iteration"] or 0),
-                    f"{name} is not a finite number.",
-                    "Lower the learning rate, look at actor/log_ratio_clamped, or train in float32 to find the cause.",
-                )
-                break
+        series = history.series.get(name, Series())
+        first = next((x for x, y in zip(series.x, series.y) if not math.isfinite(y)), None)
+        if first is not None:
+            yield Sign(
+                "not_finite",
+                "bad",
+                first,
+                f"{name} is not a finite number.",
+                "Lower the learning rate, look at actor/log_ratio_clamped, or train in float32 to find the cause.",
+            )
 
 
-def _much_clipped(records: Sequence[Record]) -> Iterator[Sign]:
-    iterations, values = _series(records, "actor/pg_clipfrac")
+def _much_clipped(history: History) -> Iterator[Sign]:
+    iterations, values = _series(history, "actor/pg_clipfrac")
     recent = values[-RECENT:]
     if len(recent) == RECENT and min(recent) > 0.3:
         yield Sign(
@@ -199,7 +196,7 @@ def _much_clipped(records: Sequence[Record]) -> Iterator[Sign]:
         )
 
 
-_LOOKS: tuple[Callable[[Sequence[Record]], Iterator[Sign]], ...] = (
+_LOOKS: tuple[Callable[[History], Iterator[Sign]], ...] = (
     _not_finite,
     _mismatch,
     _no_spread,

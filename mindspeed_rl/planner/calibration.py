@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from mindspeed_rl.config.effects import ROLE_GROUPS
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.config.network import NetworkKeys
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.run_files import read_metrics
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.samples import SampleMeans, longest_response
 from mindspeed_rl.planner.seconds import plan_time
-
-_LATER = 0.5  # the first half of the iterations has what is made once
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,19 @@ def read_measured(folder: str | Path) -> Measured:
     """
     path = Path(folder)
     try:
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        history = read_metrics(path / "metrics.jsonl")
         report = json.loads((path / "report.json").read_text(encoding="utf-8"))
-        records = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"--calibrate: {path} is no folder of a run that wrote a report: {error}.") from None
-    medians = later_medians(records)
+    medians = later_medians(history)
     if "timing/all" not in medians and "timing/update" not in medians:
         raise ValueError(f"--calibrate: {path / 'metrics.jsonl'} has no iteration with timings.")
     return Measured(path, medians, _config(report))
 
 
-def later_medians(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the median of every metric over the later half of the iterations."""
-    later = records[int(len(records) * _LATER) :]
-    values: dict[str, list[float]] = {}
-    for record in later:
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                values.setdefault(name, []).append(float(value))
-    return {name: statistics.median(found) for name, found in values.items()}
+def later_medians(history: History) -> dict[str, float]:
+    """Return the median of every metric over the later half of the iterations; the first half has what is made once."""
+    return {name: statistics.median(half.y) for name, half in history.later_half().items()}
 
 
 def _config(report: Mapping[str, Any]) -> RunConfig:

@@ -78,7 +78,7 @@ def render(runs: Sequence[RunFiles]) -> str:
 
 def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """What the page's script draws: plain values."""
-    by_run = [curves(run.records) for run in runs]
+    by_run = [curves(run.history) for run in runs]
     names = list(dict.fromkeys(name for found in by_run for name in found))
     shown: set[str] = set()
     charts = []
@@ -116,24 +116,21 @@ def _chart(chart: Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, C
 
 
 def _run(run: RunFiles) -> dict[str, Any]:
-    last: dict[str, float] = {}
-    for record in run.records:
-        last.update({name: value for name, value in record.items() if value is not None})
     tiles, labels = [], set[str]()
     for name, label, spec in _TILES:
-        if name in last and label not in labels:
+        if label not in labels and (last := run.history.last(name)) is not None:
             labels.add(label)
-            tiles.append({"label": label, "value": format(last[name], spec), "metric": name})
+            tiles.append({"label": label, "value": format(last, spec), "metric": name})
     report = run.report
     return {
         "name": run.name,
         "title": report.get("title", run.name),
         "outcome": report.get("outcome", "running"),
-        "iterations": len(run.records),
+        "iterations": len(run.history),
         "planned": report.get("planned_iterations"),
-        "seconds": sum(record.get("timing/all") or 0.0 for record in run.records),
+        "seconds": sum(run.history.finite("timing/all").y),
         "tiles": tiles,
-        "signs": [vars(sign) for sign in find_signs(run.records, run.completions)],
+        "signs": [vars(sign) for sign in find_signs(run.history, run.completions)],
         "plan": report.get("plan", {}),
         "config": report.get("config_set", {}),
         "versions": report.get("versions", {}),

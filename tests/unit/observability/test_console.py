@@ -11,6 +11,7 @@ from observed_config import CPU_RUN
 
 from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.observability.console import summary, table
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.trainers.plan_table import plan_rows
 
 RECORDS = [
@@ -35,7 +36,12 @@ RECORDS = [
 
 def test_the_summary_has_iterations_time_figures_memory_speed_and_the_report():
     said = summary(
-        RECORDS, outcome="finished", seconds=75.0, planned=2, report=Path("r/report.html"), before={"eval/accuracy": 0.125}
+        History(RECORDS),
+        outcome="finished",
+        seconds=75.0,
+        planned=2,
+        report=Path("r/report.html"),
+        before={"eval/accuracy": 0.125},
     )
     assert said.splitlines() == [
         "finished:",
@@ -50,7 +56,7 @@ def test_the_summary_has_iterations_time_figures_memory_speed_and_the_report():
 
 
 def test_a_run_that_failed_early_has_a_summary_too():
-    said = summary([], outcome="failed: ValueError: x", seconds=3.0, planned=None, report=Path("report.html"))
+    said = summary(History(), outcome="failed: ValueError: x", seconds=3.0, planned=None, report=Path("report.html"))
     assert said.splitlines() == ["failed:", "  iterations  0 in 0:03", "  report      report.html"]
 
 

@@ -29,7 +29,7 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path: Path) -> None:
     second.log(3, {"loss": 30.0})
     second.close()
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
-    assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"iteration": 3, "loss": 30.0}
+    assert list(read_metrics(tmp_path / "metrics.jsonl").series["loss"].y) == [1.0, 2.0, 30.0]
     assert iterations(tmp_path / "metrics.superseded.jsonl") == [3, 4]
     assert iterations(tmp_path / "completions.jsonl") == iterations(tmp_path / "consumed.jsonl") == [2]
 
@@ -52,7 +52,8 @@ def test_an_iteration_that_was_saved_has_a_line(
         first.log(2, {"loss": 3.0})
     first.close()
     make_trackers(RLConfig(), tmp_path, {}, goes_on_after=goes_on_after).close()
-    assert {record["iteration"]: record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")} == expected
+    losses = read_metrics(tmp_path / "metrics.jsonl").series["loss"]
+    assert dict(zip(losses.x, losses.y)) == expected
     assert not list(tmp_path.glob("*.held.*"))
 
 

@@ -38,7 +38,10 @@ def test_a_run_that_failed_before_its_first_iteration_still_gets_a_report(tmp_pa
 def test_a_repeated_iteration_counts_once_and_its_records_join(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 2, "a": 1}\n{"iteration": 1, "a": 5}\n{"iteration": 2, "a": 3, "eval/accuracy": 0.5}\n')
-    assert read_metrics(path) == [{"iteration": 1, "a": 5}, {"iteration": 2, "a": 3, "eval/accuracy": 0.5}]
+    found = read_metrics(path)
+    assert list(found.iterations) == [1, 2]
+    points = {name: (list(series.x), list(series.y)) for name, series in found.series.items()}
+    assert points == {"a": ([1, 2], [5.0, 3.0]), "eval/accuracy": ([2], [0.5])}
 
 
 def test_completions_are_written_every_n_iterations(tmp_path):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.signs import find_signs, garbled, repeats
 
 
@@ -17,7 +18,7 @@ def run(count, **metrics):
 
 
 def kinds(records, completions=()):
-    return {sign.kind for sign in find_signs(records, completions)}
+    return {sign.kind for sign in find_signs(History(records), completions)}
 
 
 def healthy(count=100):
@@ -37,11 +38,11 @@ def healthy(count=100):
 
 
 def test_a_healthy_run_has_no_warning():
-    assert find_signs(healthy()) == []
+    assert find_signs(History(healthy())) == []
 
 
 def test_no_iteration_is_no_warning():
-    assert find_signs([]) == []
+    assert find_signs(History()) == []
 
 
 @pytest.mark.parametrize(
@@ -68,13 +69,13 @@ def test_each_fault_gives_its_warning_and_no_other(kind, change):
 def test_the_iteration_of_a_jump_is_named():
     records = healthy()
     records[60]["rollout/log_probs_diff_mean"] = 0.3
-    (sign,) = find_signs(records)
+    (sign,) = find_signs(History(records))
     assert sign.iteration == 61 and sign.severity == "bad"
 
 
 def test_a_rollout_that_always_differs_a_little_is_no_jump():
     records = run(50, rollout__log_probs_diff_mean=lambda i: 0.06 + 0.01 * (i % 3))
-    assert find_signs(records) == []
+    assert find_signs(History(records)) == []
 
 
 def test_text_that_repeats_or_is_garbled_is_seen():

@@ -15,6 +15,7 @@ from mindspeed_rl.config import resolve
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.mend import with_values
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
 from mindspeed_rl.planner.calibration import later_medians
@@ -141,7 +142,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
         for number, seconds in ((1, 90.0), (2, 90.0), (3, 3.0), (4, 3.0))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = comparison(run, later_medians(records))
+    rows = comparison(run, later_medians(History(records)))
     path = write_report(tmp_path, dataclasses.asdict(cfg), title="grpo_tiny_cpu", config_set=cfg.as_written(), plan=rows)
     by_name = {row["name"]: row for row in rows["rows"]}
     rollout = by_name["rollout"]
