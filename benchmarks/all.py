@@ -59,7 +59,7 @@ BENCHMARKS = {
     "grpo": benchmark("grpo_vs_trl.py --tokens 64 256", "quickstart", "trl"),
     "losses": benchmark("loss_vs_trl.py", "trl"),
     "step": benchmark("train_step.py --sizes 1M 10M --rounds 5"),
-    "modes": benchmark("async_rollout.py --rounds 1", "quickstart"),
+    "modes": benchmark("async_rollout.py --rounds 1"),
     "push": benchmark("resharding.py measure --processes 2 --millions 30 100"),
     "dataplane": benchmark("dataplane.py --clients 1 4"),
     "convert": benchmark("convert.py --gigabytes 1 --alternate"),

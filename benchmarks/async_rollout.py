@@ -1,14 +1,13 @@
 """Seconds an iteration of `trainer_mode` sync, one_step_off and async, where a few responses are much longer than the others.
 
-    bash examples/quickstart.sh
-    python benchmarks/async_rollout.py [--iterations 12] [--mean 48] [--at-once 0] [--rounds 2]
+    python benchmarks/async_rollout.py [--iterations 12] [--mean 48] [--at-once 0] [--rounds 2] [--layers 6] [--hidden 256]
 
 Two processes: a worker that trains and a rollout server, one core each. An agent loop draws how long a response gets:
 lognormal lengths, the same for the same sample in every mode, with a tail of up to ten mean lengths. Synchronous runs first
 find how many responses the engine generates at once (`max_num_seqs`), and how many passes over the rows the trainer makes
 (`rl_config.epochs`), so that a rollout is about half of an iteration. The modes run in turn, and again for each round. What a
 side idles is taken from timeline.json: an engine where no interval `generate` of the server is, a trainer where it waits in
-`rollout`. Iterations before the third do not count.
+`rollout`. Iterations before the third do not count. The model has random weights, which is all that seconds ask for.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headline import Headline
-from tiny_run import ROOT, train
+from tiny_run import make_model, make_task, train
 
 from mindspeed_rl.observability.run_files import RunFiles
 
@@ -73,7 +72,8 @@ class Bench:
     """What all runs have in common."""
 
     folder: Path
-    quickstart: Path
+    model: Path
+    data: Path
     iterations: int
     mean: int
 
@@ -90,16 +90,16 @@ class Bench:
     def run(self, name: str, mode: str, at_once: int, epochs: int) -> Measured:
         """One run of this mode."""
         folder = self.folder / name
-        model, longest = self.quickstart / "sft/hf/latest", self.mean * LONGEST
+        longest = self.mean * LONGEST
         (self.folder / "drawn_lengths.py").write_text(LOOP)
         keys: dict[str, Any] = {
             "megatron_training.train_iters": self.iterations,
-            "megatron_training.tokenizer_name_or_path": model,
-            "megatron_training.data_path": self.quickstart / "data/train",
+            "megatron_training.tokenizer_name_or_path": self.model,
+            "megatron_training.data_path": self.data,
             "megatron_training.eval_data_path": "null",
             "megatron_training.global_batch_size": PROMPTS,
             "megatron_training.seq_length": longest + 32,
-            "actor_config.load": model,
+            "actor_config.load": self.model,
             "actor_config.save": "null",
             "actor_config.tensor_model_parallel_size": 1,
             "actor_config.micro_batch_size": 16,
@@ -158,10 +158,14 @@ def main() -> None:
     parser.add_argument("--mean", type=int, default=48, help="mean length of a response in tokens")
     parser.add_argument("--at-once", type=int, default=0, help="responses in the engine; 0: as many as make both halves equal")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quickstart", type=Path, default=ROOT / "runs/quickstart")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=256)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.quickstart.resolve(), options.iterations, options.mean)
+        task = make_task(Path(folder, "task"))
+        shape = {"num_hidden_layers": options.layers, "hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}
+        model = make_model(task, Path(folder, "model"), {**shape, "max_position_embeddings": options.mean * LONGEST + 32})
+        bench = Bench(Path(folder), model, task / "raw/train.jsonl", options.iterations, options.mean)
         at_once, epochs = (options.at_once, 1) if options.at_once else bench.halves()
         found: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         for number in range(options.rounds):
@@ -170,7 +174,9 @@ def main() -> None:
                 found[mode].append(bench.run(name, mode, at_once, epochs))
     baseline = statistics.mean(one.iteration_s for one in found["sync"])
     lengths = f"{options.mean} tokens on average and {options.mean * LONGEST} at most"
-    print(f"\n{PROMPTS * GROUP} responses of {lengths}, {at_once} at once, {epochs} passes")
+    print(
+        f"\n{options.layers} x {options.hidden}, {PROMPTS * GROUP} responses of {lengths}, {at_once} at once, {epochs} passes"
+    )
     print("| mode, threshold | s an iteration | times sync | trainer waits | engine idles | mean staleness |")
     print("|---|---|---|---|---|---|")
     for mode, runs in found.items():

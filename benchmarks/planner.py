@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiny_run import make_model, make_task
+
 ROOT = Path(__file__).resolve().parent.parent
 ITERATIONS = 6
 
@@ -69,24 +71,10 @@ RUNS = (
 )
 
 
-def make_model(folder: Path, shape: dict[str, Any]) -> Path:
-    """A model of random weights with the quickstart's tokenizer."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    known = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4} | shape
-    known |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 512, "tie_word_embeddings": True}
-    known |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    kind = transformers.Qwen3MoeConfig if "num_experts" in shape else transformers.Qwen2Config
-    path = folder / f"model-{abs(hash(tuple(sorted(shape.items()))))}"
-    transformers.AutoModelForCausalLM.from_config(kind(**known)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
 def run(task: Path, one: PlannedRun, work: Path) -> dict[str, Any]:
     """Trains, and returns what the report has of the plan."""
-    model, folder = make_model(task, one.shape), work / one.name.replace(" ", "").replace(",", "_")
+    model = make_model(task, work / f"model-{RUNS.index(one)}", one.shape)
+    folder = work / one.name.replace(" ", "").replace(",", "_")
     keys = {
         "run_dir": folder,
         "megatron_training.train_iters": ITERATIONS,
@@ -110,20 +98,21 @@ def run(task: Path, one: PlannedRun, work: Path) -> dict[str, Any]:
 
 def runs(work: Path, only: list[str]) -> Iterator[str]:
     """Predicted and measured of each run; seconds are predicted with the lengths that the responses had."""
-    task = work / "task"
-    command = [sys.executable, str(ROOT / "examples" / "quickstart" / "make_task.py"), str(task)]
-    subprocess.run(command, check=True, capture_output=True)
+    task = make_task(work / "task")
     yield "| run on two workers | | predicted | measured | predicted / measured |\n|---|---|---|---|---|"
     for one in RUNS:
         if only and not any(word in one.name for word in only):
             continue
-        for row in run(task, one, work)["rows"]:
-            if row["measured"]:
+        rows = [row for row in run(task, one, work)["rows"] if row["measured"]]
+        counted = [row["predicted"] / row["measured"] for row in rows if ": " in row["name"]]
+        for row in rows:
+            if ": " not in row["name"]:
                 predicted = row["predicted"] if row["with_lengths"] is None else row["with_lengths"]
                 yield (
                     f"| {one.name} | {row['name']}, {row['unit']} | {predicted:.3g} | {row['measured']:.3g} | "
                     f"{predicted / row['measured']:.2f} |"
                 )
+        yield f"| {one.name} | owners by phase, {len(counted)} counts of GiB | | | {min(counted):.2f} to {max(counted):.2f} |"
 
 
 def published() -> Iterator[str]:

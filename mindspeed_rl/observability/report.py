@@ -6,7 +6,7 @@ import functools
 import json
 import platform
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -57,7 +57,7 @@ def write_report(
     results: Mapping[str, float] | None = None,
     config_set: Mapping[str, Any] | None = None,
     planned_iterations: int | None = None,
-    plan: Mapping[str, Any] | None = None,
+    plan: Callable[[History], Mapping[str, Any]] | None = None,
 ) -> Path:
     """report.html, report.md and report.json stand in the run folder.
 
@@ -69,7 +69,7 @@ def write_report(
         results: figures of the whole run to put on top, e.g. accuracy before and after.
         config_set: the part of the configuration that the run file sets; all that people are shown of it.
         planned_iterations: how many there are to be.
-        plan: what was predicted, beside what was measured: {"chip": ..., "rows": [...]} of `planner.prediction.comparison`, or
+        plan: says of what was measured what was predicted: {"chip": ..., "rows": [...]} of `planner.prediction.comparison`, or
             {"missing": why there is none}.
 
     Returns:
@@ -90,7 +90,7 @@ def write_report(
         "planned_iterations": planned_iterations,
         "results": dict(results or {}),
         "metrics": {name: asdict(summary) for name, summary in summaries.items()},
-        "plan": dict(plan or {}),
+        "plan": dict(plan(run.history)) if plan is not None else {},
         "config_set": dict(config_set or {}),
         "config": dict(config),
     }

@@ -58,7 +58,7 @@ class RunReport:
             results=results,
             config_set=cfg.as_written(),
             planned_iterations=self.run.plan.train_iters,
-            plan=comparison(self.run, later_medians(read_metrics(self.run.folder / "metrics.jsonl"))),
+            plan=lambda history: comparison(self.run, later_medians(history)),
         )
 
     def summary(self, outcome: str, seconds: float) -> str:

@@ -143,7 +143,9 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = comparison(run, later_medians(History(records)))
-    path = write_report(tmp_path, dataclasses.asdict(cfg), title="grpo_tiny_cpu", config_set=cfg.as_written(), plan=rows)
+    path = write_report(
+        tmp_path, dataclasses.asdict(cfg), title="grpo_tiny_cpu", config_set=cfg.as_written(), plan=lambda _: rows
+    )
     by_name = {row["name"]: row for row in rows["rows"]}
     rollout = by_name["rollout"]
     assert rollout["measured"] == pytest.approx(3 * rollout["with_lengths"])
