@@ -14,7 +14,7 @@ import torch
 from grpo_command import ONE_PROCESS, Command, finished, running
 from safetensors.torch import load_file
 from test_grpo_run import figures
-from test_rollout_modes import consumed, responses, same_figures
+from test_rollout_modes import IN_TURN, consumed, responses, same_figures
 
 HERE = Path(__file__).parent
 SERVER = [
@@ -55,7 +55,7 @@ def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "bare.json").write_text(json.dumps([TEMPLATE]))
     (tmp_path / "tools.yaml").write_text("tools:\n  - agent_plugins:flipped\n")
-    where = ONE_PROCESS if mode == "in process" else [*SERVER, f"rl_config.trainer_mode={mode}"]
+    where = ONE_PROCESS if mode == "in process" else [*SERVER, IN_TURN, f"rl_config.trainer_mode={mode}"]
     command = finished(
         task,
         tmp_path / "run",
@@ -150,7 +150,7 @@ def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_that_is_killed_between_turns_goes_on_as_if_it_had_not_been(
     task: Path, tmp_path: Path, hold: Path, mode: str
 ) -> None:
-    where = ONE_PROCESS if mode == "in process" else [*SERVER, f"rl_config.trainer_mode={mode}"]
+    where = ONE_PROCESS if mode == "in process" else [*SERVER, IN_TURN, f"rl_config.trainer_mode={mode}"]
     whole = finished(task, tmp_path / "whole", *where, *TURNS)
     command = killed_and_resumed(task, tmp_path / "parts", hold, *where, *TURNS)
     assert [record["iteration"] for record in command.metrics] == [1, 2, 3, 4]
