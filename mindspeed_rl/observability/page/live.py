@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import threading
 import time
@@ -53,4 +55,11 @@ class LivePage:
                 LOG.warning("the report could not be refreshed: %s: %s", type(error).__name__, error)
             self._said = True
         finally:
+            _give_back()
             self._next_s = self._now_s() + max(_INTERVAL_S, _REST * (self._now_s() - began))
+
+
+def _give_back() -> None:
+    """What a page took goes back to the system: the C library keeps it otherwise, more with every page of a long run."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone can
+        ctypes.CDLL(None).malloc_trim(0)
