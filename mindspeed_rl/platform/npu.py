@@ -12,7 +12,7 @@ import datetime
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -119,9 +119,9 @@ class NpuPlatform(Platform):
     def _recorded_entries(self) -> list[dict[str, Any]]:
         import torch_npu
 
-        # its fields are those of torch's own recorder; beside it are the groups over gloo. Not verified on NPU
+        # beside it are the groups over gloo, in torch's own recorder. Not verified on NPU
         held = json.loads(torch_npu._C._distributed_c10d._dump_hccl_trace_json()).get("entries", [])
-        return [*super()._recorded_entries(), *held]
+        return [*super()._recorded_entries(), *map(_as_torch_records, held)]
 
     def process_group(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
         import torch_npu
@@ -188,3 +188,22 @@ class NpuPlatform(Platform):
             ),
         ) as session:
             yield session
+
+
+def _as_torch_records(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of torch_npu's recorder in the form of torch's.
+
+    torch_npu calls torch's group "2" "group_name_2", gives most collectives no name, and retires entries only some time after
+    their end.
+    """
+    name = entry["profiling_name"]
+    if not name:
+        tensors = [f"{dtype}{size}" for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"])]
+        name = f"hccl:collective on {', '.join(tensors)}"
+    group, *rest = entry["process_group"]
+    return {
+        **entry,
+        "process_group": [str(group).removeprefix("group_name_"), *rest],
+        "profiling_name": name,
+        "retired": entry["retired"] or entry["state"] == "completed",
+    }

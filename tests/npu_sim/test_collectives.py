@@ -35,6 +35,9 @@ def test_hccl_collectives_deliver_what_their_names_say(size: int) -> None:
         assert got["objects"] == [{"rank": r} for r in ranks]
         assert got["gloo"] == [triangle]
         assert got["buffer of the last group"] == 64
+        assert got["group of its own"] == [size * i + rank_sum for i in (1, 2)]
+        assert got["last"] == "last collective: collective on Float[1] number 1 of group SMALL (ended)"
+        assert got["recorded"] == ["GLOO", "PAIR", "SMALL", "default_pg"]
     assert results[0]["reduce"] == [size * i + rank_sum for i in (1, 2)]
     assert results[1]["recv"] == values(0, 2)
 

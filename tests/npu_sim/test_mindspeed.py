@@ -31,7 +31,8 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def one_process() -> list[dict[str, Any]]:
-    return run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS, "bf16": True})
+    layout = {"hccl_group_buffer": "tp:64"}  # changes no number
+    return run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS, "bf16": True, "layout": layout})
 
 
 @pytest.mark.slow

@@ -101,6 +101,30 @@ def test_the_profiler_runs_through_the_platform(tmp_path: Path) -> None:
     assert any(tmp_path.rglob("*")), "the profiler wrote nothing"
 
 
+def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="neither host nor device activity"),
+        NpuPlatform().profile(str(tmp_path), ProfileSettings(host=False, device=False)),
+    ):
+        pass
+
+
+def test_what_holds_without_the_packages_holds_with_them() -> None:
+    files = ("platform/test_npu_platform.py", "npu/test_mindspeed_settings.py", "npu/test_vllm_ascend.py")
+    # the conftest of the unit tests fits Megatron to the CPU
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        *(f"tests/unit/{one}" for one in files),
+    ]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
 def test_events_measure_time_and_streams_exist() -> None:
     start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     with torch.npu.stream(torch.npu.Stream()):

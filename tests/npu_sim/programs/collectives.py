@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import os
 
 import simulator
 import torch
@@ -12,10 +13,12 @@ import torch_npu  # noqa: F401
 from ranks import rank_settings, report
 
 from mindspeed_rl import platform
+from mindspeed_rl.observability.collectives import last_collective
 
 simulator.install()
 settings = rank_settings()
 device_kind = platform.select("npu")
+os.environ.update(device_kind.recorder_env)
 timeout = datetime.timedelta(seconds=60)
 options = device_kind.process_group_options("default", settings["buffer_size_mib"])
 dist.init_process_group("hccl", timeout=timeout, pg_options=options)
@@ -79,20 +82,28 @@ elif rank == 1:
     received = torch.empty(2, device=device)
     dist.recv(received, 0)
     results["recv"] = received.tolist()
-pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+pairs = [dist.new_group([first, first + 1], group_desc="PAIR") for first in range(0, size, 2)]
 tensor = values(2)
 dist.all_reduce(tensor, group=pairs[rank // 2])
 results["pair all_reduce"] = tensor.tolist()
 objects: list[object] = [None] * size
 dist.all_gather_object(objects, {"rank": rank})
 results["objects"] = objects
-gloo = dist.new_group(backend="gloo")
+gloo = dist.new_group(backend="gloo", group_desc="GLOO")
 host = torch.tensor([rank + 1])
 dist.all_reduce(host, group=gloo)
 results["gloo"] = host.tolist()
 dist.barrier()
 library = ctypes.CDLL("libhccl.so")
-small = dist.new_group(list(range(size)), pg_options=device_kind.process_group_options("small", 64))
+small = dist.new_group(list(range(size)), pg_options=device_kind.process_group_options("small", 64), group_desc="SMALL")
 dist.all_reduce(values(1), group=small)
 results["buffer of the last group"] = library.npu_sim_last_buffer_mib()
+record = device_kind.collective_record()
+results["last"] = last_collective(record)
+results["recorded"] = sorted({record["groups"][str(entry["process_group"][0])]["name"] for entry in record["entries"]})
+# beside the default group and those made of it, as for a push to servers
+own = device_kind.process_group(dist.PrefixStore("own", dist.distributed_c10d._get_default_store()), rank, size, 30.0)
+tensor = values(2)
+own.allreduce([tensor]).wait()
+results["group of its own"] = tensor.tolist()
 report(results)

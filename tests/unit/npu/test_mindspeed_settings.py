@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,19 @@ def test_the_saved_form_of_the_optimizer_is_loaded_by_megatrons_own_function() -
     other.load_state_dict({"optimizer": 1, "param_state_sharding_type": "dp_reshardable", "param_state": "tensors"})
     assert whole.seen == [["optimizer", "param_state_sharding_type"], "tensors"]
     assert other.seen == [["optimizer", "param_state", "param_state_sharding_type"]]
+
+
+@pytest.mark.parametrize(("missing", "named"), [("mindspeed", "MindSpeed"), ("triton", "triton-ascend")])
+def test_an_installation_without_mindspeed_or_triton_is_told_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, missing: str, named: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(RuntimeError, match=f"{named}.* is not installed; envs/npu_a2/install.sh"):
+        mindspeed.apply()
+
+
+def test_mindspeed_behind_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "megatron.core.a_module", types.ModuleType("megatron.core.a_module"))
+    with pytest.raises(RuntimeError, match=r"megatron.core was imported before MindSpeed's adaptor \(megatron\.core\."):
+        mindspeed.apply()

@@ -213,6 +213,22 @@ def test_a_release_is_read_from_a_version() -> None:
         vllm_ascend.parse_release("main")
 
 
+def test_a_release_that_nobody_looked_at_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_ascend.importlib.metadata, "version", lambda name: "0.99.0")
+    with pytest.warns(UserWarning, match=r"vllm-ascend 0\.99 was not looked at \(.*0\.23"):
+        assert vllm_ascend.installed_release() == (0, 99)
+
+
+def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
+    layer = AscendExperts(INNER)
+    hooks = vllm_ascend.VllmAscendHooks()
+    hooks.before_load(layer)
+    for name, parameter in list(layer.named_parameters()):  # a loader that lays them out anew
+        layer.register_parameter(name, nn.Parameter(parameter.data.contiguous(), requires_grad=False))
+    with pytest.raises(RuntimeError, match="w13_weight was not a view of the kernels' layout"):
+        hooks.after_load(layer)
+
+
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
