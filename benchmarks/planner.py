@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_run import make_model, make_task
+from tiny_run import ROOT, make_model, make_task
 
-ROOT = Path(__file__).resolve().parent.parent
 ITERATIONS = 6
 
 

@@ -91,8 +91,8 @@ class History:
 
     def last(self, name: str) -> float | None:
         """The newest finite value of a metric."""
-        found = self.finite(name).y
-        return found[-1] if found else None
+        values = self.series.get(name, Series()).y
+        return next((value for value in reversed(values) if math.isfinite(value)), None)
 
     def later_half(self) -> dict[str, Series]:
         """The finite values of the later half of the iterations, of the metrics that have some."""

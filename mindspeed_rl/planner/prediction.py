@@ -76,8 +76,8 @@ def comparison(run: Run, medians: Mapping[str, float]) -> dict[str, Any]:
     found = run.prediction
     if found is None or found.missing:
         return {"missing": "nothing was predicted" if found is None else found.missing}
-    chip = chip_of(run.config)
     try:
+        chip = chip_of(run.config)
         known = plan_time(run.config, chip, run.num_nodes, samples=measured_samples(run.config, medians))
     except Exception as error:  # as in `predict`: no report goes without its figures for it
         return {"missing": str(error)}
