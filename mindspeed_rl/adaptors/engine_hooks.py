@@ -70,6 +70,10 @@ class EngineHooks:
         """Names of the parameters whose content `after_load` rewrites, so that a part of them cannot be loaded alone."""
         return set()
 
+    def packed_bytes(self, model: nn.Module) -> int:
+        """Bytes of copies of weights that kernels keep beside the model's parameters."""
+        return 0
+
     def release(self, llm: Any) -> None:
         """Gives the engine's device memory back; no request may be running."""
         llm.sleep(level=1)

@@ -1,7 +1,6 @@
 """vLLM's CPU build (0.32; looked up 0.18 to 0.32) as an in-process rollout engine whose weights can be replaced.
 
-- live weights (layers.utils.dispatch_cpu_unquantized_gemm): packing at load empties `layer.weight`; `load_weights` then fails,
-  and `reload_weights` is silently wrong for tied embeddings and experts;
+- live weights: see `vllm_cpu_linear`;
 - expert packing (quant_method.moe_kernel.fused_experts): experts are packed once; after a load they are packed again;
 - shared memory (ExecutorWithExternalLauncher._distributed_args, _CPUSHMDistributed._init_cpu_shm): all jobs of a host share one
   segment name, and a killed job leaves it behind;
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rl.adaptors import vllm_cpu_linear
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
 
@@ -34,12 +34,7 @@ def apply() -> None:
     global _applied
     if _applied:
         return
-    import vllm.model_executor.layers.utils as layer_utils
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+    vllm_cpu_linear.apply()
     _rotate_whole_tokens()
     _applied = True
 
@@ -95,8 +90,16 @@ def _experts(model: Any) -> Iterator[tuple[Any, Any]]:
             yield module, kernel.fused_experts
 
 
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def _kv_storage(llm: Any) -> torch.UntypedStorage:
+    return _runner(llm).kv_caches[0].untyped_storage()
+
+
 class VllmCpuHooks(EngineHooks):
-    """Live weights, experts packed again after each load, KV memory given back by shrinking its storage."""
+    """Live weights, packed anew after each load; KV memory given back by shrinking its storage."""
 
     sleeps = False
 
@@ -113,6 +116,7 @@ class VllmCpuHooks(EngineHooks):
             _name_segments_uniquely(run_id)
 
     def before_load(self, model: Any) -> None:
+        vllm_cpu_linear.forget_packed(model)
         for module, kernel in _experts(model):
             size = kernel.moe_config.intermediate_size_per_partition
             up, down = module.w13_weight, module.w2_weight
@@ -127,12 +131,12 @@ class VllmCpuHooks(EngineHooks):
         held = {id(weight) for module, _ in _experts(model) for weight in (module.w13_weight, module.w2_weight)}
         return {name for name, parameter in model.named_parameters() if id(parameter) in held}
 
-    def _kv_storage(self, llm: Any) -> torch.UntypedStorage:
-        engine = llm.llm_engine.engine_core.engine_core
-        return engine.model_executor.driver_worker.worker.model_runner.kv_caches[0].untyped_storage()
+    def packed_bytes(self, model: Any) -> int:
+        return sum(layer.packed_bytes for layer in vllm_cpu_linear.live_layers(model))
 
     def release(self, llm: Any) -> None:
-        storage = self._kv_storage(llm)
+        vllm_cpu_linear.forget_packed(_runner(llm).model)
+        storage = _kv_storage(llm)
         if storage.size():
             self._kv_bytes = storage.size()
             storage.resize_(0)
@@ -141,7 +145,7 @@ class VllmCpuHooks(EngineHooks):
         """Weights stay where they are: host memory is not what a CPU run is short of."""
 
     def restore_cache(self, llm: Any) -> None:
-        storage = self._kv_storage(llm)
+        storage = _kv_storage(llm)
         if self._kv_bytes and not storage.size():
             storage.resize_(self._kv_bytes)
             # recycled memory may hold NaN, and a slot that attention masks out still enters the sum, as 0 * NaN

@@ -8,7 +8,7 @@ from mindspeed_rl.config.rollout_layout import engine_adapter_rank, rollout_layo
 from mindspeed_rl.models.kv_cache import cpu_cache_bytes, kv_bytes_per_token
 from mindspeed_rl.planner.chips import GIB
 from mindspeed_rl.planner.run_shape import RunShape
-from mindspeed_rl.planner.shapes import rollout_adapters, rollout_weights
+from mindspeed_rl.planner.shapes import packed_elements, rollout_adapters, rollout_weights
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Engine:
     """One rank of a rollout replica.
 
     Attributes:
+        packed: copies of weights that the CPU's kernels keep while it generates.
         adapters: room that it keeps for low-rank adapters beside its weights (`lora_push: adapter`).
         step: what a step takes while it is computed.
         problem: why no sequence fits; "" where one does.
     """
 
     weights: int
+    packed: int
     adapters: int
     step: int
     cache: KvCache
@@ -60,6 +62,7 @@ def engine_of(run: RunShape) -> Engine | None:
         # the engine keeps what its absorbed products need beside the projection itself
         heads, widths = network.num_attention_heads // lie.tensor, (network.qk_head_dim or 0) + (network.v_head_dim or 0)
         weights += network.num_layers * heads * widths * (network.kv_lora_rank or 0) * itemsize
+    packed = 0 if run.chip.sleeps else packed_elements(run.actor.plan.architecture, network, lie.tensor) * itemsize
     adapters = 0
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
@@ -83,7 +86,8 @@ def engine_of(run: RunShape) -> Engine | None:
                 f"{_gib(sequence)}"
             )
     needed = sequence * generate.max_num_seqs
-    return Engine(weights, adapters, step, KvCache(each, needed, max(0, room), sequence, generate.max_num_seqs), problem)
+    cache = KvCache(each, needed, max(0, room), sequence, generate.max_num_seqs)
+    return Engine(weights, packed, adapters, step, cache, problem)
 
 
 def _gib(count: float) -> str:

@@ -27,7 +27,7 @@ MODEL_ERROR = 0.25
 #: the allocator's blocks are larger than what is asked of them, by this share of what comes and goes
 FRAGMENTATION = 0.05
 #: owners whose bytes are counted, not modelled
-EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "KV cache")
+EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "packed weights", "KV cache")
 #: owners that no allocator of torch's counts
 FIXED = ("driver", "runtime", "HCCL buffers")
 
@@ -164,8 +164,9 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     stays = _stays(generate, weights, state, extra)
     apart = rollout_is_apart(run.cfg)
     serving = {} if apart else _serving(engine)
-    beside = {} if run.chip.sleeps or generate.offload_train_param else serving
-    phases = [start, _phase("generate", fixed, stays, serving)]
+    generating = {} if apart else _generating(engine)
+    beside = {} if run.chip.sleeps or generate.offload_train_param else generating
+    phases = [start, _phase("generate", fixed, stays, generating)]
     objective = resolve_objective(run.cfg)
     for name in ("reward model", "reference", "critic"):
         if name in extra:
@@ -205,13 +206,18 @@ def _serving(engine: Engine) -> dict[str, int]:
     }
 
 
+def _generating(engine: Engine) -> dict[str, int]:
+    """From the first responses to the next push of weights, or to a release of the engine's memory."""
+    return {**_serving(engine), "packed weights": engine.packed}
+
+
 def _own_dies(run: RunShape, engine: Engine | None) -> list[Dies]:
     """Dies of rollout servers that the run starts itself, and of roles with devices of their own."""
     found: list[Dies] = []
     fixed = _fixed(run)
     count = own_rollout_devices(run.cfg)
     if engine is not None and count is not None:
-        generate = _phase("generate", fixed, _serving(engine))
+        generate = _phase("generate", fixed, _generating(engine))
         push = _phase("update_weights", fixed, _serving(engine), {"push buckets": _push_bytes(run)})
         found.append(Dies("rollout", f"{count} of their own", count, (generate, push)))
     for name, model in run.apart.items():

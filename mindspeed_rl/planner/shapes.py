@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
-from mindspeed_rl.config.rollout_layout import RolloutLayout
+from mindspeed_rl.config.rollout_layout import PACKED_ELEMENTS, RolloutLayout
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.keyed_network import network_of_keys
 from mindspeed_rl.models.network import Network
@@ -173,7 +173,6 @@ def rollout_elements(architecture: Architecture, network: Network, tensor: int, 
     Query, key and value are cut by heads (a rank has one key/value head at least), the low-rank down projections of latent
     attention are whole on every rank, and experts lie over `expert_ranks` where those are above 1.
     """
-    vocab = -(-network.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
     total = 0
     for op in _ops(architecture, network.padded(1, 1)):
         # the engine has one matrix for a tied head, and loads no prediction layers
@@ -181,18 +180,44 @@ def rollout_elements(architecture: Architecture, network: Network, tensor: int, 
             continue
         if op.axis == "etp" and expert_ranks > 1:
             total += math.prod(op.shard_shape()) // expert_ranks
+        else:
+            total += _on_engine_rank(op, network, tensor)
+    return total
+
+
+def _on_engine_rank(op: WeightOp, network: Network, tensor: int) -> int:
+    """Elements of one row of the table on a rank of the engine, experts cut over the tensor ranks."""
+    vocab = -(-network.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
+    total = 0
+    for shape, split in zip(op.shapes, op.splits):
+        size = math.prod(shape)
+        if split.dim is None or "_down_proj" in op.mcore:
+            total += size
+        elif shape[0] == network.vocab_size:
+            total += size // shape[0] * (vocab // tensor)
+        else:
+            # query heads may part from their key/value head
+            unit = split.unit if split.unit % network.kv_channels else network.kv_channels
+            units = shape[split.dim] // unit
+            total += size // units * -(-units // tensor)
+    return total
+
+
+@lru_cache(maxsize=256)
+def packed_elements(architecture: Architecture, network: Network, tensor: int) -> int:
+    """Return the elements that a rank of the CPU's engine keeps packed beside its weights: of large linear layers and the head.
+
+    Matrices that the engine has as one (query, key and value; gate and up) count as one here too.
+    """
+    total = 0
+    ops = _ops(architecture, network.padded(1, 1))
+    tied = any(op.copy_of_tied for op in ops)
+    for op in ops:
+        looked_up = op.place == "pre" and not tied
+        if op.copy_of_tied or op.place == "mtp" or op.axis == "etp" or looked_up or any(len(shape) != 2 for shape in op.shapes):
             continue
-        for shape, split in zip(op.shapes, op.splits):
-            size = math.prod(shape)
-            if split.dim is None or "_down_proj" in op.mcore:
-                total += size
-            elif shape[0] == network.vocab_size:
-                total += size // shape[0] * (vocab // tensor)
-            else:
-                # query heads may part from their key/value head
-                unit = split.unit if split.unit % network.kv_channels else network.kv_channels
-                units = shape[split.dim] // unit
-                total += size // units * -(-units // tensor)
+        size = _on_engine_rank(op, network, tensor)
+        total += size if size >= PACKED_ELEMENTS else 0
     return total
 
 

@@ -297,11 +297,12 @@ class VllmEngine:
         self._has_cache = True
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of the weights and the KV cache that are on the device now."""
+        """Bytes of the weights, of what kernels packed of them and of the KV cache that are on the device now."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         weights = [*runner.model.parameters(), *runner.model.buffers()] if self._has_weights else []
         return {
             "rollout weights": _storage_bytes(weights),
+            "packed weights": self._hooks.packed_bytes(runner.model),
             "KV cache": _storage_bytes(runner.kv_caches) if self._has_cache else 0,
         }
 

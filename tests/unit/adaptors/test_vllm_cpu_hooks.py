@@ -15,7 +15,7 @@ from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
 
 def engine_with_cache(cache: torch.Tensor) -> SimpleNamespace:
     """The path from vLLM's LLM object to its model runner's caches."""
-    runner = SimpleNamespace(kv_caches=[cache])
+    runner = SimpleNamespace(kv_caches=[cache], model=torch.nn.Module())
     worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
     core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker)))
     return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))

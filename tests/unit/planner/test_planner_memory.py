@@ -371,6 +371,15 @@ def test_the_engines_share_is_of_what_a_process_sees() -> None:
     assert engine / GIB == pytest.approx(0.4 * (64 - 2.73), abs=0.01)
 
 
+def test_the_cpu_engine_keeps_large_matrices_packed_until_the_next_push() -> None:
+    plan = planned("grpo_tiny_cpu")
+    # fp32, four layers over 128: only gate and up (768 rows) have 65536 elements; the head has 128 rows
+    by_phase = {phase.name: phase.owners.get("packed weights", 0) for phase in plan.dies[0].phases}
+    assert by_phase["generate"] == by_phase["update"] == 4 * 4 * 768 * 128
+    assert by_phase["start"] == by_phase["update_weights"] == 0
+    assert owners(planned("grpo_qwen25_7b_A3"), "packed weights") == 0
+
+
 def test_an_adapter_beside_the_weights_takes_room_in_the_engine() -> None:
     lora = {
         "actor_config__lora_target_modules": ["linear_qkv"],

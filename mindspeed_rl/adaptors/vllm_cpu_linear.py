@@ -1,0 +1,100 @@
+"""Linear layers of vLLM's CPU build (0.32) whose weights may be replaced: packed for the kernel once they are used often.
+
+| patch of ours | symbol | why |
+|---|---|---|
+| live weights | layers.utils.dispatch_cpu_unquantized_gemm | packing at load empties `layer.weight`: `load_weights` then fails, and `reload_weights` is silently wrong for tied embeddings |
+
+vLLM packs a matrix into oneDNN's own layout, with which a product of few rows takes half the time. Here the matrix itself stays,
+every load of weights writes into it, and a packed copy is made beside it when it was multiplied with some times since. A load
+drops the copies, and so does a release of the engine's memory. This can go when vLLM's CPU worker reloads weights in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mindspeed_rl.config.rollout_layout import PACKED_ELEMENTS
+
+#: products with a weight before it is packed: a copy costs about as much as some products of a decoding step
+_USES_BEFORE = 8
+#: numbers of rows for which oneDNN keeps a compiled product
+_KEPT_SHAPES = 32
+
+
+class LiveLinear:
+    """The product of one layer, vLLM's `cpu_linear`: x [..., k] with weight [n, k] and bias [n] or None, [..., n].
+
+    The weight may change between `forget` and the next product, and at no other time.
+    """
+
+    def __init__(self) -> None:
+        self._uses = 0
+        self._packed: Any = None
+        self._packed_bytes = 0
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._packed is None:
+            self._uses += 1
+            if self._uses <= _USES_BEFORE or not _is_packable(weight, x):
+                return nn.functional.linear(x, weight, bias)
+            self._pack(weight)
+        return _kernels().onednn_mm(self._packed, x, bias)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the copy, which no allocator of torch's counts; 0 while there is none."""
+        return self._packed_bytes
+
+    def forget(self) -> None:
+        """Drops the copy: the weight is about to change, or its memory is wanted."""
+        self._uses, self._packed, self._packed_bytes = 0, None, 0
+
+    def _pack(self, weight: Tensor) -> None:
+        self._packed = _kernels().create_onednn_mm(weight.t(), _KEPT_SHAPES)
+        self._packed_bytes = weight.nbytes
+
+
+def _kernels() -> Any:
+    import vllm._custom_ops
+
+    return vllm._custom_ops
+
+
+def _is_packable(weight: Tensor, x: Tensor) -> bool:
+    return (
+        _kernels()._supports_onednn
+        and weight.dim() == 2
+        and weight.dtype == x.dtype
+        and weight.numel() >= PACKED_ELEMENTS
+        and weight.is_contiguous()
+    )
+
+
+def apply() -> None:
+    """Gives the linear layers that vLLM builds from now on a `LiveLinear` each. Imports vLLM."""
+    import vllm.model_executor.layers.utils as layer_utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = LiveLinear()
+
+    layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def live_layers(model: nn.Module) -> Iterator[LiveLinear]:
+    """Those of an engine's model; a tied head is the embedding's, and comes once."""
+    seen = set()
+    for module in model.modules():
+        found = getattr(module, "cpu_linear", None)
+        if isinstance(found, LiveLinear) and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+
+
+def forget_packed(model: nn.Module) -> None:
+    """Drops the copies of all layers of an engine's model."""
+    for layer in live_layers(model):
+        layer.forget()
