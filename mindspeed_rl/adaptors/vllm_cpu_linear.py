@@ -1,11 +1,10 @@
 """Linear layers of vLLM's CPU build (0.32) whose weights may be replaced: packed for the kernel once they are used often.
 
-| patch of ours | symbol | why |
-|---|---|---|
-| live weights | layers.utils.dispatch_cpu_unquantized_gemm | packing at load empties `layer.weight`: `load_weights` then fails, and `reload_weights` is silently wrong for tied embeddings |
+- live weights (layers.utils.dispatch_cpu_unquantized_gemm): packing at load empties `layer.weight`; `load_weights` then fails,
+  and `reload_weights` is silently wrong for tied embeddings.
 
-vLLM packs a matrix into oneDNN's own layout, with which a product of few rows takes half the time. Here the matrix itself stays,
-every load of weights writes into it, and a packed copy is made beside it when it was multiplied with some times since. A load
+vLLM packs a matrix into oneDNN's own layout, with which a product of few rows takes half the time. Here the matrix itself
+stays, every load of weights writes into it, and a packed copy is made beside it once it was multiplied with some times. A load
 drops the copies, and so does a release of the engine's memory. This can go when vLLM's CPU worker reloads weights in place.
 """
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.config.rollout_layout import PACKED_ELEMENTS

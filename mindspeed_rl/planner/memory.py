@@ -27,7 +27,10 @@ MODEL_ERROR = 0.25
 #: the allocator's blocks are larger than what is asked of them, by this share of what comes and goes
 FRAGMENTATION = 0.05
 #: owners whose bytes are counted, not modelled
-EXACT = ("weights", "gradients", "optimizer", "reference", "reward model", "critic", "rollout weights", "packed weights", "KV cache")
+EXACT = (
+    *("weights", "gradients", "optimizer", "reference", "reward model", "critic"),
+    *("rollout weights", "packed weights", "KV cache"),
+)
 #: owners that no allocator of torch's counts
 FIXED = ("driver", "runtime", "HCCL buffers")
 

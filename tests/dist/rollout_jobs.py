@@ -9,12 +9,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from training_jobs import KEYS, Setting, all_rows, my_rows, summary  # applies the adaptor, before Megatron is imported
 
 from mindspeed_rl import adaptors
+from mindspeed_rl.adaptors import vllm_cpu_linear
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 
 adaptors.apply("rollout")  # before vLLM is imported
@@ -201,6 +203,27 @@ def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None
             if iteration < updates:
                 results.append(pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient))
         return report | summary(results, {})
+
+
+def learn_packed(setting: Setting, infer_tp: int) -> dict[str, Any]:
+    """As `learn`, with every linear layer of the engine packed; beside it the bytes of packed copies."""
+    report: dict[str, Any] = {"differences": [], "after push": [], "after generating": []}
+    # eight tokens are eight products of small matrices
+    with mock.patch.multiple(vllm_cpu_linear, PACKED_ELEMENTS=1, _USES_BEFORE=2):
+        with pair_of(setting, infer_tp) as pair:
+            for iteration in range(3):
+                pair.push()
+                pair.prove()
+                report["after push"].append(pair.rollout.resident_bytes()["packed weights"])
+                rows = sampled_rows(pair.generate(iteration))
+                report["after generating"].append(pair.rollout.resident_bytes()["packed weights"])
+                report["differences"].append(largest_difference(pair, rows, setting))
+                pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient)
+            pair.rollout.release_memory()
+            report["after release"] = pair.rollout.resident_bytes()["packed weights"]
+            pair.rollout.restore_weights()
+            pair.rollout.restore_cache()
+    return report
 
 
 def misdeliver(setting: Setting, infer_tp: int) -> dict[str, str]:

@@ -104,6 +104,17 @@ def test_weights_arrive_and_the_update_is_that_of_one_process(
     assert first_steps[0] == first_steps[1] == sum(map(len, reference["tokens"][0]))
 
 
+def test_packed_linear_layers_are_packed_anew_after_each_push(pools: Callable[..., Ranks], models: dict[str, Path]) -> None:
+    setting = Setting(str(models["tied"]), PP)
+    for report in pools(2, 2).run(jobs.learn_packed, setting=setting, infer_tp=2, timeout_s=300):
+        assert max(report["differences"]) < 1e-4
+        assert report["after push"] == [0, 0, 0] and report["after release"] == 0
+        # a rank's part of the four layers and of the head, which is padded to 192 rows: query, key and value 128 rows of 128,
+        # output 128 of 64, gate and up 96 of 128, down 128 of 48
+        held = 4 * (128 * 128 + 128 * 64 + 96 * 128 + 128 * 48) + 96 * 128
+        assert report["after generating"] == [4 * held] * 3
+
+
 @pytest.mark.parametrize(("infer_tp", "keys"), BOTH)
 def test_damaged_and_stale_weights_are_named(
     pools: Callable[..., Ranks], models: dict[str, Path], infer_tp: int, keys: dict[str, Any]

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_rl.adaptors import vllm_cpu_linear
 from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
-from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear, live_layers
+from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear, forget_packed, live_layers
 
 #: many more products than it takes until a weight is packed
 OFTEN = 40
@@ -30,9 +29,7 @@ def uses_until_packed(linear: LiveLinear, weight: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows_of_input", [1, 7, 130])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_in_double_precision_packed_or_not(
-    dtype: torch.dtype, rows_of_input: int, has_bias: bool
-) -> None:
+def test_products_are_those_in_double_precision_packed_or_not(dtype: torch.dtype, rows_of_input: int, has_bias: bool) -> None:
     weight, x = weight_of(dtype=dtype), torch.randn(3, rows_of_input, 256).to(dtype)
     bias = torch.randn(512).to(dtype) if has_bias else None
     exact = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
@@ -89,5 +86,5 @@ def test_a_load_of_weights_and_a_release_of_memory_drop_the_copies() -> None:
     hooks.before_load(model)
     assert hooks.packed_bytes(model) == 0
     pack()
-    vllm_cpu_linear.forget_packed(model)
+    forget_packed(model)
     assert hooks.packed_bytes(model) == 0
