@@ -43,20 +43,28 @@ class Benchmark:
     """A script with its words.
 
     Attributes:
+        profiled: words in place of them while a profile is taken, where all of them would take too long.
         needs: "quickstart" (the results of examples/quickstart.sh), "trl" (an environment with TRL), or nothing.
     """
 
     words: tuple[str, ...]
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[str]
+    profiled: tuple[str, ...]
 
 
-def benchmark(words: str, *needs: str) -> Benchmark:
-    return Benchmark(tuple(words.split()), frozenset(needs))
+def benchmark(words: str, *needs: str, profiled: str = "") -> Benchmark:
+    return Benchmark(tuple(words.split()), frozenset(needs), tuple((profiled or words).split()))
+
+
+def beside_trl(size: str) -> Benchmark:
+    words = f"grpo_vs_trl.py --sizes {size}"
+    return benchmark(words, "trl", profiled=f"{words} --precisions float32 --lengths 256 --iterations 3")
 
 
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
-    "grpo": benchmark("grpo_vs_trl.py --tokens 64 256", "quickstart", "trl"),
+    **{f"grpo-{size}": beside_trl(size) for size in ("0.8M", "30M", "100M")},
+    "dpo": benchmark("dpo_vs_trl.py", "trl", profiled="dpo_vs_trl.py --sizes 30M --precisions float32 --iterations 3"),
     "losses": benchmark("loss_vs_trl.py", "trl"),
     "step": benchmark("train_step.py --sizes 1M 10M --rounds 5"),
     "modes": benchmark("async_rollout.py --rounds 1"),
@@ -84,7 +92,7 @@ class Line:
 
 def run(name: str, trl_python: str | None) -> Line:
     """One benchmark, its output shown as it comes."""
-    command = command_of(name, trl_python)
+    command = command_of(name, BENCHMARKS[name].words, trl_python)
     shown = " ".join(["python", f"benchmarks/{BENCHMARKS[name].words[0]}", *BENCHMARKS[name].words[1:]])
     line = Line(name, shown, time.strftime("%Y-%m-%d"), os.getloadavg()[0])
     print(f"== {name}: {shown}", flush=True)
@@ -100,12 +108,12 @@ def run(name: str, trl_python: str | None) -> Line:
     return line
 
 
-def command_of(name: str, trl_python: str | None) -> list[str]:
-    script, *words = BENCHMARKS[name].words
-    # losses are held against TRL inside of TRL's environment; grpo starts TRL there by itself
+def command_of(name: str, chosen: tuple[str, ...], trl_python: str | None) -> list[str]:
+    script, *words = chosen
+    # losses are held against TRL inside of TRL's environment; the others start TRL there by themselves
     if trl_python is not None and name == "losses":
         return [trl_python, str(FOLDER / script), *words]
-    extra = ["--trl-python", trl_python] if trl_python is not None and name == "grpo" else []
+    extra = ["--trl-python", trl_python] if trl_python is not None and "trl" in BENCHMARKS[name].needs else []
     return [sys.executable, str(FOLDER / script), *words, *extra]
 
 
@@ -125,7 +133,7 @@ def profiled(name: str, trl_python: str | None) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         stacks = Path(folder, "stacks.txt")
         words = ["--subprocesses", "--rate", "20", "--format", "raw", "--output", str(stacks)]
-        command = [str(_py_spy()), "record", *words, "--", *command_of(name, trl_python)]
+        command = [str(_py_spy()), "record", *words, "--", *command_of(name, BENCHMARKS[name].profiled, trl_python)]
         subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
         return [f"## {name}", "", *frames_table(stacks.read_text())]
 

@@ -1,204 +1,181 @@
-"""One GRPO run of this suite and one of TRL's GRPOTrainer: same model, prompts, group size and response length, in turn.
+"""GRPO runs of this suite and of TRL's GRPOTrainer in turn: same model, prompts, group size, response lengths and precision.
 
-    python -m venv /tmp/trl && /tmp/trl/bin/pip install -r benchmarks/requirements-trl-train.txt    # torch and transformers too
-    .venv/bin/python benchmarks/grpo_vs_trl.py --trl-python /tmp/trl/bin/python [--tokens 64 256] [--iterations 8]
+    python -m venv /tmp/trl
+    /tmp/trl/bin/pip install torch==2.13.0+cpu -r benchmarks/requirements-trl-train.txt transformers==5.19.0
+    .venv/bin/python benchmarks/grpo_vs_trl.py --trl-python /tmp/trl/bin/python [--sizes 0.8M 30M 100M]
+        [--precisions float32 bfloat16] [--lengths 64 256 varying] [--iterations 5]
 
-Needs a warm-started model and prompts: run examples/quickstart.sh first. Every response has exactly --tokens tokens, because
-otherwise the two would compare two models' ideas of when to stop. Neither uses a reference model, and both make one optimizer
-step an iteration. Ours trains on about 4,500 tokens at a time, which caches like; TRL runs twice, with all completions at a
-time and with 32, and its faster run counts. Prints completions/s, seconds an iteration (median without the first two), peak
-memory over all processes, and the ratios; and where our time goes.
+Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
+the end token is drawn: one in 128, so a quarter is shorter than 37, half than 89, and one in eight is cut at 256. Neither side
+has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 5,000 tokens; TRL
+runs twice, with all completions at a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps
+float32 main weights and TRL has a model of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians
+without the first one, memory is the sum over all processes (PSS).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from headline import Headline
+from tiny_run import SHAPES, make_model, make_task, preprocess, train_command, watched
 
-ROOT = Path(__file__).resolve().parent.parent
-WARM_UP = 2
-PROMPTS, GROUP = 32, 8
+from mindspeed_rl.observability.run_files import read_run
+
+WARM_UP = 1
+GROUP = 8
+#: completions of an iteration by size of the model
+COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
+VARYING, LONGEST = "varying", 256
 MICRO_BATCH_TOKENS = 5000
+TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
 
 
-def run_measured(command: list[str], environment: dict[str, str]) -> float:
-    """Runs a command and returns the peak of the resident memory of its process tree, in GiB (shared pages count once each)."""
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    peak = 0.0
-    tail: list[str] = []
-    reader = threading.Thread(target=lambda: tail.extend(process.stderr), daemon=True)
-    reader.start()
-    root = psutil.Process(process.pid)
-    while process.poll() is None:
-        total = 0
-        for member in [root, *root.children(recursive=True)]:
-            try:
-                total += member.memory_info().rss - member.memory_info().shared
-            except psutil.Error:
-                continue
-        peak = max(peak, total / 2**30)
-        time.sleep(0.5)
-    if process.returncode:
-        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {''.join(tail)[-2000:]}")
-    return peak
+@dataclass(frozen=True)
+class Cell:
+    """One comparison.
+
+    Attributes:
+        length: tokens of a response, or VARYING.
+    """
+
+    size: str
+    precision: str
+    length: str
+
+    @property
+    def tokens(self) -> int:
+        """The most that a response has."""
+        return LONGEST if self.length == VARYING else int(self.length)
+
+    @property
+    def completions(self) -> int:
+        return COMPLETIONS[self.size]
+
+    def __str__(self) -> str:
+        tokens = f"{self.length} tokens" if self.length != VARYING else "varying lengths"
+        return f"GRPO, {self.size} parameters, {self.precision}, {self.completions} completions of {tokens}"
 
 
-def ours(work: Path, tokens: int, iterations: int, model: Path, prompts: Path) -> dict[str, float]:
-    """Median seconds of our phases, and peak memory."""
-    folder = work / f"ours_{tokens}"
-    rows = 64
-    while rows * (tokens + 8) > MICRO_BATCH_TOKENS:
-        rows //= 2
-    overrides = {
+@dataclass(frozen=True)
+class Measured:
+    """Seconds an iteration, GiB of all processes, and where the seconds go or which setting it was."""
+
+    iteration_s: float
+    memory_gib: float
+    notes: str
+
+
+def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) -> Measured:
+    """Two workers that train and generate, one thread each."""
+    prompts_each = cell.completions // GROUP
+    keys = {
         "run_dir": folder,
         "megatron_training.train_iters": iterations,
         "megatron_training.tokenizer_name_or_path": model,
         "megatron_training.data_path": prompts,
         "megatron_training.eval_data_path": "null",
-        "megatron_training.global_batch_size": PROMPTS,
+        "megatron_training.global_batch_size": prompts_each,
+        "megatron_training.bf16": str(cell.precision == "bfloat16").lower(),
         "actor_config.load": model,
         "actor_config.save": "null",
         "actor_config.tensor_model_parallel_size": 1,
-        "actor_config.micro_batch_size": rows,
+        "actor_config.lr": 1e-5,
+        "actor_config.min_lr": 0.0,
+        "actor_config.micro_batch_size": 1,
+        "rl_config.use_dynamic_bsz": "true",
+        "rl_config.max_packing_token_size": MICRO_BATCH_TOKENS,
         "rl_config.n_samples_per_prompt": GROUP,
-        "rl_config.mini_batch_size": PROMPTS,
+        "rl_config.mini_batch_size": prompts_each,
         "rl_config.init_kl_coef": 0.0,
+        "rl_config.log_probs_diff_limit": "null",  # bfloat16's is above that of the run file
+        "generate_config.dtype": cell.precision,
         "generate_config.max_num_seqs": 128,
-        "generate_config.max_model_len": tokens + 32,
+        "generate_config.max_model_len": cell.tokens + 32,
         "generate_config.kv_cache_memory_gib": "null",
-        "generate_config.sampling_config.max_tokens": tokens,
-        "generate_config.sampling_config.ignore_eos": "true",
+        "generate_config.sampling_config.max_tokens": cell.tokens,
+        "generate_config.sampling_config.ignore_eos": str(cell.length != VARYING).lower(),
     }
-    command = [str(ROOT / ".venv/bin/mindspeed-rl"), "train", "--config-name", "grpo_tiny_cpu"]
-    peak = run_measured(
-        [*command, *(f"{key}={value}" for key, value in overrides.items())], dict(os.environ, OMP_NUM_THREADS="1")
-    )
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    if any(record["response_length/min"] != tokens for record in records):
-        raise RuntimeError(f"responses of {records[0]['response_length/min']} tokens instead of {tokens}")
-    names = {
-        "iteration": "all",
-        "rollout": "rollout",
-        "rewards": "rule_reward",
-        "advantages": "adv",
-        "update": "update",
-        "push": "update_weights",
-    }
-    result = {name: statistics.median(record[f"timing/{key}"] for record in records) for name, key in names.items()}
-    return result | {"peak_gib": peak}
+    seen = watched(train_command(keys), folder.with_name(f"{folder.name}.log"), {"OMP_NUM_THREADS": "1"})
+    series = read_run(folder).history.series
+
+    def measured(name: str) -> list[float]:
+        return list(series[name].y)[WARM_UP:]
+
+    shortest = min(measured("response_length/min"))
+    if cell.length != VARYING and shortest != cell.tokens:
+        raise RuntimeError(f"a response of {shortest} tokens instead of {cell.tokens}")
+    notes = ", ".join(f"{name} {statistics.median(measured(f'timing/{key}')):.2f}" for name, key in TIMINGS.items())
+    notes += f"; {statistics.mean(measured('response_length/mean')):.0f} tokens a response"
+    return Measured(statistics.median(measured("timing/all")), seen.memory_gib, notes)
 
 
-def trl(work: Path, tokens: int, iterations: int, model: Path, prompts: Path, python: str) -> dict[str, float]:
-    """Median seconds an iteration of TRL's faster setting, and that run's peak memory."""
-    runs = []
-    for rows in (PROMPTS * GROUP, 32):
-        output = work / f"trl_{tokens}_{rows}.json"
-        arguments = [str(output), str(tokens), str(iterations), str(rows), str(model), str(prompts)]
-        environment = dict(os.environ, OMP_NUM_THREADS="2", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
-        peak = run_measured([python, __file__, "--inside-trl", *arguments], environment)
-        times = json.loads(output.read_text())[WARM_UP:]
-        runs.append({"iteration": statistics.median(times), "peak_gib": peak, "rows": rows})
-    return min(runs, key=lambda run: run["iteration"])
+def trl(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int, python: str) -> Measured:
+    """The faster of two settings."""
+    found = []
+    for at_once in (cell.completions, max(GROUP, cell.completions // 4)):
+        settings = {
+            "model": str(model),
+            "data": str(prompts),
+            "dtype": cell.precision,
+            "group": GROUP,
+            "rows": cell.completions,
+            "at_once": at_once,
+            "tokens": cell.tokens,
+            "fixed": cell.length != VARYING,
+            "iterations": iterations,
+        }
+        found.append(beside(folder.with_name(f"{folder.name}_{at_once}"), "grpo", settings, python, f"{at_once} at a time"))
+    return min(found, key=lambda one: one.iteration_s)
 
 
-def inside_trl(output: str, tokens: str, iterations: str, at_once: str, model: str, prompts: str) -> None:
-    """Runs in TRL's environment: one GRPOTrainer, seconds of each step to a file."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def beside(folder: Path, kind: str, settings: dict, python: str, notes: str) -> Measured:
+    """One run of trl_side.py."""
+    folder.mkdir()
+    asked, output = folder / "settings.json", folder / "seconds.json"
+    asked.write_text(json.dumps(settings))
+    script = Path(__file__).with_name("trl_side.py")
+    environment = {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    seen = watched([python, str(script), kind, str(asked), str(output)], folder / "log.txt", environment)
+    return Measured(statistics.median(json.loads(output.read_text())[WARM_UP:]), seen.memory_gib, notes)
 
-    torch.set_num_threads(2)
-    length = int(tokens)
 
-    class Clock(TrainerCallback):
-        times: list[float] = []
-        started = 0.0
-
-        def on_step_begin(self, *args: object, **kwargs: object) -> None:
-            Clock.started = time.perf_counter()
-
-        def on_step_end(self, *args: object, **kwargs: object) -> None:
-            Clock.times.append(time.perf_counter() - Clock.started)
-
-    rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
-    dataset = Dataset.from_list([{"prompt": row["instruction"], "answer": row["output"]} for row in rows])
-
-    def exact(completions: list[str], answer: list[str], **unused: object) -> list[float]:
-        return [float(text.strip() == right) for text, right in zip(completions, answer)]
-
-    config = GRPOConfig(
-        output_dir=output + ".trl",
-        per_device_train_batch_size=int(at_once),
-        gradient_accumulation_steps=PROMPTS * GROUP // int(at_once),
-        num_generations=GROUP,
-        max_steps=int(iterations),
-        max_completion_length=length,
-        temperature=1.0,
-        top_k=0,
-        beta=0.0,
-        learning_rate=2e-4,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=10_000,
-        generation_kwargs={"min_new_tokens": length},
-    )
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    trainer = GRPOTrainer(
-        network, reward_funcs=exact, args=config, train_dataset=dataset, processing_class=tokenizer, callbacks=[Clock()]
-    )
-    trainer.train()
-    Path(output).write_text(json.dumps(Clock.times))
+def say(what: str, mine: Measured, theirs: Measured) -> None:
+    """Headlines of a comparison, and where our time goes."""
+    name = f"TRL, {theirs.notes}"
+    pairs = [("seconds an iteration", mine.iteration_s, theirs.iteration_s), ("GiB", mine.memory_gib, theirs.memory_gib)]
+    for unit, a, b in pairs:
+        Headline(f"{what}, {unit}", f"{a:.2f}", name, f"{b:.2f}", b / a).say()
+    print(f"where our {mine.iteration_s:.2f} s go: {mine.notes}", flush=True)
 
 
 def main() -> None:
-    """Prints one table a response length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="python of an environment with TRL")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--quickstart", type=Path, default=ROOT / "runs/quickstart")
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--precisions", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--lengths", nargs="+", default=["64", "256", VARYING])
+    parser.add_argument("--iterations", type=int, default=5)
     options = parser.parse_args()
-    model, prompts = (options.quickstart / part for part in ("sft/hf/latest", "raw/train.jsonl"))
-    completions = PROMPTS * GROUP
-    with tempfile.TemporaryDirectory() as folder:
-        for tokens in options.tokens:
-            mine = ours(Path(folder), tokens, options.iterations, model, prompts.with_suffix("").parent.parent / "data/train")
-            theirs = trl(Path(folder), tokens, options.iterations, model, prompts, options.trl_python)
-            print(f"\n{tokens} generated tokens, {completions} completions an iteration; TRL with {theirs['rows']} at a time")
-            print(f"{'':<22}{'this suite':>12}{'TRL':>12}{'ratio':>8}")
-            for label, a, b in (
-                ("seconds an iteration", mine["iteration"], theirs["iteration"]),
-                ("completions/s", completions / mine["iteration"], completions / theirs["iteration"]),
-                ("peak memory GiB", mine["peak_gib"], theirs["peak_gib"]),
-            ):
-                print(f"{label:<22}{a:>12.2f}{b:>12.2f}{a / b:>8.2f}")
-                if label != "completions/s":
-                    what = f"GRPO, {completions} completions of {tokens} tokens, {label}"
-                    Headline(what, f"{a:.2f}", "TRL", f"{b:.2f}", b / a).say()
-            print(
-                "where our time goes:",
-                ", ".join(f"{name} {mine[name]:.2f} s" for name in ("rollout", "rewards", "advantages", "update", "push")),
-            )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        task = make_task(folder / "task")
+        rows = task / "raw" / "train.jsonl"
+        words = ("--dataset-additional-keys", "labels")
+        prompts = preprocess(task, rows, task / "data" / "train", "R1AlpacaStyleInstructionHandler", *words)
+        for size in options.sizes:
+            model = make_model(task, folder / size, SHAPES[size])
+            for number, (precision, length) in enumerate((p, n) for p in options.precisions for n in options.lengths):
+                cell, place = Cell(size, precision, length), folder / f"{size}_{number}"
+                mine = ours(place.with_name(f"ours_{place.name}"), cell, model, prompts, options.iterations)
+                theirs = trl(place.with_name(f"trl_{place.name}"), cell, model, rows, options.iterations, options.trl_python)
+                say(str(cell), mine, theirs)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] == "--inside-trl":
-        inside_trl(*sys.argv[2:])
-    else:
-        main()
+    main()

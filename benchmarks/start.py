@@ -10,30 +10,15 @@ what each holds for itself and its share of what several hold (PSS), looked at t
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from headline import Headline
-from tiny_run import ROOT, failure, train_command
+from tiny_run import ROOT, Watched, train_command, watched
 
 
-@dataclass(frozen=True)
-class Start:
-    """Seconds of the clock and of the processor; GiB."""
-
-    first_s: float
-    end_s: float
-    cpu_s: float
-    memory_gib: float
-
-
-def run(folder: Path, quickstart: Path, iterations: int) -> Start:
+def run(folder: Path, quickstart: Path, iterations: int) -> Watched:
     """One run of a few iterations, watched from outside."""
     keys = {
         "run_dir": folder,
@@ -45,32 +30,7 @@ def run(folder: Path, quickstart: Path, iterations: int) -> Start:
         "actor_config.save": "null",
     }
     log = folder.with_suffix(".log")
-    begun, first_s, memory = time.monotonic(), 0.0, 0
-    cpu: dict[tuple[int, float], float] = {}
-    with log.open("w") as stream:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(train_command(keys), env=environment, stdout=stream, stderr=stream)
-    family = psutil.Process(process.pid)
-    while process.poll() is None:
-        held = 0
-        try:
-            members = [family, *family.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            break
-        for member in members:
-            try:
-                times = member.cpu_times()
-                cpu[member.pid, member.create_time()] = times.user + times.system
-                held += member.memory_full_info().pss
-            except psutil.Error:
-                continue  # it has just ended
-        memory = max(memory, held)
-        if not first_s and "iteration 1/" in log.read_text():
-            first_s = time.monotonic() - begun
-        time.sleep(0.5)
-    if process.wait() or not first_s:
-        raise failure(process.returncode, log)
-    return Start(first_s, time.monotonic() - begun, sum(cpu.values()), memory / 2**30)
+    return watched(train_command(keys), log, {"OMP_NUM_THREADS": "1"}, "iteration 1/")
 
 
 def main() -> None:

@@ -5,15 +5,92 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mindspeed_rl.observability.run_files import RunFiles, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 #: the quickstart's model
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
+#: models of about so many parameters, the quickstart's vocabulary of characters included
+SHAPES: dict[str, dict[str, int]] = {
+    "0.8M": {},
+    "30M": {
+        **{"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1536},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4},
+    },
+    "100M": {
+        **{"num_hidden_layers": 14, "hidden_size": 768, "intermediate_size": 2304},
+        **{"num_attention_heads": 12, "num_key_value_heads": 6},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A command that has ended well, seen from outside.
+
+    Attributes:
+        first_s: seconds until its log had the words that were waited for; 0 where none were.
+        end_s: seconds until its end.
+        cpu_s: seconds of the processor, of all its processes.
+        memory_gib: the greatest sum over all its processes of what each holds for itself and its share of what several hold
+            (PSS), looked at twice a second.
+    """
+
+    first_s: float
+    end_s: float
+    cpu_s: float
+    memory_gib: float
+
+
+def watched(command: Sequence[str], log: Path, environment: Mapping[str, str], words: str = "") -> Watched:
+    """Runs a command to its end; what it prints is in `log`.
+
+    Raises:
+        RuntimeError: it failed, or ended without having printed the words.
+    """
+    begun, first_s, memory = time.monotonic(), 0.0, 0
+    cpu: dict[tuple[int, float], float] = {}
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=stream, stderr=stream)
+    family = psutil.Process(process.pid)
+    while process.poll() is None:
+        held = 0
+        try:
+            members = [family, *family.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            break
+        for member in members:
+            try:
+                times = member.cpu_times()
+                cpu[member.pid, member.create_time()] = times.user + times.system
+                held += member.memory_full_info().pss
+            except psutil.Error:
+                continue  # it has just ended
+        memory = max(memory, held)
+        if words and not first_s and words in log.read_text():
+            first_s = time.monotonic() - begun
+        time.sleep(0.5)
+    if process.wait() or (words and not first_s):
+        raise failure(process.returncode, log)
+    return Watched(first_s, time.monotonic() - begun, sum(cpu.values()), memory / 2**30)
+
+
+def preprocess(task: Path, rows: Path, prefix: Path, handler: str, *words: str) -> Path:
+    """Token ids of these rows under `prefix`, which is returned."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(ROOT / ".venv/bin/mindspeed-rl"), "preprocess", "--tokenizer-type", "PretrainedFromHF"]
+    command += ["--tokenizer-name-or-path", str(task / "model"), "--input", str(rows), "--output-prefix", str(prefix)]
+    command += ["--prompt-type", "hf", "--handler-name", handler, *words]
+    subprocess.run(command, check=True, capture_output=True)
+    return prefix
 
 
 def make_task(folder: Path) -> Path:
@@ -36,9 +113,9 @@ def make_model(task: Path, folder: Path, shape: Mapping[str, Any]) -> Path:
     return folder
 
 
-def train_command(keys: Mapping[str, Any], *words: str) -> list[str]:
+def train_command(keys: Mapping[str, Any], *words: str, config: str = "grpo_tiny_cpu") -> list[str]:
     """The command line; `words` are further overrides."""
-    command = [str(ROOT / ".venv/bin/mindspeed-rl"), "train", "--config-name", "grpo_tiny_cpu"]
+    command = [str(ROOT / ".venv/bin/mindspeed-rl"), "train", "--config-name", config]
     return [*command, *(f"{key}={value}" for key, value in keys.items()), *words]
 
 

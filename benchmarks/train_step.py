@@ -1,9 +1,11 @@
 """Measure an optimizer step of this engine beside transformers with plain torch, on GSM8K's lengths.
 
-    python benchmarks/train_step.py [--sizes 1M 10M 100M] [--threads 2] [--rounds 5] [--output benchmarks/train_step.md]
+    python benchmarks/train_step.py [--sizes 1M 10M 100M] [--precisions float32 bfloat16] [--threads 2] [--rounds 5]
+        [--output benchmarks/train_step.md]
 
-Both sides train the same weights on the same rows of random tokens: forward, backward, gradient clipping and an AdamW step
-in float32. The loss is the mean over the answers' tokens; the losses of both sides must agree, so the work is the same.
+Both sides train the same weights on the same rows of random tokens: forward, backward, gradient clipping and an AdamW step,
+in float32, or in bfloat16, where ours keeps float32 main weights and the other side has none. The loss is the mean over the
+answers' tokens; the losses of both sides must agree, so the work is the same.
 
 - transformers: `model(input_ids, attention_mask, labels)` with SDPA attention, rows padded to the longest of their
   micro-batch, `clip_grad_norm_`, `torch.optim.AdamW`.
@@ -29,6 +31,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from gsm8k_lengths import ANSWER_SHARE, length_at
 from headline import Headline
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -47,14 +50,9 @@ from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine  # noqa:
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402
 from mindspeed_rl.models.plan import plan_model  # noqa: E402
 
-#: tokens of question and answer in GSM8K's 7,473 training problems: every 5 % of the distribution, then its last percents.
-#: Words, digits and runs of punctuation count as tokens, which is close to what the Qwen2.5 tokenizer makes of them.
-FIVE_PERCENTS = (64, 98, 110, 119, 128, 136, 143, 151, 158, 167, 175, 184, 193, 204, 216, 228, 242, 260, 287, 323)
-QUANTILES = {number / 20: length for number, length in enumerate(FIVE_PERCENTS)} | {0.98: 369, 0.99: 406, 1.0: 566}
-#: the answer's median share of those tokens
-ANSWER_SHARE = 0.68
-
 IGNORED = -100
+#: the losses of both sides may be so far apart: bfloat16 has 8 bits, and the two round in different places
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 LR, DECAY, CLIP = 1e-4, 0.1, 1.0
 
 
@@ -105,19 +103,10 @@ def draw_rows(size: Size) -> Rows:
     # evenly spread over the distribution, in random order: every batch has its share of long rows
     places = (torch.randperm(size.rows, generator=generator) + 0.5) / size.rows
     for place in places.tolist():
-        length = _length(place)
+        length = length_at(place)
         ids.append(torch.randint(2, size.vocab, (length,), generator=generator))
         prompts.append(length - round(ANSWER_SHARE * length))
     return Rows(ids, prompts)
-
-
-def _length(place: float) -> int:
-    """Linear between the known quantiles."""
-    points = sorted(QUANTILES.items())
-    for (low, first), (high, last) in zip(points, points[1:]):
-        if place <= high:
-            return round(first + (last - first) * (place - low) / (high - low))
-    raise AssertionError(place)
 
 
 # ---------------------------------------------------------------- the two sides
@@ -125,9 +114,9 @@ def _length(place: float) -> int:
 Step = Callable[[], float]
 
 
-def transformers_step(folder: Path, size: Size, rows: Rows) -> Step:
+def transformers_step(folder: Path, size: Size, rows: Rows, precision: str) -> Step:
     """One step of the usual loop, which returns its loss."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision), attn_implementation="sdpa").train()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -165,10 +154,16 @@ def answer_loss(inputs: LossInputs) -> LossOutput:
     return LossOutput(-torch.where(inputs.mask, inputs.outputs[0], 0.0).sum(), inputs.mask.sum())
 
 
-def engine_step(folder: Path, size: Size, rows: Rows, *, packed: bool) -> Step:
+def engine_step(folder: Path, size: Size, rows: Rows, precision: str, *, packed: bool) -> Step:
     """One step of this engine, which returns its loss."""
     config = MegatronConfig(
-        bf16=False, lr=LR, train_iters=1000, lr_decay_style="constant", adam_eps=1e-8, weight_decay=DECAY, clip_grad=CLIP
+        bf16=precision == "bfloat16",
+        lr=LR,
+        train_iters=1000,
+        lr_decay_style="constant",
+        adam_eps=1e-8,
+        weight_decay=DECAY,
+        clip_grad=CLIP,
     )
     plan = plan_model(config, folder)
     model = build_model(config, plan, trainable=True)
@@ -187,7 +182,7 @@ def engine_step(folder: Path, size: Size, rows: Rows, *, packed: bool) -> Step:
 # ---------------------------------------------------------------- measuring
 
 
-def measure(size: Size, rounds: int) -> dict[str, list[float]]:
+def measure(size: Size, precision: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round by variant.
 
     Raises:
@@ -198,9 +193,9 @@ def measure(size: Size, rounds: int) -> dict[str, list[float]]:
         torch.manual_seed(0)
         Qwen2ForCausalLM(size.config()).save_pretrained(folder)
         steps = {
-            "transformers": transformers_step(Path(folder), size, rows),
-            "padded": engine_step(Path(folder), size, rows, packed=False),
-            "packed": engine_step(Path(folder), size, rows, packed=True),
+            "transformers": transformers_step(Path(folder), size, rows, precision),
+            "padded": engine_step(Path(folder), size, rows, precision, packed=False),
+            "packed": engine_step(Path(folder), size, rows, precision, packed=True),
         }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
@@ -211,7 +206,7 @@ def measure(size: Size, rounds: int) -> dict[str, list[float]]:
             if number:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
         worst = max(abs(loss - losses["transformers"]) for loss in losses.values())
-        if worst > 1e-4:
+        if worst > TOLERANCE[precision]:
             sys.exit(f"round {number}: the losses differ: {losses}")
     return seconds
 
@@ -222,7 +217,7 @@ HEADER = """\
 |---|---|---|---|---|---|---|---|---|---|"""
 
 
-def line(size: Size, seconds: dict[str, list[float]]) -> str:
+def line(size: Size, precision: str, seconds: dict[str, list[float]]) -> str:
     """A row of the table: tokens a second of every variant, and their ratios, which it says as headlines too."""
     lengths, step = draw_rows(size).lengths, size.micro_batch
     padded = sum(max(lengths[i : i + step]) * len(lengths[i : i + step]) for i in range(0, len(lengths), step))
@@ -230,7 +225,7 @@ def line(size: Size, seconds: dict[str, list[float]]) -> str:
     with torch.device("meta"):
         count = sum(p.numel() for p in Qwen2ForCausalLM(size.config()).parameters())
     cells = [
-        f"{count / 1e6:.1f}M",
+        f"{count / 1e6:.1f}M {precision}",
         f"{size.rows} in {size.rows // step}",
         f"{sum(lengths):,}",
         f"{sum(lengths) / padded:.0%}",
@@ -242,7 +237,7 @@ def line(size: Size, seconds: dict[str, list[float]]) -> str:
     ]
     for name in ("padded", "packed"):
         what, ratio = (
-            f"an optimizer step of {count / 1e6:.0f} M parameters, {name}, tokens/s",
+            f"an optimizer step of {count / 1e6:.0f} M parameters, {precision}, {name}, tokens/s",
             rate[name] / rate["transformers"],
         )
         Headline(what, f"{rate[name]:,.0f}", "transformers, padded", f"{rate['transformers']:,.0f}", ratio).say()
@@ -264,6 +259,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--precisions", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="Markdown file to write; nothing is written without it")
@@ -273,12 +269,14 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     join_world()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    flags = f"--sizes {' '.join(options.sizes)} --threads {options.threads} --rounds {options.rounds}"
-    text = [f"`python benchmarks/train_step.py {flags}`\n", f"{versions}, float32, median of {options.rounds} steps\n", HEADER]
+    chosen = f"--sizes {' '.join(options.sizes)} --precisions {' '.join(options.precisions)}"
+    flags = f"{chosen} --threads {options.threads} --rounds {options.rounds}"
+    text = [f"`python benchmarks/train_step.py {flags}`\n", f"{versions}, median of {options.rounds} steps\n", HEADER]
     print(*text, sep="\n", flush=True)
     for name in options.sizes:
-        text.append(line(SIZES[name], measure(SIZES[name], options.rounds)))
-        print(text[-1], flush=True)
+        for precision in options.precisions:
+            text.append(line(SIZES[name], precision, measure(SIZES[name], precision, options.rounds)))
+            print(text[-1], flush=True)
     if options.output:
         options.output.write_text("\n".join(text) + "\n")
 
