@@ -17,7 +17,11 @@ Scope = Literal["train", "rollout"]
 
 #: (platform, scope) -> modules whose `apply()` runs, in order, before the library is imported
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("cpu", "train"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.megatron_cpu"),
+    ("cpu", "train"): (
+        "mindspeed_rl.adaptors.gloo_devices",
+        "mindspeed_rl.adaptors.megatron_cpu",
+        "mindspeed_rl.adaptors.megatron_async_saves",
+    ),
     ("cpu", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.llvmlite_names",
@@ -25,9 +29,13 @@ ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_experts",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
     ),
-    ("npu", "train"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.mindspeed"),
+    ("npu", "train"): (
+        "mindspeed_rl.adaptors.gloo_devices",
+        "mindspeed_rl.adaptors.mindspeed",
+        "mindspeed_rl.adaptors.megatron_async_saves",
+    ),
     ("npu", "rollout"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.vllm_ascend"),
-    ("cuda", "train"): ("mindspeed_rl.adaptors.gloo_devices",),
+    ("cuda", "train"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.megatron_async_saves"),
     ("cuda", "rollout"): ("mindspeed_rl.adaptors.gloo_devices",),
 }
 

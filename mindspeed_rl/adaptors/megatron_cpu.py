@@ -1,4 +1,4 @@
-"""megatron-core 0.16.1 on a machine without an accelerator: what MindSpeed's adaptor does on Ascend, for the CPU.
+"""megatron-core 0.16 to 0.18 on a machine without an accelerator: what MindSpeed's adaptor does on Ascend, for the CPU.
 
 A hook runs after each `megatron.core.*` module is executed: it points the module's global `torch` at the facade of
 `torch_facade.py` and applies the named patches below. Nothing outside Megatron changes but `torch.Tensor.cuda`, which
@@ -18,6 +18,9 @@ they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it g
 | MLA | multi_latent_attention.HAVE_TE | true without TransformerEngine; its classes are then mocks, no types |
 | writer | filesystem_async, async_utils | they fork a process that holds gloo threads, and `.to("cpu")` copies nothing |
 
+Which releases need a patch: all, but for those in LAST_RELEASE. megatron-core 0.17 has neither GroupedMLP nor the kernels under
+it, and says honestly that TransformerEngine is missing. Its writer uses threads where that of 0.16 forked, but asks a process
+that it starts to keep their results, and a thread that fails leaves everybody waiting: ours stands in for both.
 They can go when megatron-core supports a CPU device; `tests/unit/adaptors` fails for each that is no longer needed.
 """
 
@@ -33,7 +36,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +46,7 @@ from mindspeed_rl.adaptors import packed_rope
 from mindspeed_rl.adaptors.onednn_matmul import adapt_linear_layers, product
 from mindspeed_rl.adaptors.torch_facade import facade
 
-SUPPORTED_VERSIONS = ("0.16",)
+SUPPORTED_VERSIONS = ("0.16", "0.17", "0.18")
 _PREFIX = "megatron.core"
 
 
@@ -241,9 +244,13 @@ def _writer(module: Any) -> None:
             written[index] = result
         out.put(written if failed is None else failed)
 
-    module._get_write_results_queue = lambda: results
     writer.preload_tensors = staticmethod(preload_tensors)
-    writer.write_preloaded_data_multiproc = staticmethod(write)
+    if hasattr(module, "get_write_results_queue"):  # from 0.17 on
+        module.get_write_results_queue = lambda mp_mode="spawn": results
+        writer.write_preloaded_data_multithread = staticmethod(write)
+    else:
+        module._get_write_results_queue = lambda: results
+        writer.write_preloaded_data_multiproc = staticmethod(write)
 
 
 def _latent_attention(module: Any) -> None:
@@ -285,14 +292,31 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "dist_checkpointing.strategies.async_utils": _async_calls,
 }
 
+#: patch -> last release that has what it patches
+LAST_RELEASE = {
+    "transformer.multi_latent_attention": "0.16",
+    "transformer.moe.experts": "0.16",
+    "transformer.moe.grouped_gemm_util": "0.16",
+}
+
+
+def patches_for(version: str) -> dict[str, Callable[[Any], None]]:
+    """Module -> patch, of those that a release of megatron-core needs."""
+    release = SUPPORTED_VERSIONS.index(".".join(version.split(".")[:2]))
+    return {
+        name: patch
+        for name, patch in PATCHES.items()
+        if name not in LAST_RELEASE or release <= SUPPORTED_VERSIONS.index(LAST_RELEASE[name])
+    }
+
 
 # ---------------------------------------------------------------- the hook
 
 
-def _adapt(module: Any) -> None:
+def _adapt(module: Any, patches: Mapping[str, Callable[[Any], None]]) -> None:
     if vars(module).get("torch") is torch:
         module.torch = facade
-    patch = PATCHES.get(module.__name__.removeprefix(_PREFIX + "."))
+    patch = patches.get(module.__name__.removeprefix(_PREFIX + "."))
     if patch is not None:
         patch(module)
 
@@ -300,15 +324,15 @@ def _adapt(module: Any) -> None:
 class _AdaptingLoader(importlib.abc.Loader):
     """Runs the module's own loader, then adapts the module."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: importlib.abc.Loader, patches: Mapping[str, Callable[[Any], None]]) -> None:
+        self._loader, self._patches = loader, patches
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
         self._loader.exec_module(module)
-        _adapt(module)
+        _adapt(module, self._patches)
 
     def __getattr__(self, name: str) -> Any:
         # inspect and importlib.resources ask the loader for sources and files
@@ -318,6 +342,9 @@ class _AdaptingLoader(importlib.abc.Loader):
 class _MegatronFinder(importlib.abc.MetaPathFinder):
     """Finds megatron.core modules as everybody else does, and adapts them once they have run."""
 
+    def __init__(self, patches: Mapping[str, Callable[[Any], None]]) -> None:
+        self._patches = patches
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -326,7 +353,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
         # not by all finders of sys.meta_path, of which this one is the first
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AdaptingLoader(spec.loader)
+            spec.loader = _AdaptingLoader(spec.loader, self._patches)
         return spec
 
 
@@ -348,10 +375,10 @@ def apply() -> None:
     import importlib.metadata
 
     version = importlib.metadata.version("megatron-core")
-    if not version.startswith(SUPPORTED_VERSIONS):
+    if not version.startswith(tuple(f"{release}." for release in SUPPORTED_VERSIONS)):
         raise RuntimeError(f"megatron-core {version} is installed; the CPU adaptor is for {', '.join(SUPPORTED_VERSIONS)}.x.")
     # modules of Megatron warn that packages for GPUs are missing
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine|TransformerEngine|apex).*")
-    sys.meta_path.insert(0, _MegatronFinder())
+    sys.meta_path.insert(0, _MegatronFinder(patches_for(version)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # pyrefly: ignore[method-assign]  (what this file is for)
     _applied = True

@@ -19,7 +19,8 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
-from mindspeed_rl.engine.lora import LoraSettings, adapt_spec, start_adapters
+from mindspeed_rl.engine.lora import adapt_spec, start_adapters
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel

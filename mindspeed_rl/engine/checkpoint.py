@@ -50,7 +50,8 @@ from mindspeed_rl.engine.disks import (
     settle_record,
     spread,
 )
-from mindspeed_rl.engine.lora import LoraSettings, is_trained
+from mindspeed_rl.engine.lora import is_trained
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
 
 _log = logging.getLogger(__name__)

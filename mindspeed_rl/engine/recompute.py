@@ -6,17 +6,17 @@ activations one is saved at the price of an elementwise operation.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
+
+from mindspeed_rl.models import specs
 
 
 class RecomputingMLP(MLP):
@@ -49,8 +49,8 @@ class RecomputingSharedExpertMLP(SharedExpertMLP, RecomputingMLP):  # pyrefly: i
 class RecomputingSequentialMLP(SequentialMLP):
     """Experts one by one, likewise."""
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: Any, pg_collection: Any = None) -> None:
-        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection)
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any, pg_collection: Any = None, **named: Any) -> None:
+        super().__init__(num_local_experts, config, submodules, pg_collection=pg_collection, **named)
         self.local_experts = nn.ModuleList(
             RecomputingMLP(
                 self.config,
@@ -76,22 +76,16 @@ def recompute_activations(spec: TransformerBlockSubmodules) -> None:
     Raises:
         ValueError: experts are grouped.
     """
-    assert spec.layer_specs is not None
-    for layer in spec.layer_specs:
-        _replace(layer)
+    specs.substitute_layers(spec, _recomputing)
 
 
-def _replace(spec: ModuleSpec) -> None:
-    if isinstance(spec.module, type) and issubclass(spec.module, GroupedMLP):
+def _recomputing(name: str, part: Any) -> Any:
+    module = specs.module_of(part)
+    if module is None:
+        return part
+    if specs.GROUPED_EXPERTS is not None and issubclass(module, specs.GROUPED_EXPERTS):
         raise ValueError(
             "recompute_activation_function: experts in grouped products cannot do it here; set moe_grouped_gemm: false or use "
             "recompute_granularity."
         )
-    if isinstance(spec.module, type):
-        spec.module = _RECOMPUTING.get(spec.module, spec.module)
-    if spec.submodules is not None:
-        assert dataclasses.is_dataclass(spec.submodules)
-        for field in dataclasses.fields(spec.submodules):
-            inner = getattr(spec.submodules, field.name)
-            if isinstance(inner, ModuleSpec):
-                _replace(inner)
+    return specs.with_module(part, _RECOMPUTING[module]) if module in _RECOMPUTING else part

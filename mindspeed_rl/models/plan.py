@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout, layer_list, noop_layers
 from mindspeed_rl.models.network import Network, read_quantization_block
 from mindspeed_rl.models.network_keys import check_network_keys
+
+#: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); what is left needs TransformerEngine
+LAST_WITH_GROUPED_EXPERTS = (0, 16)
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,11 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
     """Reads config.json and places its layers.
 
     Raises:
-        ValueError: there is no config.json, a network key of the run file contradicts it, or the layout does not fit.
+        ValueError: there is no config.json, a network key of the run file contradicts it, the layout does not fit, or the
+            installed megatron-core has not what the keys ask for.
     """
     architecture, network, hf_config = read_model(hf_folder)
+    _check_grouped_experts(config, network)
     network = network.with_head(head)
     check_network_keys(config, network, Path(hf_folder, "config.json"))
     return placed(config, architecture, network, hf_config)
@@ -92,6 +98,22 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, Network, dict[str, 
     read_quantization_block(hf_config)  # raises for weights that cannot be read
     architecture = architecture_for(hf_config)
     return architecture, architecture.network(hf_config), hf_config
+
+
+def _check_grouped_experts(config: MegatronConfig, network: Network) -> None:
+    """Raises ValueError for grouped experts where the installed megatron-core would silently build single ones."""
+    if not (config.moe_grouped_gemm and network.num_moe_experts):
+        return
+    try:
+        release = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:  # a source tree
+        return
+    if tuple(int(part) for part in release.split(".")[:2]) > LAST_WITH_GROUPED_EXPERTS:
+        last = ".".join(map(str, LAST_WITH_GROUPED_EXPERTS))
+        raise ValueError(
+            f"moe_grouped_gemm: megatron-core {release} has no grouped experts without TransformerEngine ({last} was the last "
+            "that had); set moe_grouped_gemm: false, which computes the experts of a device one by one."
+        )
 
 
 def num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:

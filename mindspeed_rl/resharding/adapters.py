@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rl.engine.build import BuiltModel
-from mindspeed_rl.engine.lora import LoraSettings, owned_adapters, save_peft
+from mindspeed_rl.engine.lora import owned_adapters, save_peft
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
 from mindspeed_rl.resharding.exchange import Exchange, world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError

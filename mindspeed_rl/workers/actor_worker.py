@@ -19,7 +19,8 @@ from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.lora import LoraSettings, adapters_disabled
+from mindspeed_rl.engine.lora import adapters_disabled
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.plan import plan_model

@@ -21,7 +21,8 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, iteration_folder, load_checkpoint, settle, verify_files
-from mindspeed_rl.engine.lora import LoraSettings, save_peft
+from mindspeed_rl.engine.lora import save_peft
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import WithFreshHead, load_weights
 from mindspeed_rl.models.plan import ModelPlan

@@ -30,9 +30,11 @@ from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
-from mindspeed_rl.engine.lora import LoraSettings, save_peft
+from mindspeed_rl.engine.lora import save_peft
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights
+from mindspeed_rl.models import specs
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.transfer import WeightStream
 
@@ -61,8 +63,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "tp2-ep2": {**SP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     },
 }
+if specs.GROUPED_EXPERTS is None:
+    LAYOUTS["moe"] = {name: keys for name, keys in LAYOUTS["moe"].items() if not name.endswith("-grouped")}
 #: one saves, the next loads what it saved
-SAVED = {"dense": ("tp2-sp", "pp2"), "moe": ("tp2-etp2-grouped", "ep2")}
+SAVED = {"dense": ("tp2-sp", "pp2"), "moe": ("tp2-etp2" if specs.GROUPED_EXPERTS is None else "tp2-etp2-grouped", "ep2")}
 BATCH = [torch.arange(2, 9), torch.arange(11, 22), torch.arange(30, 36), torch.arange(1, 13)]
 PROMPTS = [3, 2, 1, 4]
 

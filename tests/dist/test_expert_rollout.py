@@ -9,6 +9,7 @@ from typing import Any
 import exchange_jobs
 import pytest
 import rollout_jobs as jobs
+from megatron_release import GROUPED_EXPERTS
 from ranks import Ranks
 from slow_layouts import marked
 from training_jobs import Setting
@@ -52,7 +53,7 @@ def test_engines_that_share_experts_answer_as_one_process_does(
     models: dict[str, Path], one_process: Callable[[str], Any], tensor: int, sharing: int, name: str
 ) -> None:
     size = tensor * sharing
-    training = {"expert_model_parallel_size": 2, "moe_grouped_gemm": True}
+    training = {"expert_model_parallel_size": 2, "moe_grouped_gemm": GROUPED_EXPERTS}
     group, setting = Ranks(size, "rollout"), Setting(str(models[name]), training)
     try:
         cuts = UNEVEN if sharing > 1 else [[16]] * len(UNEVEN)

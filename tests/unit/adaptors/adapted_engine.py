@@ -10,6 +10,7 @@ import sys
 import warnings
 
 import torch
+import torch._dynamo  # wraps torch.manual_seed; some releases of Megatron import it
 
 warnings.filterwarnings("ignore")
 before = (torch.empty, torch.tensor, torch.device, torch.cuda, torch.cuda.is_available, torch.compile, torch.manual_seed)
@@ -24,9 +25,12 @@ import mindspeed_rl.engine
 import mindspeed_rl.resharding
 from mindspeed_rl.adaptors import torch_facade
 
+# imported by `lora` where Megatron has the class that it adapts
+of_some_releases = {"mindspeed_rl.engine.lora_experts"}
 for package in (mindspeed_rl.engine, mindspeed_rl.resharding):
     for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        importlib.import_module(found.name)
+        if found.name not in of_some_releases:
+            importlib.import_module(found.name)
 for name in ("optimizer.distrib_optimizer", "transformer.moe.experts", "transformer.multi_latent_attention"):
     importlib.import_module(f"megatron.core.{name}")
 

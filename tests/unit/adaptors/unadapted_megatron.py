@@ -92,6 +92,7 @@ optimizer, distributed = module("optimizer"), module("optimizer.distrib_optimize
 rng, experts = module("tensor_parallel.random"), module("transformer.moe.moe_utils")
 files, calls = module("dist_checkpointing.strategies.filesystem_async"), module("dist_checkpointing.strategies.async_utils")
 latent = module("transformer.multi_latent_attention")
+grouped = getattr(module("transformer.moe.experts"), "GroupedMLP", None)
 mixed = module("optimizer.optimizer").Float16OptimizerWithFloat16Params
 
 print(
@@ -114,14 +115,16 @@ print(
             "optimizer.clip_grads": names_cuda_types(module("optimizer.clip_grads").clip_grad_by_total_norm_fp32),
             "models.common.embeddings.rope_utils": steps_for_each_sequence(),
             "transformer.multi_latent_attention": latent.HAVE_TE and not isinstance(latent.TELinear, type),
-            "transformer.moe.experts": any(
-                "bf16" in str(constant) for constant in module("transformer.moe.experts").GroupedMLP.forward.__code__.co_consts
-            ),
+            "transformer.moe.experts": grouped is not None
+            and any("bf16" in str(constant) for constant in grouped.forward.__code__.co_consts),
             "transformer.moe.token_dispatcher": torch.is_tensor(experts.maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True)),
-            "transformer.moe.moe_utils": "te_general_gemm" not in vars(experts),
-            "transformer.moe.grouped_gemm_util": module("transformer.moe.grouped_gemm_util").grouped_gemm is None,
+            "transformer.moe.moe_utils": torch.is_tensor(experts.maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True))
+            or "te_general_gemm" not in vars(experts),
+            "transformer.moe.grouped_gemm_util": grouped is not None
+            and module("transformer.moe.grouped_gemm_util").grouped_gemm is None,
             "dist_checkpointing.strategies.filesystem_async copy": does_not_copy(),
-            "dist_checkpointing.strategies.filesystem_async fork": "fork" in inspect.getsource(files.FileSystemWriterAsync),
+            "dist_checkpointing.strategies.filesystem_async process": "fork" in inspect.getsource(files.FileSystemWriterAsync)
+            or "Manager()" in inspect.getsource(files.get_write_results_queue),
             "dist_checkpointing.strategies.async_utils": "fork" in inspect.getsource(calls.TemporalAsyncCaller),
         }
     )

@@ -21,7 +21,8 @@ from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, holds_base, load_checkpoint
-from mindspeed_rl.engine.lora import AdaptedModule, LoraSettings, adapters_disabled, save_peft
+from mindspeed_rl.engine.lora import adapters_disabled, save_peft
+from mindspeed_rl.engine.lora_layers import AdaptedModule, LoraSettings
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
 from mindspeed_rl.engine.weights import load_weights, local_weights
 from mindspeed_rl.models.plan import plan_model
@@ -142,7 +143,9 @@ def test_disabled_adapters_give_the_base_model_bit_for_bit(kind: str, request: p
     assert torch.equal(log_probs(engine), adapted)
 
 
-@pytest.mark.parametrize(("kind", "grouped"), [("dense", False), ("moe", False), ("moe", True)])
+@pytest.mark.parametrize(
+    ("kind", "grouped"), [("dense", False), ("moe", False), ("moe", True)], ids=["dense", "moe", "grouped"]
+)
 def test_adapters_equal_the_merged_model(kind: str, grouped: bool, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     engine = make_engine(folder, moe_grouped_gemm=grouped)
@@ -355,7 +358,7 @@ def test_grouped_and_single_experts_read_each_others_adapters(moe: Path, tmp_pat
     torch.testing.assert_close(log_probs(other), log_probs(engine), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "grouped"), [("dense", False), ("moe", True)])
+@pytest.mark.parametrize(("kind", "grouped"), [("dense", False), ("moe", True)], ids=["dense", "grouped"])
 def test_peft_loads_the_exported_adapters(kind: str, grouped: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)
     # transformers holds experts in one tensor, so that peft can only take the adapters outside them

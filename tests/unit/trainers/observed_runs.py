@@ -16,7 +16,7 @@ from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.plan import build_batch_plan
 from mindspeed_rl.config.schema import field_types
 from mindspeed_rl.engine.build import planned_config
-from mindspeed_rl.engine.lora import LoraSettings
+from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.models.network_keys import described, reward_model_config
 from mindspeed_rl.models.plan import plan_model, read_model

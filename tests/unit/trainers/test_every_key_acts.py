@@ -99,7 +99,7 @@ ELSEWHERE: dict[str, str] = {
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
-    "engine/lora.py": "lora_target_modules lora_r lora_alpha lora_dropout",
+    "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",

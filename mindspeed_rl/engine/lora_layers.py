@@ -1,0 +1,302 @@
+"""Megatron's linear layers with an adapter beside their weight, and what the run says of adapters; see `lora.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.megatron import LORA_TARGETS
+from mindspeed_rl.engine.parallel import rng_tracker
+from mindspeed_rl.models.network import Network
+
+#: (axis, part, parts) of what a module's tensors are a part of, as Megatron says it
+Offsets = tuple[tuple[int, int, int], ...]
+
+LORA_A, LORA_B = "lora_A.default.weight", "lora_B.default.weight"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The run's adapters.
+
+    Attributes:
+        r: rank.
+        alpha: B A is multiplied by alpha / r.
+        dropout: probability with which an input element of A is dropped in training.
+        targets: names of the adapted layers.
+    """
+
+    r: int
+    alpha: int
+    dropout: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.r
+
+    @classmethod
+    def from_config(cls, config: MegatronConfig) -> LoraSettings | None:
+        """The adapters that the run file asks for, None without `lora_target_modules`.
+
+        Raises:
+            ValueError: a target is no layer that can be adapted.
+        """
+        if not config.lora_target_modules:
+            return None
+        for name in config.lora_target_modules:
+            if name not in LORA_TARGETS:
+                raise ValueError(f"lora_target_modules: '{name}' is none of {', '.join(LORA_TARGETS)}.")
+        return cls(config.lora_r, config.lora_alpha, config.lora_dropout, tuple(config.lora_target_modules))
+
+    def check(self, network: Network) -> None:
+        """Raises ValueError when the network has no layer of a target's name."""
+        if network.multi_latent_attention and "linear_qkv" in self.targets:
+            raise ValueError(
+                "lora_target_modules: linear_qkv does not exist with multi_latent_attention; linear_proj, linear_fc1 and "
+                "linear_fc2 do."
+            )
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint remembers: r, alpha and targets decide what its matrices mean."""
+        return {"r": self.r, "alpha": self.alpha, "target_modules": sorted(self.targets)}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The two matrices that adapt one weight, as this rank holds them.
+
+    Attributes:
+        weight: Megatron's local name of the weight; experts are told apart also where their weights are grouped.
+        a, b: [r, in] and [out, r], views of the parameters; one of them is a shard.
+        cuts_input: True when A is cut along its inputs (row parallel), False when B is cut along its outputs.
+        group: ranks over which it is cut.
+    """
+
+    weight: str
+    a: Tensor
+    b: Tensor
+    cuts_input: bool
+    group: dist.ProcessGroup
+
+
+class _SumGradients(torch.autograd.Function):
+    """Returns the same tensor, and sums its gradient over a group.
+
+    Megatron's `copy_to_tensor_model_parallel_region` would do, but it reduces a copy and returns the unreduced gradient when
+    that is not contiguous, as those of transposed matrices are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]  (as above)
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _SumGradients.apply(x, group) if group.size() > 1 else x
+
+
+class AdaptedModule(nn.Module):
+    """A module with adapters; mixed into Megatron's layers.
+
+    Attributes:
+        lora: rank, scale, dropout.
+        adapter_enabled: False computes with the base weights alone.
+        adapted_weights: names of its parameters that have an adapter.
+    """
+
+    lora: LoraSettings
+    adapter_enabled: bool = True
+    adapted_weights: tuple[str, ...]
+
+    def merged(self, name: str) -> Tensor:
+        """W + (alpha / r) B A of one adapted weight, computed in float32, in W's dtype and layout; W itself is untouched."""
+        raise NotImplementedError
+
+    def adapters(self, prefix: str) -> Iterator[Adapter]:
+        """Its adapters; `prefix` is the module's name with a dot behind it."""
+        raise NotImplementedError
+
+
+def mark(
+    parameter: nn.Parameter, *, cut_dim: int | None, expert: bool, expert_parallel: bool, group: dist.ProcessGroup
+) -> None:
+    """Tells Megatron how a parameter is cut and reduced, as it is told for the base layer's."""
+    parameter.allreduce = not (expert and expert_parallel)  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
+    if cut_dim is not None:
+        set_tensor_model_parallel_attributes(parameter, True, cut_dim, 1)
+    elif expert and group.rank() == 0:
+        # a matrix that every expert tensor rank repeats enters the gradient norm once
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+
+class _AdaptedLinear(AdaptedModule):
+    """Common half of the two linear layers, in front of Megatron's, whose attributes it uses."""
+
+    cuts_input: bool
+    adapted_weights = ("weight",)
+
+    weight: nn.Parameter
+    is_expert: bool
+    expert_parallel: bool
+    sequence_parallel: bool
+    tp_group: dist.ProcessGroup
+
+    def __init__(self, *args: Any, lora: LoraSettings, gated: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lora = lora
+        self.gated = gated
+        outputs, inputs = self.weight.shape
+        dtype = self.weight.dtype
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, lora.r, bias=False, dtype=dtype)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(lora.r, outputs, bias=False, dtype=dtype)})
+        # B A is 0: the first forward pass is the base model's
+        nn.init.zeros_(self.lora_b)
+        for parameter, cut_dim in (
+            (self.lora_a, 1 if self.cuts_input else None),
+            (self.lora_b, None if self.cuts_input else 0),
+        ):
+            mark(
+                parameter,
+                cut_dim=cut_dim,
+                expert=self.is_expert,
+                expert_parallel=self.expert_parallel,
+                group=self.tp_group,
+            )
+            # each rank sees its slice of the sequence only: the gradient of the replicated matrix is summed over the ranks
+            whole = cut_dim is None and self.sequence_parallel and not self.is_expert
+            parameter.sequence_parallel = whole  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
+
+    @property
+    def lora_a(self) -> nn.Parameter:
+        """[r, in of this rank]."""
+        return cast(nn.Parameter, self.lora_A["default"].weight)
+
+    @property
+    def lora_b(self) -> nn.Parameter:
+        """[out of this rank, r]."""
+        return cast(nn.Parameter, self.lora_B["default"].weight)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, nn.Parameter | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        if self.adapter_enabled:
+            output = output + self._low_rank(self._dropped(input_)) * self.lora.scale
+        return output, bias
+
+    def _low_rank(self, x: Tensor) -> Tensor:
+        """B A x, laid out as the base layer's output."""
+        raise NotImplementedError
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not (self.training and self.lora.dropout):
+            return x
+        if self.is_expert:
+            fork: AbstractContextManager[None] = rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        elif self.cuts_input or self.sequence_parallel:
+            fork = rng_tracker().fork()  # every rank has other elements
+        else:
+            fork = contextlib.nullcontext()  # every rank has the same elements and must drop the same ones
+        with fork:
+            return functional.dropout(x, self.lora.dropout)
+
+    @torch.no_grad()
+    def merged(self, name: str) -> Tensor:
+        return (self.weight.float() + self.lora.scale * (self.lora_b.float() @ self.lora_a.float())).to(self.weight.dtype)
+
+    def adapters(self, prefix: str) -> Iterator[Adapter]:
+        yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, self.cuts_input, self.tp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's, with the cut matrix of the adapter sharded (gate and up apart, as the base weight)."""
+        assert metadata is not None  # Megatron's linear layers need its groups too
+        base = super().sharded_state_dict
+        state = base(prefix, sharded_offsets, metadata)  # pyrefly: ignore[not-callable]  (of the layer behind this half)
+        key, tensor, axis = (prefix + LORA_A, self.lora_a, 1) if self.cuts_input else (prefix + LORA_B, self.lora_b, 0)
+        state[key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor,
+            key,
+            axis,
+            prepend_offsets=sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        if self.gated:
+            state[key] = apply_swiglu_sharded_factory(
+                state[key], sharded_offsets, metadata.get("singleton_local_shards", False)
+            )
+        return state
+
+
+class AdaptedColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
+    """ColumnParallelLinear with an adapter: A replicated, B cut along the outputs."""
+
+    cuts_input = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # B's outputs are cut as the base layer's, and nothing here would gather them
+        assert not self.gather_output
+
+    def _low_rank(self, x: Tensor) -> Tensor:
+        if self.is_expert:
+            # all ranks have all tokens, and each gives its part of their gradient: only A's own has to be summed here
+            a = sum_gradients(self.lora_a, self.tp_group)
+            return functional.linear(functional.linear(x, a), self.lora_b)
+        hidden = functional.linear(x, self.lora_a)
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        else:
+            hidden = sum_gradients(hidden, self.tp_group)
+        return functional.linear(hidden, self.lora_b)
+
+
+class AdaptedRowParallelLinear(_AdaptedLinear, RowParallelLinear):
+    """RowParallelLinear with an adapter: A cut along the inputs, B replicated."""
+
+    cuts_input = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A is cut along the inputs, so the input must come cut as well
+        assert self.input_is_parallel
+
+    def _low_rank(self, x: Tensor) -> Tensor:
+        hidden = functional.linear(x, self.lora_a)
+        if self.is_expert:
+            # outputs stay partial sums, the dispatcher adds them up
+            b = sum_gradients(self.lora_b, self.tp_group)
+            return functional.linear(hidden, b)
+        if self.sequence_parallel:
+            hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        else:
+            hidden = reduce_from_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return functional.linear(hidden, self.lora_b)

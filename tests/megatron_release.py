@@ -1,0 +1,9 @@
+"""What the installed release of Megatron has, for tests of several releases."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+RELEASE = importlib.metadata.version("megatron-core")
+#: without TransformerEngine, all experts of a rank in one product
+GROUPED_EXPERTS = RELEASE.startswith("0.16.")
