@@ -2,7 +2,8 @@
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [pytest arguments]
 #
 # Unit tests run on as many cores as there are (at most four), a file on one of them; the others start processes of their own.
-# --all runs the tests marked slow too, and those of optional packages in an environment of their own (envs/cpu/extras.sh).
+# --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
+# that touch Megatron on the releases of the second line (tests/second_line).
 # Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
 # Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
 # VENV_DIR=... uses another environment than .venv, EXTRAS_VENV=... another one than .venv-extras, NPU_SIM_VENV=... another one
@@ -79,6 +80,14 @@ if [[ "$whole" == yes && ${#select[@]} -eq 0 ]]; then
     else
         status=1  # --all asked for everything
     fi
+fi
+# Other releases of Megatron have environments of their own, beside this one.
+if [[ "$whole" == yes && ${#select[@]} -eq 0 ]]; then
+    for release in 0.17.1 0.18.0; do
+        result=0
+        VENV_DIR="$venv" MEGATRON="$release" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} || result=$?
+        take_result "$result"
+    done
 fi
 # The simulated NPU has an environment of its own.
 if [[ "$whole" == yes ]]; then

@@ -63,6 +63,30 @@ LINES = (
     ),
 )
 
+
+@dataclass(frozen=True)
+class MegatronLine:
+    """Releases of Megatron that the same adaptors serve.
+
+    Attributes:
+        releases: of megatron-core.
+        branches: MindSpeed's, for the NPU.
+        verified: where runs were tried.
+    """
+
+    name: str
+    releases: tuple[str, ...]
+    branches: tuple[str, ...]
+    verified: str
+
+
+#: MindSpeed's branches from 0.17 on leave the ground to MegatronAdaptor and TransformerEngineNPU, packages of their own that
+#: no index has (README of core_r0.17.0); without them `import mindspeed` fails, so nothing of that line ran for the NPU
+MEGATRON_LINES = (
+    MegatronLine("first", ("0.16",), ("core_r0.16.0",), "on the CPU and on the simulated NPU"),
+    MegatronLine("second", ("0.17", "0.18"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
+)
+
 #: packages every line needs, whatever their version
 NEEDED = ("ray", "transformers", "hydra-core", "safetensors", "transferqueue")
 
@@ -77,6 +101,27 @@ def line_for(installed: dict[str, str | None]) -> VersionLine:
         return sum((installed.get(name) or "").startswith(version) for name, version in line.packages.items())
 
     return max(LINES, key=matches)
+
+
+def release_of(version: str) -> str:
+    """The first two numbers of a version."""
+    return ".".join(version.split(".")[:2])
+
+
+def megatron_line_for(version: str | None) -> MegatronLine | None:
+    """The line that a version of megatron-core belongs to, None where there is none."""
+    return next((line for line in MEGATRON_LINES if version and release_of(version) in line.releases), None)
+
+
+def made_for(mindspeed: str) -> tuple[str, ...]:
+    """Releases of megatron-core that a version of MindSpeed may be made for.
+
+    Most branches have Megatron's number. Those for 0.17 and 0.18 still call themselves 0.12.1, as those for 0.12 do: the
+    metadata does not tell one from another.
+    """
+    if mindspeed == "0.12.1":
+        return ("0.12", *(release for line in MEGATRON_LINES[1:] for release in line.releases))
+    return (release_of(mindspeed),)
 
 
 def at_least(version: str, lowest: str) -> bool:

@@ -5,7 +5,8 @@ makes it again from wheels and source trees, which need not be installed:
 
     python tests/unit/npu/contract.py --torch-npu 2.9.0=WHEEL 2.10.0.post4=WHEEL 2.13.0=WHEEL \
         --vllm-ascend 0.18.0=WHEEL 0.23.0=WHEEL --vllm 0.23.0=WHEEL 0.32.0=SITE_PACKAGES \
-        --mindspeed core_r0.16.0=FOLDER --megatron 0.16.1=SITE_PACKAGES
+        --mindspeed core_r0.16.0=FOLDER core_r0.17.0=FOLDER core_r0.18.0=FOLDER \
+        --megatron 0.16.1=SITE_PACKAGES 0.17.1=WHEEL 0.18.0=WHEEL
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ ASCEND_GLOBAL_LOG_LEVEL
 #: kept in runtime_env.yaml for older releases of vllm-ascend, and said to be so
 OLD_VARIABLES = {"VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"}
 
+#: file -> releases of a package that it is imported for; something that only they have guards the import
+GUARDED = {"mindspeed_rl/engine/lora_experts.py": {"megatron": {"0.16.1"}}}
+
 RECORD = json.loads(contract.PINNED.read_text())
 USES = contract.uses(contract.ROOT / "mindspeed_rl")
 
@@ -44,7 +47,10 @@ def problems(uses: list[contract.Use], package: str) -> list[str]:
     for use in uses:
         if use.name.split(".")[0] != package:
             continue
+        only = GUARDED.get(use.where.rpartition(":")[0], {}).get(package)
         for version, names in offered(package).items():
+            if only is not None and version not in only:
+                continue
             if use.name not in names:
                 found.append(f"{use.where}: {use.name} is not in the record of {package} {version}")
             elif names[use.name] and use.keywords is not None:
@@ -65,7 +71,18 @@ def test_every_name_and_call_of_our_code_exists_in_every_pinned_release(package:
 def test_the_record_covers_the_releases_the_suite_is_for() -> None:
     assert {"2.9.0", "2.10.0.post4", "2.13.0"} <= set(RECORD["torch_npu"])
     assert {"0.18.0", "0.23.0"} <= set(RECORD["vllm_ascend"])
-    assert set(RECORD["mindspeed"]) == {"core_r0.16.0"} and set(RECORD["megatron"]) == {"0.16.1"}
+    assert set(RECORD["mindspeed"]) == {"core_r0.16.0", "core_r0.17.0", "core_r0.18.0"}
+    assert set(RECORD["megatron"]) == {"0.16.1", "0.17.1", "0.18.0"}
+
+
+def test_a_guarded_file_uses_what_only_its_releases_have_and_nothing_else_does() -> None:
+    for path, packages in GUARDED.items():
+        for package, releases in packages.items():
+            for version, names in offered(package).items():
+                missing = {use.name for use in USES if use.name.split(".")[0] == package and use.name not in names}
+                assert bool(missing) == (version not in releases), version
+                places = {use.where.rpartition(":")[0] for use in USES if use.name in missing}
+                assert places <= {path}, version
 
 
 def test_our_code_imports_nothing_from_vllm_ascend() -> None:

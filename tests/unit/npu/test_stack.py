@@ -33,7 +33,9 @@ def test_a_machine_without_any_of_it_has_no_line() -> None:
     assert found.line is None and {member.state for member in found.members} == {"missing"}
 
 
-@pytest.mark.parametrize(("name", "version"), [("megatron-core", "0.17.0"), ("vllm-ascend", "0.11.0rc1")])
+@pytest.mark.parametrize(
+    ("name", "version"), [("megatron-core", "0.15.3"), ("megatron-core", "0.19.0"), ("vllm-ascend", "0.11.0rc1")]
+)
 def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str) -> None:
     found = stack.examine_stack({name: version})
     assert state(name, version) == "refused" and not found.ok
@@ -42,6 +44,52 @@ def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str)
     else:
         with pytest.raises(ValueError, match="older"):
             vllm_ascend.row_for(vllm_ascend.ADDITIONAL_CONFIG, vllm_ascend.parse_release(version))
+
+
+def test_the_adaptors_serve_the_releases_of_both_lines_and_no_others() -> None:
+    assert tuple(release for line in matrix.MEGATRON_LINES for release in line.releases) == megatron_cpu.SUPPORTED_VERSIONS
+    recorded = {branch for line in matrix.MEGATRON_LINES for branch in line.branches}
+    assert recorded == set(RECORD["mindspeed"])
+
+
+@pytest.mark.parametrize(
+    ("version", "line"), [("0.16.1", "first"), ("0.17.1", "second"), ("0.18.0", "second"), ("0.1.6", None)]
+)
+def test_the_line_of_megatron_is_told_and_where_it_was_verified(version: str, line: str | None) -> None:
+    found = stack.examine_stack({"megatron-core": version})
+    assert (found.megatron.name if found.megatron else None) == line
+    assert ("Megatron: second line (megatron-core 0.17 and 0.18), verified on the CPU alone." in found.as_text()) == (
+        line == "second"
+    )
+
+
+def test_on_an_npu_the_second_line_is_not_verified() -> None:
+    found = stack.examine_stack({"megatron-core": "0.17.1", "torch-npu": "2.10.0.post4"})
+    megatron = next(member for member in found.members if member.name == "megatron-core")
+    assert (megatron.state, megatron.text) == ("not verified", "verified on the CPU alone; for the NPU take 0.16")
+
+
+@pytest.mark.parametrize(
+    ("megatron", "mindspeed", "expected"),
+    [
+        ("0.16.1", "0.16.0", "verified"),
+        ("0.17.1", "0.16.0", "refused"),
+        ("0.16.1", "0.15.3", "refused"),
+        ("0.16.1", "0.12.1", "refused"),
+        # a branch for 0.12, 0.17 or 0.18, and nothing in the metadata says which
+        ("0.17.1", "0.12.1", "not verified"),
+        ("0.18.0", "0.12.1", "not verified"),
+        (None, "0.12.1", "not verified"),
+    ],
+)
+def test_mindspeed_is_refused_where_it_is_made_for_another_megatron(
+    megatron: str | None, mindspeed: str, expected: str
+) -> None:
+    found = stack.examine_stack({"megatron-core": megatron, "mindspeed": mindspeed})
+    member = next(member for member in found.members if member.name == "mindspeed")
+    assert member.state == expected
+    if expected == "refused":
+        assert member.text.startswith("made for megatron-core 0.1") and f"{megatron} is installed" in member.text
 
 
 @pytest.mark.parametrize("name", ["torch-npu", "vllm-ascend", "vllm", "megatron-core"])
@@ -64,11 +112,19 @@ def test_what_the_suite_runs_on_is_what_the_lock_installs() -> None:
                 assert SpecifierSet(releases).contains(locked[name]), name
 
 
+def test_the_second_line_is_the_one_that_the_whole_suite_runs_too() -> None:
+    text = (ROOT / "tests/run.sh").read_text()
+    releases = re.search(r"for release in ([\d. ]+); do", text)[1].split()
+    tried = [specifier for specifier, how in stack.VERIFIED["megatron-core"] if "second line" in how]
+    assert len(tried) == len(releases)
+    assert all(SpecifierSet(specifier).contains(release) for specifier, release in zip(tried, releases))
+
+
 def test_the_command_prints_the_table_and_fails_for_what_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert doctor.main(["--stack"]) == 0
     assert "Nothing is refused." in capsys.readouterr().out
-    monkeypatch.setattr(doctor.checks, "installed_versions", lambda: {"megatron-core": "0.18.2"})
+    monkeypatch.setattr(doctor.checks, "installed_versions", lambda: {"megatron-core": "0.19.2"})
     assert doctor.main(["--stack", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Runs what touches Megatron on another release of megatron-core: MEGATRON=0.18.0 tests/second_line/run.sh [pytest arguments]
+#
+# The environment .venv-megatron-RELEASE has all of the CPU environment and, before it, that release (0.17.1 without MEGATRON=).
+# The second line asks for Python 3.12. Its Python files run on 3.11 too; the one compiled file, of the index of data sets, is
+# taken from the CPU environment's Megatron, whose source of it is the same. `run.sh --set-up` only makes the environment.
+# Paths among the arguments replace the default ones; without arguments the tests marked slow are left out.
+# VENV_DIR=... is the CPU environment, SECOND_LINE_VENV=... the one to make.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="$(cd "$here/../.." && pwd)"
+cd "$root"
+release="${MEGATRON:-0.17.1}"
+venv="${VENV_DIR:-$root/.venv}"
+environment="${SECOND_LINE_VENV:-$root/.venv-megatron-$release}"
+
+if [[ ! -x "$venv/bin/python" ]]; then
+    bash envs/cpu/install.sh "$venv"
+fi
+base="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+stamp="$environment/installed"
+wanted="megatron-core==$release before $base for $root"
+if [[ "$(cat "$stamp" 2> /dev/null || true)" != "$wanted" ]]; then
+    echo "[second line] megatron-core $release before $venv" >&2
+    "$venv/bin/python" -m venv --clear --without-pip "$environment"
+    packages="$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    # a wheel for another Python goes into a folder that is named, and comes without what it asks for
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-input --no-compile --ignore-requires-python --no-deps \
+        --python-version 3.12 --only-binary=:all: --target "$packages" "megatron-core==$release" \
+        2> >(grep -v -E "WARNING: (Location|Url) .* is ignored|Looking in (links|indexes)" >&2)
+    datasets=megatron/core/datasets
+    if ! cmp -s "$base/$datasets/helpers.cpp" "$packages/$datasets/helpers.cpp"; then
+        echo "tests/second_line/run.sh: helpers.cpp of megatron-core $release is another one; it must be compiled for this Python." >&2
+        exit 1
+    fi
+    rm -f "$packages/$datasets"/helpers_cpp.*.so
+    cp "$base/$datasets"/helpers_cpp.*.so "$packages/$datasets/"
+    echo "import site; site.addsitedir('$base')" > "$packages/cpu_environment.pth"
+    # in the environment that it is beside, the package may be that of another folder
+    echo "$root" > "$packages/mindspeed_rl.pth"
+    "$environment/bin/python" -m compileall -q -j 0 "$packages/megatron" > /dev/null 2>&1 || true
+    echo "$wanted" > "$stamp"
+fi
+if [[ "${1:-}" == --set-up ]]; then exit 0; fi
+
+found="$("$environment/bin/python" -c 'import importlib.metadata as m; print(m.version("megatron-core"))')"
+if [[ "$found" != "$release" ]]; then
+    echo "tests/second_line/run.sh: $environment has megatron-core $found, not $release." >&2
+    exit 1
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
+
+paths=(
+    tests/unit/adaptors tests/unit/engine tests/unit/models tests/unit/resharding tests/unit/npu/test_stack.py tests/dist
+    tests/e2e/test_grpo_run.py tests/e2e/test_supervised_commands.py
+)
+select=(-m "not slow")
+for argument in "$@"; do
+    if [[ "$argument" != -* && -e "${argument%%::*}" ]]; then paths=(); fi
+done
+exec "$environment/bin/python" -m pytest -p no:cacheprovider "${select[@]}" ${paths[@]+"${paths[@]}"} "$@"

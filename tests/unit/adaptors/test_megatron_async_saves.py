@@ -1,0 +1,46 @@
+"""Checkpoints are written by Megatron's own writer; the adaptor is needed as long as Megatron asks for another package."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from megatron_release import RELEASE
+
+from mindspeed_rl.adaptors import megatron_async_saves
+
+STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
+CHOOSES = not RELEASE.startswith(megatron_async_saves._WITHOUT_STRATEGIES)
+
+
+@pytest.mark.skipif(not CHOOSES, reason=f"megatron-core {RELEASE} has no choice of writers")
+def test_without_the_adaptor_megatron_asks_for_a_package_that_nobody_installs() -> None:
+    code = f"import {STRATEGIES} as strategies\nstrategies.get_async_strategy()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "nvidia-resiliency-ext" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(not CHOOSES, reason=f"megatron-core {RELEASE} has no choice of writers")
+@pytest.mark.parametrize("asked", ["nvrx", "mcore"])
+def test_with_it_the_answer_is_megatrons_own_whatever_is_asked_for(asked: str) -> None:
+    strategies = importlib.import_module(STRATEGIES)
+    own = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncRequest
+    name, modules = strategies.get_async_strategy(asked)
+    assert name == "mcore" and modules["AsyncRequest"] is own
+    assert strategies.get_async_strategy(asked, "AsyncRequest") == ("mcore", own)
+    adapted = strategies.get_async_strategy
+    megatron_async_saves.apply()
+    assert strategies.get_async_strategy is adapted
+
+
+@pytest.mark.skipif(CHOOSES, reason=f"megatron-core {RELEASE} has a choice of writers")
+def test_a_release_without_a_choice_is_left_alone_and_nothing_is_imported_for_it() -> None:
+    code = (
+        "import sys\nfrom mindspeed_rl.adaptors import megatron_async_saves\nmegatron_async_saves.apply()\n"
+        "print([name for name in sys.modules if name.startswith('megatron')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "[]", result.stderr
+    assert not hasattr(importlib.import_module(STRATEGIES), "get_async_strategy")
