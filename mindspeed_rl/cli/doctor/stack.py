@@ -40,7 +40,7 @@ VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
 REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     "megatron-core": (
         ("<0.16", "the adaptors change functions of 0.16 to 0.18 by name"),
-        (">=0.19", "the adaptors change functions of 0.16 to 0.18 by name"),
+        (">=0.19.dev0", "the adaptors change functions of 0.16 to 0.18 by name"),
     ),
     "vllm-ascend": (("<0.18", "no table of `additional_config` for it: weights would be kept in a layout no push can write"),),
 }

@@ -34,7 +34,7 @@ def test_a_machine_without_any_of_it_has_no_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "version"), [("megatron-core", "0.15.3"), ("megatron-core", "0.19.0"), ("vllm-ascend", "0.11.0rc1")]
+    ("name", "version"), [("megatron-core", "0.15.3"), ("megatron-core", "0.19.0rc1"), ("vllm-ascend", "0.11.0rc1")]
 )
 def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str) -> None:
     found = stack.examine_stack({name: version})
