@@ -68,7 +68,11 @@ def test_another_class_is_built_with_the_same_arguments_and_some_more(form: str)
     assert type(built(part, size=4)) is Part  # the one that was given is as it was
 
 
-@pytest.mark.parametrize("value", [None, function, functools.partial(function), "text", Part(1)], ids=["none", "function", "bound function", "text", "object"])
+@pytest.mark.parametrize(
+    "value",
+    [None, function, functools.partial(function), "text", Part(1)],
+    ids=["none", "function", "bound function", "text", "object"],
+)
 def test_what_is_not_built_from_a_class_has_none(value: object) -> None:
     assert specs.module_of(value) is None and specs.submodules_of(value) is None
 
