@@ -59,3 +59,30 @@ def test_experts_are_loaded_again_after_every_sleep() -> None:
     assert report["worst"] < 1e-4 and all(report["same_greedy"])
     assert report["equal"] == [True, True] and report["other_weights_differ"]
     assert report["calls"]["npu::npu_grouped_matmul"] > 0
+
+
+LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}
+
+
+def test_latent_attention_has_the_log_probs_of_transformers() -> None:
+    (report,) = run_ranks("rollout", 1, LATENT)
+    assert report["worst"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True, True] and report["other_weights_differ"]
+    calls = report["calls"]
+    prompts, tokens = calls["npu::npu_fused_infer_attention_score"], calls["npu::npu_fused_infer_attention_score_v2"]
+    assert prompts > 0 and tokens > 0
+    assert calls["npu::npu_kv_rmsnorm_rope_cache"] == calls["npu::npu_interleave_rope"] == prompts + tokens
+    assert calls["npu::npu_transpose_batchmatmul"] == tokens
+
+
+@pytest.mark.slow
+def test_latent_prompts_in_float32_differ_by_vllm_ascends_cast_to_bf16() -> None:
+    (report,) = run_ranks("rollout", 1, LATENT | {"cast_prompts": True, "rounds": 1})
+    assert 1e-4 < report["worst"] < 0.05 and all(report["same_greedy"])
+
+
+@pytest.mark.slow
+def test_two_dies_share_the_heads_of_latent_attention() -> None:
+    first, second = run_ranks("rollout", 2, LATENT | {"tensor_parallel": 2, "rounds": 1})
+    assert first["tokens"] == second["tokens"] and first["equal"] == second["equal"] == [True]
+    assert first["worst"] < 1e-4 and all(first["same_greedy"])

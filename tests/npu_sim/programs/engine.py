@@ -36,7 +36,9 @@ DEEPSEEK3 = {
     "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "moe_layer_freq": 1, "attention_bias": False,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
-MODELS = {"qwen2": QWEN2, "qwen3_moe": QWEN3_MOE, "deepseek3": DEEPSEEK3}
+#: the widths that the rollout's kernels of latent attention are built for
+DEEPSEEK3_LATENT = DEEPSEEK3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+MODELS = {"qwen2": QWEN2, "qwen3_moe": QWEN3_MOE, "deepseek3": DEEPSEEK3, "deepseek3_latent": DEEPSEEK3_LATENT}
 
 
 def main() -> None:

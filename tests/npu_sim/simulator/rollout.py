@@ -4,6 +4,8 @@
 |---|---|
 | `atb::_npu_rotary_embedding`, `atb::_npu_reshape_and_cache`, `atb::_npu_matmul_add_fp32` | operators of NNAL's libatb |
 | `npu::npu_fused_infer_attention_score` (TND, paged or not, also latent attention's) | aclnnFusedInferAttentionScore |
+| `npu::npu_fused_infer_attention_score_v2`, `npu::npu_kv_rmsnorm_rope_cache` | the aclnn kernels of latent attention |
+| `npu::npu_interleave_rope`, `npu::npu_transpose_batchmatmul` | the same |
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
@@ -25,8 +27,8 @@ from typing import Any
 import torch
 
 from simulator import calls
-from simulator.fused import Tensor, _kernel
-from simulator.memory import cpu_view
+from simulator.fused import Tensor, _kernel, _rms_norm, _rotary
+from simulator.memory import cpu_view, device_copy
 
 _ATB = {
     "_npu_rotary_embedding": "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size, Tensor cos_sin_cache, "
@@ -81,19 +83,54 @@ def _gathered(cache: Tensor, blocks: Tensor, length: int, heads: int) -> Tensor:
     return rows.reshape(rows.shape[0] * rows.shape[1], heads, -1)[:length]
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence, in float32: softmax(q k^T scale) v and the log of the softmax's denominator.
+
+    Args:
+        query: [T, N, D], the newest T tokens.
+        key: [S, K, D]; N is a multiple of K.
+        value: [S, K, E].
+        causal: a token sees itself and what lies in front of it; the last query stands beside the last key.
+
+    Returns:
+        [T, N, E] and [T, N].
+    """
+    repeat = query.shape[1] // key.shape[1]
+    query = query.float().transpose(0, 1)
+    key, value = (part.float().transpose(0, 1).repeat_interleave(repeat, 0) for part in (key, value))
+    scores = query @ key.transpose(1, 2) * scale
+    if causal:
+        forbidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(key.shape[1] - query.shape[1] + 1)
+        scores = scores.masked_fill(forbidden, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
+
+
 def _infer_attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Causal attention of each sequence's newest tokens on all that lies in front of them; layout TND."""
+    """Attention of each sequence's newest tokens on all that lies in front of them (sparse mode 3) or on all keys (0).
+
+    Layout TND: query [tokens, heads, d], its `actual_seq_lengths` are ends. Keys lie packed in the same way, or in the blocks
+    of a cache; `actual_seq_lengths_kv` are ends there and lengths here. Latent attention's rotated part comes beside query and
+    packed key, [tokens, heads, d_rope] each, and is as if it were appended to them.
+
+    Returns:
+        [tokens, heads, d of the value], and [tokens, heads, 1] float32 (the log of the softmax's denominator) if asked for.
+    """
     layout, mode = settings.get("input_layout", "BSH"), settings.get("sparse_mode", 0)
     if layout != "TND" or mode not in (0, 3):
         raise RuntimeError(f"npu_fused_infer_attention_score: layout {layout} with sparse_mode {mode} is not simulated")
-    refused = [name for name in ("pse_shift", "query_rope", "key_rope", "dequant_scale1") if settings.get(name) is not None]
+    refused = [name for name in ("pse_shift", "dequant_scale1") if settings.get(name) is not None]
+    table, query_rope, key_rope = (settings.get(name) for name in ("block_table", "query_rope", "key_rope"))
+    if table is not None and query_rope is not None:
+        refused += ["query_rope with block_table"]
     if refused:
         raise RuntimeError(f"npu_fused_infer_attention_score: {', '.join(refused)} is not simulated")
+    if query_rope is not None:
+        query, key = torch.cat([query, query_rope], -1), torch.cat([key, key_rope], -1)
     query_ends, key_lengths = list(settings["actual_seq_lengths"]), list(settings["actual_seq_lengths_kv"])
     heads = settings.get("num_heads", 1)
     key_heads = settings.get("num_key_value_heads", 0) or heads
-    table = settings.get("block_table")
     out = torch.zeros(*query.shape[:-1], value.shape[-1] if table is None else query.shape[-1], dtype=query.dtype)
+    lse = torch.full((*query.shape[:2], 1), float("inf"))  # what the operator writes for a row without keys
     start = key_start = 0
     for number, end in enumerate(query_ends):
         if table is None:  # keys lie packed, their lengths are ends
@@ -102,17 +139,128 @@ def _infer_attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any)
         else:
             blocks = table[number][: -(-key_lengths[number] // key.shape[1])]
             keys, values = (_gathered(cache, blocks, key_lengths[number], key_heads) for cache in (key, value))
-        if end > start:
-            rows = query[start:end].float().transpose(0, 1)
-            repeat = heads // key_heads
-            keys, values = (part.float().transpose(0, 1).repeat_interleave(repeat, 0) for part in (keys, values))
-            scores = rows @ keys.transpose(1, 2) * settings.get("scale", 1.0)
-            if mode == 3:
-                forbidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(keys.shape[1] - rows.shape[1] + 1)
-                scores = scores.masked_fill(forbidden, float("-inf"))
-            out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(out.dtype)
+        if end > start and len(keys):
+            found, denominator = _attend(query[start:end], keys, values, settings.get("scale", 1.0), mode == 3)
+            out[start:end], lse[start:end, :, 0] = found.to(out.dtype), denominator
         start = end
-    return out, torch.zeros(1)
+    return out, lse if settings.get("softmax_lse_flag") else torch.zeros(1)
+
+
+# ---------------------------------------------------------------- latent attention
+
+#: widths that the device's kernels of latent attention are built for: the latent vector, the rotated part of a head
+LATENT, ROTATED = 512, 64
+
+
+def _check_width(name: str, what: str, width: int, wanted: int) -> None:
+    if width != wanted:
+        raise RuntimeError(f"{name}: {what} has {width} numbers, and the device's kernel is built for {wanted}")
+
+
+def _infer_attention_v2(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Latent attention of one new token of each sequence; layout BNSD_NBSD.
+
+    All heads share one key, whose latent part is the value too:
+    out = softmax((q c^T + q_rope k_rope^T) softmax_scale) c, over the first `actual_seq_kvlen` rows of the sequence's blocks.
+
+    Args:
+        query: [B, N, 1, 512] and query_rope [B, N, 1, 64].
+        key: the cache of c, [blocks, 1, size, 512], which `value` is as well, and key_rope [blocks, 1, size, 64].
+
+    Returns:
+        [N, B, 1, 512].
+    """
+    name = "npu_fused_infer_attention_score_v2"
+    known = (
+        "query_rope", "key_rope", "block_table", "block_size", "actual_seq_kvlen", "num_query_heads", "num_key_value_heads",
+        "softmax_scale", "input_layout", "sparse_mode",
+    )  # fmt: skip
+    refused = [key for key, given in settings.items() if given is not None and key not in known]
+    layout, mode, table = settings.get("input_layout", "BSH"), settings.get("sparse_mode", 0), settings.get("block_table")
+    if refused or layout != "BNSD_NBSD" or mode != 0 or table is None or settings.get("num_key_value_heads") != 1:
+        raise RuntimeError(f"{name}: {layout} with sparse_mode {mode} {' '.join(refused)} is not simulated")
+    query_rope, key_rope = settings["query_rope"], settings["key_rope"]
+    _check_width(name, "the latent key", key.shape[-1], LATENT)
+    _check_width(name, "the rotated key", key_rope.shape[-1], ROTATED)
+    out = torch.zeros(query.shape[1], query.shape[0], *query.shape[2:], dtype=query.dtype)
+    for number, length in enumerate(settings["actual_seq_kvlen"][: len(query)]):
+        blocks = table[number][: -(-length // key.shape[2])]
+        latent, rotated = (_gathered(cache.transpose(1, 2), blocks, length, 1) for cache in (key, key_rope))
+        rows = torch.cat([query[number], query_rope[number]], -1).transpose(0, 1)
+        found, _ = _attend(rows, torch.cat([latent, rotated], -1), latent, settings["softmax_scale"], causal=False)
+        out[:, number] = found.transpose(0, 1).to(out.dtype)
+    return out, torch.zeros(0)
+
+
+def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of pairs of neighbours, which come out as halves: out = y cos + rotate_half(y) sin.
+
+    y has the even numbers of x in front of the odd ones. Queries and keys are put in this order alike, so their products are
+    those of the published model.
+
+    Args:
+        x: [B, N, S, 64].
+        cos: [B, 1, S or 1, 64], each angle twice: in the first half and in the second; sin as well.
+    """
+    _check_width("npu_interleave_rope", "a head", x.shape[-1], ROTATED)
+    ordered = torch.cat([x[..., ::2], x[..., 1::2]], -1)
+    return _rotary(ordered, cos, sin)
+
+
+def _kv_rmsnorm_rope_cache(
+    kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor, *,
+    epsilon: float = 1e-5, cache_mode: str = "Norm", is_output_kv: bool = False, **scales: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The latent part of new keys normalised, the other part rotated, and both written into the caches of blocks.
+
+    c = kv[..., :512] / rms(kv[..., :512]) gamma and k = interleave_rope(kv[..., 512:]).
+
+    Args:
+        kv: [B, 1, S, 512 + 64].
+        cos: [B, 1, S, 64], sin as well.
+        index: [B * S], the row of each token in a cache whose blocks are laid end to end; padding has -1.
+        k_cache: [blocks, size, 1, 64], ckv_cache [blocks, size, 1, 512].
+
+    Returns:
+        Both caches themselves, then k and c of these tokens alone if asked for.
+    """
+    name = "npu_kv_rmsnorm_rope_cache"
+    calls[f"npu::{name}"] += 1
+    given = [key for key, scale in scales.items() if scale is not None]
+    if cache_mode not in ("PA", "PA_BNSD") or given:
+        raise RuntimeError(f"{name}: cache_mode {cache_mode} {' '.join(given)} is not simulated")
+    rows, weight = cpu_view(kv), cpu_view(gamma)
+    _check_width(name, "gamma", len(weight), LATENT)
+    latent = _rms_norm(rows[..., :LATENT], weight, epsilon)[0]
+    rotated = _interleave_rope(rows[..., LATENT:], cpu_view(cos), cpu_view(sin))
+    slots = cpu_view(index).flatten().long()
+    kept = slots >= 0
+    for new, cache in ((rotated, cpu_view(k_cache)), (latent, cpu_view(ckv_cache))):
+        size = cache.shape[1]
+        cache[slots[kept] // size, slots[kept] % size] = new.reshape(-1, *cache.shape[2:])[kept].to(cache.dtype)
+    parts = (rotated, latent) if is_output_kv else (torch.zeros(0), torch.zeros(0))
+    # a copy of the caches would be right too, and hundreds of MiB in every layer
+    return k_cache, ckv_cache, *(device_copy(part, kv.device) for part in parts)
+
+
+def _transpose_batchmatmul(
+    input: Tensor, weight: Tensor, *, bias: Tensor | None = None, scale: Tensor | None = None,
+    perm_x1: list[int] | None = None, perm_x2: list[int] | None = None, perm_y: list[int] | None = None,
+    batch_split_factor: int = 1,
+) -> Tensor:  # fmt: skip
+    """One product for each head between transposes: (input^perm_x1 @ weight^perm_x2)^perm_y.
+
+    Args:
+        input: [N, B, K], or what becomes that by perm_x1.
+        weight: [N, K, M], or what becomes that by perm_x2.
+        perm_y: (1, 0, 2), the only one that the operator has; so the result is [B, N, M].
+    """
+    if bias is not None or scale is not None or batch_split_factor != 1:
+        raise RuntimeError("npu_transpose_batchmatmul: bias, scale and batch_split_factor are not simulated")
+    if list(perm_y or (1, 0, 2)) != [1, 0, 2]:
+        raise RuntimeError(f"npu_transpose_batchmatmul: perm_y is {list(perm_y)}, and the operator has (1, 0, 2) alone")
+    rows, matrices = input.permute(*(perm_x1 or (0, 1, 2))), weight.permute(*(perm_x2 or (0, 1, 2)))
+    return (rows.float() @ matrices.float()).to(input.dtype).permute(1, 0, 2).contiguous()
 
 
 # ---------------------------------------------------------------- mixtures of experts
@@ -192,6 +340,9 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **settings: Any) -> l
 
 KERNELS = {
     "npu_fused_infer_attention_score": _infer_attention,
+    "npu_fused_infer_attention_score_v2": _infer_attention_v2,
+    "npu_interleave_rope": _interleave_rope,
+    "npu_transpose_batchmatmul": _transpose_batchmatmul,
     "npu_moe_token_unpermute": _token_unpermute,
     "npu_grouped_matmul": _grouped_matmul,
 }
@@ -279,6 +430,8 @@ def install() -> None:
     npu = torch.library.Library("npu", "IMPL")
     for name, function in KERNELS.items():
         npu.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
+    cached = torch.ops.npu.npu_kv_rmsnorm_rope_cache.default
+    npu.impl(cached, _kv_rmsnorm_rope_cache, "PrivateUse1", allow_override=True)
     custom = torch.library.Library("_C_ascend", "DEF")
     for name, (schema, function) in _CUSTOM.items():
         custom.define(name + schema)
