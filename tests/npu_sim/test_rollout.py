@@ -54,11 +54,42 @@ def test_two_dies_of_one_replica_draw_the_same_tokens() -> None:
     assert first["equal"] == second["equal"] == [True]
 
 
-def test_experts_are_loaded_again_after_every_sleep() -> None:
-    (report,) = run_ranks("rollout", 1, {"model": "qwen3_moe", "dtype": "float32"})
-    assert report["worst"] < 1e-4 and all(report["same_greedy"])
-    assert report["equal"] == [True, True] and report["other_weights_differ"]
-    assert report["calls"]["npu::npu_grouped_matmul"] > 0
+EXPERTS = {"model": "qwen3_moe", "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def all_experts() -> dict[str, Any]:
+    """What one process says that has all experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_MEMORY_GIB", "8")
+        (report,) = run_ranks("rollout", 1, EXPERTS)
+    return report
+
+
+def test_experts_are_loaded_again_after_every_sleep(all_experts: dict[str, Any]) -> None:
+    assert all_experts["worst"] < 1e-4 and all(all_experts["same_greedy"])
+    assert all_experts["equal"] == [True, True] and all_experts["other_weights_differ"]
+    assert all_experts["calls"]["npu::npu_grouped_matmul"] > 0
+
+
+#: replicas of how many dies, replicas that share experts, which prompts fall to each die
+SHARES = {
+    "two replicas": (1, 2, [[0, 1, 2], [3]]),
+    "one of two replicas has no prompts": pytest.param(1, 2, [[0, 1, 2, 3], []], marks=pytest.mark.slow),
+    "one replica": pytest.param(2, 1, [[0, 1, 2, 3]] * 2, marks=pytest.mark.slow),
+    "two replicas of two dies": pytest.param(2, 2, [[0, 1, 2]] * 2 + [[3]] * 2, marks=pytest.mark.slow),
+}
+
+
+@pytest.mark.parametrize(("tensor", "sharing", "prompts"), SHARES.values(), ids=list(SHARES))
+def test_dies_that_share_experts_draw_the_tokens_of_one_process(
+    all_experts: dict[str, Any], tensor: int, sharing: int, prompts: list[list[int]]
+) -> None:
+    layout = {"tensor_parallel": tensor, "sharing": sharing, "prompts": prompts, "rounds": 1}
+    for numbers, report in zip(prompts, run_ranks("rollout", len(prompts), EXPERTS | layout), strict=True):
+        assert report["tokens"] == [all_experts["tokens"][number] for number in numbers]
+        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["equal"] == [True] and report["other_weights_differ"] == bool(numbers)
 
 
 LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}

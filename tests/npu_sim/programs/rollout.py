@@ -38,7 +38,11 @@ def keep_float32() -> None:
 
 
 def main() -> None:
-    """Ranks of one replica each; settings: model, dtype, tensor_parallel, rounds of sleep, cast_prompts (True as it is)."""
+    """Ranks of one replica, or of replicas that share experts, and what each of them reports.
+
+    Settings: model, dtype, tensor_parallel, rounds of sleep, cast_prompts (True as it is), sharing (replicas that share
+    experts; without it each has all of them), prompts (of each rank, the numbers of those it answers).
+    """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
     from mindspeed_rl import adaptors, platform
@@ -66,6 +70,8 @@ def main() -> None:
     tp = settings.get("tensor_parallel", 1)
     config = GenerateConfig(
         infer_tensor_parallel_size=tp,
+        infer_expert_parallel_size=settings.get("sharing", 1),
+        enable_expert_parallel="sharing" in settings,
         max_num_seqs=8,
         max_model_len=64,
         max_num_batched_tokens=256,
@@ -76,7 +82,9 @@ def main() -> None:
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="rollout", kv_bytes_per_token=4096)
     if not settings.get("cast_prompts", True):
         keep_float32()
-    requests = [GenerationRequest(list(prompt), 7 + number) for number, prompt in enumerate(PROMPTS)]
+    numbers = settings["prompts"][rank] if "prompts" in settings else range(len(PROMPTS))
+    prompts = [PROMPTS[number] for number in numbers]
+    requests = [GenerationRequest(list(prompt), 7 + number) for number, prompt in zip(numbers, prompts)]
 
     def used() -> int:
         free, total = torch.npu.mem_get_info()
@@ -101,14 +109,14 @@ def main() -> None:
     # greedy responses, which must be what transformers decodes
     greedy = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
     same_greedy = []
-    for prompt, completion in zip(PROMPTS, greedy):
+    for prompt, completion in zip(prompts, greedy):
         with torch.no_grad():
             row = torch.tensor([[*prompt, *completion.token_ids]])
             wanted = reference(row).logits[0, len(prompt) - 1 : -1].argmax(-1)
         same_greedy.append(wanted.tolist() == completion.token_ids)
     result["same_greedy"] = same_greedy
     worst = 0.0
-    for prompt, (tokens, log_probs) in zip(PROMPTS, first):
+    for prompt, (tokens, log_probs) in zip(prompts, first):
         with torch.no_grad():
             logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -20,9 +20,11 @@ KEPT = frozenset(
 )
 
 
-def _draw_seed(device: torch.device) -> int:
-    """A CPU seed derived from the device generator's state; advances that generator as one kernel would."""
-    generator = torch.npu.default_generators[device.index or 0]
+def _draw_seed(device: torch.device, given: torch.Generator | None) -> int:
+    """A CPU seed derived from a generator's state, the device's own where none is given; advances it as one kernel would."""
+    generator = torch.npu.default_generators[device.index or 0] if given is None else given
+    if generator.device.type != "npu":
+        raise RuntimeError(f"a generator of {generator.device} cannot draw on the device")
     state = bytes(generator.get_state().tolist())
     offset = int.from_bytes(state[-8:], "little") + 4
     advanced = state[:-8] + offset.to_bytes(8, "little")
@@ -34,10 +36,14 @@ def _run(op: Callable, name: str, draws: bool, args: tuple, kwargs: dict) -> Any
     """Calls `op` on CPU views of the device arguments and returns device results."""
     calls[name] += 1
     device: torch.device | None = None
+    generator: torch.Generator | None = None
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the view -> (view, device tensor)
 
     def to_cpu(value: Any) -> Any:
-        nonlocal device
+        nonlocal device, generator
+        if isinstance(value, torch.Generator):
+            generator = value
+            return None
         if isinstance(value, torch.Tensor) and value.device.type == "npu":
             device = device or value.device
             view = cpu_view(value)
@@ -46,7 +52,7 @@ def _run(op: Callable, name: str, draws: bool, args: tuple, kwargs: dict) -> Any
         if isinstance(value, torch.device) and value.type == "npu":
             device = device or value
             return torch.device("cpu")
-        return None if isinstance(value, torch.Generator) else value
+        return value
 
     args = tree_map(to_cpu, args)
     kwargs = {key: None if key == "pin_memory" else tree_map(to_cpu, value) for key, value in kwargs.items()}
@@ -54,7 +60,8 @@ def _run(op: Callable, name: str, draws: bool, args: tuple, kwargs: dict) -> Any
         device = torch.device("npu", torch.npu.current_device())
     if draws:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_draw_seed(device))
+            # torch.manual_seed would give this seed to the device's generator too
+            torch.default_generator.manual_seed(_draw_seed(device, generator))
             result = op(*args, **kwargs)
     else:
         result = op(*args, **kwargs)
