@@ -109,6 +109,21 @@ def test_experts_split_in_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "sharing"), [("qwen3-moe", 2), ("qwen3-moe", 1), ("deepseek-v3", 2)])
+def test_experts_split_in_training_and_in_rollout(tmp_path: Path, name: str, sharing: int) -> None:
+    from tiny_task import make_expert_task
+
+    task = make_expert_task(tmp_path / "task", name)
+    changes = (
+        *layout(2, rollout=2 // sharing, expert_model_parallel_size=2),
+        "+model.tiny_qwen25.num_experts=4",
+        "generate_config.enable_expert_parallel=true",
+        f"generate_config.infer_expert_parallel_size={sharing}",
+    )
+    check(finished(task, tmp_path / "command", *COMMON, *changes, timeout_s=LIMIT_S))
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(task: Path, tmp_path: Path) -> None:
     changes = (*COMMON, *layout(2, tensor=2), "megatron_training.save_interval=1")
     first = finished(task, tmp_path, *changes, "megatron_training.train_iters=1", timeout_s=LIMIT_S)
