@@ -113,7 +113,7 @@ def test_latent_prompts_in_float32_differ_by_vllm_ascends_cast_to_bf16() -> None
 
 
 @pytest.mark.slow
-def test_two_dies_share_the_heads_of_latent_attention() -> None:
+def test_latent_attention_has_its_heads_on_two_dies() -> None:
     first, second = run_ranks("rollout", 2, LATENT | {"tensor_parallel": 2, "rounds": 1})
     assert first["tokens"] == second["tokens"] and first["equal"] == second["equal"] == [True]
     assert first["worst"] < 1e-4 and all(first["same_greedy"])
