@@ -189,3 +189,33 @@ def test_a_torch_file_written_from_the_device_loads_again(tmp_path: Path) -> Non
     torch.save({"weight": torch.arange(4.0, device="npu")}, tmp_path / "x.pt")
     loaded = torch.load(tmp_path / "x.pt", weights_only=True, map_location="cpu")
     assert loaded["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_kernels_of_latent_attention_refuse_widths_that_the_devices_are_not_built_for() -> None:
+    head, angles = torch.ones(1, 2, 1, 32, device="npu"), torch.ones(1, 1, 1, 32, device="npu")
+    with pytest.raises(RuntimeError, match="32 numbers, and the device's kernel is built for 64"):
+        torch_npu.npu_interleave_rope(head, angles, angles)
+    cache = torch.zeros(2, 4, 1, 64, device="npu")
+    with pytest.raises(RuntimeError, match="16 numbers, and the device's kernel is built for 512"):
+        torch_npu.npu_kv_rmsnorm_rope_cache(
+            torch.ones(1, 1, 1, 80, device="npu"), torch.ones(16, device="npu"), angles, angles,
+            torch.zeros(1, dtype=torch.int64, device="npu"), cache, cache, cache_mode="PA",
+        )  # fmt: skip
+
+
+def test_neighbours_are_rotated_and_come_out_as_halves() -> None:
+    # by a quarter turn the pair (a, b) becomes (-b, a)
+    head = torch.arange(64.0, device="npu").reshape(1, 1, 1, 64)
+    turned = torch_npu.npu_interleave_rope(head, torch.zeros_like(head), torch.ones_like(head)).flatten().tolist()
+    assert turned == [-float(number) for number in range(1, 64, 2)] + [float(number) for number in range(0, 64, 2)]
+
+
+def test_latent_keys_are_written_to_their_rows_and_padding_nowhere() -> None:
+    kv = torch.ones(3, 1, 1, 576, device="npu") * torch.tensor([1.0, 2.0, 3.0], device="npu").reshape(3, 1, 1, 1)
+    cos, sin = torch.ones(3, 1, 1, 64, device="npu"), torch.zeros(3, 1, 1, 64, device="npu")
+    rotated, latent = torch.zeros(2, 4, 1, 64, device="npu"), torch.zeros(2, 4, 1, 512, device="npu")
+    slots = torch.tensor([6, -1, 1], device="npu")
+    gamma = torch.full((512,), 5.0, device="npu")
+    torch_npu.npu_kv_rmsnorm_rope_cache(kv, gamma, cos, sin, slots, rotated, latent, epsilon=0.0, cache_mode="PA")
+    assert rotated[..., 0].flatten().tolist() == [0, 3, 0, 0, 0, 0, 1, 0]
+    assert latent[..., -1].flatten().tolist() == pytest.approx([0, 5, 0, 0, 0, 0, 5, 0])  # 5 x / rms(x), and all x are alike
