@@ -108,8 +108,9 @@ def test_latent_attention_has_the_log_probs_of_transformers() -> None:
 
 @pytest.mark.slow
 def test_latent_prompts_in_float32_differ_by_vllm_ascends_cast_to_bf16() -> None:
-    (report,) = run_ranks("rollout", 1, LATENT | {"cast_prompts": True, "rounds": 1})
-    assert 1e-4 < report["worst"] < 0.05 and all(report["same_greedy"])
+    exact = LATENT | {"model": "deepseek3_dense", "rounds": 0}  # with experts, a rounding may choose others
+    (report,), (cast,) = (run_ranks("rollout", 1, exact | {"cast_prompts": cast}) for cast in (False, True))
+    assert report["worst"] < 1e-4 < cast["worst"] < BF16
 
 
 @pytest.mark.slow

@@ -38,7 +38,15 @@ DEEPSEEK3 = {
 }  # fmt: skip
 #: the widths that the rollout's kernels of latent attention are built for
 DEEPSEEK3_LATENT = DEEPSEEK3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-MODELS = {"qwen2": QWEN2, "qwen3_moe": QWEN3_MOE, "deepseek3": DEEPSEEK3, "deepseek3_latent": DEEPSEEK3_LATENT}
+#: without experts, whose choice a rounding can change
+DEEPSEEK3_DENSE = DEEPSEEK3_LATENT | {"first_k_dense_replace": 2}
+MODELS = {
+    "qwen2": QWEN2,
+    "qwen3_moe": QWEN3_MOE,
+    "deepseek3": DEEPSEEK3,
+    "deepseek3_latent": DEEPSEEK3_LATENT,
+    "deepseek3_dense": DEEPSEEK3_DENSE,
+}
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def _infer_attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any)
     heads = settings.get("num_heads", 1)
     key_heads = settings.get("num_key_value_heads", 0) or heads
     out = torch.zeros(*query.shape[:-1], value.shape[-1] if table is None else query.shape[-1], dtype=query.dtype)
-    lse = torch.full((*query.shape[:2], 1), float("inf"))  # what the operator writes for a row without keys
+    lse = torch.full((*query.shape[:2], 1), float("inf"))  # stays for a row without keys
     start = key_start = 0
     for number, end in enumerate(query_ends):
         if table is None:  # keys lie packed, their lengths are ends
