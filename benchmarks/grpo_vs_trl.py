@@ -7,11 +7,10 @@
 
 Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
 the end token is drawn: one in 128, so a quarter is shorter than 37, half than 89, and one in eight is cut at 256. Neither side
-has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 5,000 tokens.
-Either side has two threads and runs in two settings, of which the faster counts: ours with two workers and with one, TRL with
-all completions at a time and with a quarter of them. In bfloat16 ours keeps float32 main weights and TRL has a model of
-bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians without the first one, memory is the sum
-over all processes (PSS).
+has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 5,000 tokens; TRL
+runs twice, with all completions at a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps
+float32 main weights and TRL has a model of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians
+without the first one, memory is the sum over all processes (PSS).
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ WARM_UP = 1
 GROUP = 8
 #: completions of an iteration by size of the model
 COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
-#: ours is tried with so many, which share two threads
-WORKERS = (2, 1)
 VARYING, LONGEST = "varying", 256
 MICRO_BATCH_TOKENS = 5000
 TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
@@ -75,13 +72,7 @@ class Measured:
 
 
 def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) -> Measured:
-    """The faster of two settings."""
-    found = (_ours(folder.with_name(f"{folder.name}_{count}"), cell, model, prompts, iterations, count) for count in WORKERS)
-    return min(found, key=lambda one: one.iteration_s)
-
-
-def _ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int, workers: int) -> Measured:
-    """So many workers that train and generate, and share two threads."""
+    """Two workers that train and generate, one thread each."""
     prompts_each = cell.completions // GROUP
     keys = {
         "run_dir": folder,
@@ -97,7 +88,6 @@ def _ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int,
         "actor_config.lr": 1e-5,
         "actor_config.min_lr": 0.0,
         "actor_config.micro_batch_size": 1,
-        "rl_config.actor_resource.num_npus": workers,
         "rl_config.use_dynamic_bsz": "true",
         "rl_config.max_packing_token_size": MICRO_BATCH_TOKENS,
         "rl_config.n_samples_per_prompt": GROUP,
@@ -111,8 +101,7 @@ def _ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int,
         "generate_config.sampling_config.max_tokens": cell.tokens,
         "generate_config.sampling_config.ignore_eos": str(cell.length != VARYING).lower(),
     }
-    environment = {"OMP_NUM_THREADS": str(max(WORKERS) // workers)}
-    seen = watched(train_command(keys), folder.with_name(f"{folder.name}.log"), environment)
+    seen = watched(train_command(keys), folder.with_name(f"{folder.name}.log"), {"OMP_NUM_THREADS": "1"})
     series = read_run(folder).history.series
 
     def measured(name: str) -> list[float]:
@@ -121,8 +110,7 @@ def _ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int,
     shortest = min(measured("response_length/min"))
     if cell.length != VARYING and shortest != cell.tokens:
         raise RuntimeError(f"a response of {shortest} tokens instead of {cell.tokens}")
-    notes = f"{workers} worker{'s' * (workers > 1)}: "
-    notes += ", ".join(f"{name} {statistics.median(measured(f'timing/{key}')):.2f}" for name, key in TIMINGS.items())
+    notes = ", ".join(f"{name} {statistics.median(measured(f'timing/{key}')):.2f}" for name, key in TIMINGS.items())
     notes += f"; {statistics.mean(measured('response_length/mean')):.0f} tokens a response"
     return Measured(statistics.median(measured("timing/all")), seen.memory_gib, notes)
 
