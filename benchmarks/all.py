@@ -56,15 +56,19 @@ def benchmark(words: str, *needs: str, profiled: str = "") -> Benchmark:
     return Benchmark(tuple(words.split()), frozenset(needs), tuple((profiled or words).split()))
 
 
-def beside_trl(size: str) -> Benchmark:
-    words = f"grpo_vs_trl.py --sizes {size}"
-    return benchmark(words, "trl", profiled=f"{words} --precisions float32 --lengths 256 --iterations 3")
+def beside_trl(words: str) -> Benchmark:
+    """Some of the cells of grpo_vs_trl.py, whose own defaults are all of them."""
+    words = f"grpo_vs_trl.py --iterations 4 {words}"
+    return benchmark(words, "trl", profiled=f"{words} --lengths 64 --iterations 3")
 
 
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
-    **{f"grpo-{size}": beside_trl(size) for size in ("0.8M", "30M", "100M")},
-    "dpo": benchmark("dpo_vs_trl.py", "trl", profiled="dpo_vs_trl.py --sizes 30M --precisions float32 --iterations 3"),
+    "grpo-0.8M": beside_trl("--sizes 0.8M --precisions float32"),
+    "grpo-30M": beside_trl("--sizes 30M --precisions float32 --lengths 64 varying"),
+    "grpo-100M": beside_trl("--sizes 100M --precisions float32 --lengths 64"),
+    "grpo-bf16": beside_trl("--sizes 0.8M 30M 100M --precisions bfloat16 --lengths 64"),
+    "dpo": benchmark("dpo_vs_trl.py --sizes 30M --iterations 4", "trl"),
     "losses": benchmark("loss_vs_trl.py", "trl"),
     "step": benchmark("train_step.py --sizes 1M 10M --rounds 5"),
     "modes": benchmark("async_rollout.py --rounds 1"),
