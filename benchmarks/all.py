@@ -65,9 +65,8 @@ def beside_trl(words: str) -> Benchmark:
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
     "grpo-0.8M": beside_trl("--sizes 0.8M --precisions float32"),
-    "grpo-30M": beside_trl("--sizes 30M --precisions float32 --lengths 64 varying"),
-    "grpo-100M": beside_trl("--sizes 100M --precisions float32 --lengths 64"),
-    "grpo-bf16": beside_trl("--sizes 0.8M 30M 100M --precisions bfloat16 --lengths 64"),
+    "grpo-30M": beside_trl("--sizes 30M --lengths 64"),
+    "grpo-100M": beside_trl("--sizes 100M --lengths 64"),
     "dpo": benchmark("dpo_vs_trl.py --sizes 30M --iterations 4", "trl"),
     "losses": benchmark("loss_vs_trl.py", "trl"),
     "step": benchmark("train_step.py --sizes 1M 10M --rounds 5"),

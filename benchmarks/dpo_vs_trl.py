@@ -4,7 +4,7 @@
         [--precisions float32 bfloat16] [--iterations 6]
 
 The environment is that of grpo_vs_trl.py. 16 pairs a step with GSM8K's lengths, a question, a chosen and a rejected answer of
-random characters. Ours packs both halves of some pairs into one pass without padding, as many as have 5,000 tokens, in one
+random characters. Ours packs both halves of some pairs into one pass without padding, as many as have 2,500 tokens, in one
 process with two threads; TRL pads both halves to the longest, with all pairs at a time and with a quarter of them, and its
 faster run counts. In bfloat16 ours keeps float32 main weights, TRL's model is bfloat16 alone. Seconds a step are medians
 without the first one; both compute the reference's log-probs in the step.

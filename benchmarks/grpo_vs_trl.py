@@ -7,7 +7,7 @@
 
 Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
 the end token is drawn: one in 128, so a quarter is shorter than 37, half than 89, and one in eight is cut at 256. Neither side
-has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 5,000 tokens; TRL
+has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 2,500 tokens; TRL
 runs twice, with all completions at a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps
 float32 main weights and TRL has a model of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians
 without the first one, memory is the sum over all processes (PSS).
@@ -32,7 +32,9 @@ GROUP = 8
 #: completions of an iteration by size of the model
 COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
 VARYING, LONGEST = "varying", 256
-MICRO_BATCH_TOKENS = 5000
+MICRO_BATCH_TOKENS = 2500
+#: each has one thread
+WORKERS = 2
 TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
 
 
@@ -88,6 +90,7 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "actor_config.lr": 1e-5,
         "actor_config.min_lr": 0.0,
         "actor_config.micro_batch_size": 1,
+        "rl_config.actor_resource.num_npus": WORKERS,
         "rl_config.use_dynamic_bsz": "true",
         "rl_config.max_packing_token_size": MICRO_BATCH_TOKENS,
         "rl_config.n_samples_per_prompt": GROUP,
@@ -95,7 +98,7 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "rl_config.init_kl_coef": 0.0,
         "rl_config.log_probs_diff_limit": "null",  # bfloat16's is above that of the run file
         "generate_config.dtype": cell.precision,
-        "generate_config.max_num_seqs": 128,
+        "generate_config.max_num_seqs": min(128, cell.completions // WORKERS),
         "generate_config.max_model_len": cell.tokens + 32,
         "generate_config.kv_cache_memory_gib": "null",
         "generate_config.sampling_config.max_tokens": cell.tokens,
