@@ -6,7 +6,7 @@
         [--precisions float32 bfloat16] [--lengths 64 256 varying] [--iterations 5]
 
 Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
-the end token is drawn: one in 128, so a quarter is shorter than 37, half than 89, and one in eight is cut at 256. Neither side
+the end token is drawn: about one in 128, so half are shorter than 90 or so, and one in eight is cut at 256. Neither side
 has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 2,500 tokens; TRL
 runs twice, with all completions at a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps
 float32 main weights and TRL has a model of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians
