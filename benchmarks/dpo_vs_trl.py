@@ -12,18 +12,14 @@ without the first one; both compute the reference's log-probs in the step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import statistics
 import tempfile
 from pathlib import Path
 
-from grpo_vs_trl import MICRO_BATCH_TOKENS, WARM_UP, Measured, beside, say
+from beside_trl import MICRO_BATCH_TOKENS, Measured, options_parser, run_ours, run_trl, say
 from gsm8k_lengths import ANSWER_SHARE, length_at
-from tiny_run import SHAPES, make_model, make_task, preprocess, train_command, watched
-
-from mindspeed_rl.observability.run_files import read_run
+from tiny_run import SHAPES, make_model, make_task, preprocess
 
 PAIRS = 16
 #: the longest answer and its question
@@ -51,7 +47,6 @@ def write_pairs(path: Path, count: int) -> None:
 def ours(folder: Path, precision: str, model: Path, pairs: Path, iterations: int) -> Measured:
     """One process with two threads."""
     keys = {
-        "run_dir": folder,
         "megatron_training.train_iters": iterations,
         "megatron_training.global_batch_size": PAIRS,
         "megatron_training.micro_batch_size": PAIRS,
@@ -69,20 +64,11 @@ def ours(folder: Path, precision: str, model: Path, pairs: Path, iterations: int
         "rl_config.use_dynamic_bsz": "true",
         "rl_config.max_packing_token_size": MICRO_BATCH_TOKENS,
     }
-    command = train_command(keys, config="dpo_tiny_cpu")
-    seen = watched(command, folder.with_name(f"{folder.name}.log"), {"OMP_NUM_THREADS": "2"})
-    series = read_run(folder).history.series
-    seconds = list(series["timing/all"].y)[WARM_UP:]
-    return Measured(statistics.median(seconds), seen.memory_gib, "both passes and the optimizer")
+    return run_ours(folder, "dpo_tiny_cpu", keys, threads=2).measured("both passes and the optimizer")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", required=True, help="python of an environment with TRL")
-    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.8M", "30M"])
-    parser.add_argument("--precisions", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--iterations", type=int, default=6)
-    options = parser.parse_args()
+    options = options_parser(__doc__, ["0.8M", "30M"], iterations=6).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = make_task(folder / "task")
@@ -93,15 +79,12 @@ def main() -> None:
             model = make_model(task, folder / size, {**SHAPES[size], "max_position_embeddings": 2 * LONGEST})
             for precision in options.precisions:
                 mine = ours(folder / f"ours_{size}_{precision}", precision, model, pairs, options.iterations)
-                found = []
-                for at_once in (PAIRS, PAIRS // 4):
-                    settings = {
-                        **{"model": str(model), "data": str(rows), "dtype": precision, "tokens": 2 * LONGEST},
-                        **{"rows": PAIRS, "at_once": at_once, "iterations": options.iterations},
-                    }
-                    place = folder / f"trl_{size}_{precision}_{at_once}"
-                    found.append(beside(place, "dpo", settings, options.trl_python, f"{at_once} at a time"))
-                theirs = min(found, key=lambda one: one.iteration_s)
+                settings = {
+                    **{"model": str(model), "data": str(rows), "dtype": precision, "tokens": 2 * LONGEST},
+                    **{"rows": PAIRS, "iterations": options.iterations},
+                }
+                place = folder / f"trl_{size}_{precision}"
+                theirs = run_trl(place, "dpo", settings, options.trl_python, (PAIRS, PAIRS // 4))
                 say(f"DPO, {size} parameters, {precision}, {PAIRS} pairs", mine, theirs)
 
 

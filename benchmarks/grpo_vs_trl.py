@@ -15,24 +15,18 @@ without the first one, memory is the sum over all processes (PSS).
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from headline import Headline
-from tiny_run import SHAPES, make_model, make_task, preprocess, train_command, watched
+from beside_trl import MICRO_BATCH_TOKENS, Measured, options_parser, run_ours, run_trl, say
+from tiny_run import SHAPES, make_model, make_task, preprocess
 
-from mindspeed_rl.observability.run_files import read_run
-
-WARM_UP = 1
 GROUP = 8
 #: completions of an iteration by size of the model
 COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
 VARYING, LONGEST = "varying", 256
-MICRO_BATCH_TOKENS = 2500
 #: each has one thread
 WORKERS = 2
 TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
@@ -64,20 +58,10 @@ class Cell:
         return f"GRPO, {self.size} parameters, {self.precision}, {self.completions} completions of {tokens}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds an iteration, GiB of all processes, and where the seconds go or which setting it was."""
-
-    iteration_s: float
-    memory_gib: float
-    notes: str
-
-
 def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) -> Measured:
     """Two workers that train and generate, one thread each."""
     prompts_each = cell.completions // GROUP
     keys = {
-        "run_dir": folder,
         "megatron_training.train_iters": iterations,
         "megatron_training.tokenizer_name_or_path": model,
         "megatron_training.data_path": prompts,
@@ -104,66 +88,32 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "generate_config.sampling_config.max_tokens": cell.tokens,
         "generate_config.sampling_config.ignore_eos": str(cell.length != VARYING).lower(),
     }
-    seen = watched(train_command(keys), folder.with_name(f"{folder.name}.log"), {"OMP_NUM_THREADS": "1"})
-    series = read_run(folder).history.series
-
-    def measured(name: str) -> list[float]:
-        return list(series[name].y)[WARM_UP:]
-
-    shortest = min(measured("response_length/min"))
+    run = run_ours(folder, "grpo_tiny_cpu", keys, threads=1)
+    shortest = min(run.values("response_length/min"))
     if cell.length != VARYING and shortest != cell.tokens:
         raise RuntimeError(f"a response of {shortest} tokens instead of {cell.tokens}")
-    notes = ", ".join(f"{name} {statistics.median(measured(f'timing/{key}')):.2f}" for name, key in TIMINGS.items())
-    notes += f"; {statistics.mean(measured('response_length/mean')):.0f} tokens a response"
-    return Measured(statistics.median(measured("timing/all")), seen.memory_gib, notes)
+    notes = ", ".join(f"{name} {statistics.median(run.values(f'timing/{key}')):.2f}" for name, key in TIMINGS.items())
+    return run.measured(f"{notes}; {statistics.mean(run.values('response_length/mean')):.0f} tokens a response")
 
 
 def trl(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int, python: str) -> Measured:
     """The faster of two settings."""
-    found = []
-    for at_once in (cell.completions, max(GROUP, cell.completions // 4)):
-        settings = {
-            "model": str(model),
-            "data": str(prompts),
-            "dtype": cell.precision,
-            "group": GROUP,
-            "rows": cell.completions,
-            "at_once": at_once,
-            "tokens": cell.tokens,
-            "fixed": cell.length != VARYING,
-            "iterations": iterations,
-        }
-        found.append(beside(folder.with_name(f"{folder.name}_{at_once}"), "grpo", settings, python, f"{at_once} at a time"))
-    return min(found, key=lambda one: one.iteration_s)
-
-
-def beside(folder: Path, kind: str, settings: dict, python: str, notes: str) -> Measured:
-    """One run of trl_side.py."""
-    folder.mkdir()
-    asked, output = folder / "settings.json", folder / "seconds.json"
-    asked.write_text(json.dumps(settings))
-    script = Path(__file__).with_name("trl_side.py")
-    environment = {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    seen = watched([python, str(script), kind, str(asked), str(output)], folder / "log.txt", environment)
-    return Measured(statistics.median(json.loads(output.read_text())[WARM_UP:]), seen.memory_gib, notes)
-
-
-def say(what: str, mine: Measured, theirs: Measured) -> None:
-    """Headlines of a comparison, and where our time goes."""
-    name = f"TRL, {theirs.notes}"
-    pairs = [("seconds an iteration", mine.iteration_s, theirs.iteration_s), ("GiB", mine.memory_gib, theirs.memory_gib)]
-    for unit, a, b in pairs:
-        Headline(f"{what}, {unit}", f"{a:.2f}", name, f"{b:.2f}", b / a).say()
-    print(f"where our {mine.iteration_s:.2f} s go: {mine.notes}", flush=True)
+    settings = {
+        "model": str(model),
+        "data": str(prompts),
+        "dtype": cell.precision,
+        "group": GROUP,
+        "rows": cell.completions,
+        "tokens": cell.tokens,
+        "fixed": cell.length != VARYING,
+        "iterations": iterations,
+    }
+    return run_trl(folder, "grpo", settings, python, (cell.completions, max(GROUP, cell.completions // 4)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", required=True, help="python of an environment with TRL")
-    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--precisions", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser = options_parser(__doc__, list(SHAPES), iterations=5)
     parser.add_argument("--lengths", nargs="+", default=["64", "256", VARYING])
-    parser.add_argument("--iterations", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

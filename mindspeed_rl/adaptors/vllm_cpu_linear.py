@@ -10,6 +10,7 @@ drops the copies, and so does a release of the engine's memory. This can go when
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ class LiveLinear:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is None:
             self._uses += 1
-            if self._uses <= _USES_BEFORE or not _is_packable(weight, x):
+            # looked at once: what cannot be packed now cannot be until another weight is there
+            if self._uses != _USES_BEFORE + 1 or not _is_packable(weight, x):
                 return nn.functional.linear(x, weight, bias)
             self._pack(weight)
         return _kernels().onednn_mm(self._packed, x, bias)
@@ -56,7 +58,9 @@ class LiveLinear:
         self._packed_bytes = weight.nbytes
 
 
+@functools.cache
 def _kernels() -> Any:
+    # for every product of a decoding step
     import vllm._custom_ops
 
     return vllm._custom_ops
