@@ -1,11 +1,12 @@
-"""Linear layers of vLLM's CPU build (0.32) whose weights may be replaced: packed for the kernel once they are used often.
+"""Linear layers of vLLM's CPU build (0.32) whose weights may be replaced: packed for the kernel at their first product.
 
 - live weights (layers.utils.dispatch_cpu_unquantized_gemm): packing at load empties `layer.weight`; `load_weights` then fails,
   and `reload_weights` is silently wrong for tied embeddings.
 
 vLLM packs a matrix into oneDNN's own layout, with which a product of few rows takes half the time. Here the matrix itself
-stays, every load of weights writes into it, and a packed copy is made beside it once it was multiplied with some times. A load
-drops the copies, and so does a release of the engine's memory. This can go when vLLM's CPU worker reloads weights in place.
+stays, every load of weights writes into it, and the first product after a load makes a packed copy beside it, which costs about
+as much as a product of a decoding step. A load drops the copies, and so does a release of the engine's memory. This can go when
+vLLM's CPU worker reloads weights in place.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from torch import Tensor, nn
 
 from mindspeed_rl.config.rollout_layout import PACKED_ELEMENTS
 
-#: products with a weight before it is packed: a copy costs about as much as some products of a decoding step
-_USES_BEFORE = 8
 #: numbers of rows for which oneDNN keeps a compiled product
 _KEPT_SHAPES = 32
 
@@ -31,17 +30,18 @@ class LiveLinear:
     """
 
     def __init__(self) -> None:
-        self._uses = 0
+        self._looked = False
         self._packed: Any = None
         self._packed_bytes = 0
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._looked:
+            # once: what cannot be packed now cannot be until another weight is there
+            self._looked = True
+            if _is_packable(weight, x):
+                self._pack(weight)
         if self._packed is None:
-            self._uses += 1
-            # looked at once: what cannot be packed now cannot be until another weight is there
-            if self._uses != _USES_BEFORE + 1 or not _is_packable(weight, x):
-                return nn.functional.linear(x, weight, bias)
-            self._pack(weight)
+            return nn.functional.linear(x, weight, bias)
         return _kernels().onednn_mm(self._packed, x, bias)
 
     @property
@@ -51,7 +51,7 @@ class LiveLinear:
 
     def forget(self) -> None:
         """Drops the copy: the weight is about to change, or its memory is wanted."""
-        self._uses, self._packed, self._packed_bytes = 0, None, 0
+        self._looked, self._packed, self._packed_bytes = False, None, 0
 
     def _pack(self, weight: Tensor) -> None:
         self._packed = _kernels().create_onednn_mm(weight.t(), _KEPT_SHAPES)

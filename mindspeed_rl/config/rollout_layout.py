@@ -85,7 +85,7 @@ class RolloutLayout:
 
 
 #: matrices of at least so many elements are kept a second time by the CPU's engine, packed for its kernel, while it generates
-PACKED_ELEMENTS = 1 << 16
+PACKED_ELEMENTS = 1 << 13
 
 #: ranks of adapters that vLLM has room for
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

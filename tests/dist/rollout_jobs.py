@@ -208,8 +208,7 @@ def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None
 def learn_packed(setting: Setting, infer_tp: int) -> dict[str, Any]:
     """As `learn`, with every linear layer of the engine packed; beside it the bytes of packed copies."""
     report: dict[str, Any] = {"differences": [], "after push": [], "after generating": []}
-    # eight tokens are eight products of small matrices
-    with mock.patch.multiple(vllm_cpu_linear, PACKED_ELEMENTS=1, _USES_BEFORE=2):
+    with mock.patch.object(vllm_cpu_linear, "PACKED_ELEMENTS", 1):
         with pair_of(setting, infer_tp) as pair:
             for iteration in range(3):
                 pair.push()
