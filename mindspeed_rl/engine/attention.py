@@ -17,18 +17,19 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mindspeed_rl import adaptors
+from mindspeed_rl import adaptors, platform
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.sequence_layout import PackedLayout
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
     """Causal attention of [b, s, n, d] tensors with grouped key/value heads; [b, s, n, d_v]."""
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    dtype = query.dtype if platform.current().half_attention else torch.float32
+    q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
     out = functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=query.size(1) != key.size(1)
+        q, k, v, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).to(query.dtype)
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

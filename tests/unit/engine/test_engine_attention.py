@@ -41,6 +41,22 @@ def test_causal_attention_equals_the_loop(heads: int, groups: int, dim: int, val
     torch.testing.assert_close(got, looped_attention(query, key, value, 0.3), rtol=1e-5, atol=1e-6)
 
 
+def test_attention_of_bfloat16_is_rounded_once_on_the_cpu() -> None:
+    inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in random_qkv(23, 4, 2, 8, 8)]
+    exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    got = causal_attention(*(tensor[None] for tensor in inputs), 0.3)[0]
+    wanted = looped_attention(*exact, 0.3)
+    assert got.dtype == torch.bfloat16
+    # half a unit in the last of 8 bits, and what float32 may differ before it is rounded
+    torch.testing.assert_close(got.float(), wanted.bfloat16().float(), rtol=2**-7, atol=1e-6)
+    assert (got.float() - wanted).abs().max() <= wanted.abs().max() * 2**-8
+    direction = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    (got.float() * direction).sum().backward()
+    (wanted * direction.bfloat16().float()).sum().backward()
+    for ours, theirs in zip(inputs, exact):
+        torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [9, 2, 9, 1, 4], [3, 8, 8, 7, 2, 0, 1]])
 def test_packed_attention_and_its_gradients_equal_the_loop_over_sequences(lengths: list[int]) -> None:
     inputs = random_qkv(sum(lengths), 4, 2, 8, 8)
