@@ -76,6 +76,9 @@ FUSED_ATTENTION: dict[str, str] = {"npu": "mindspeed_rl.adaptors.npu_attention"}
 #: platform -> module whose `matmul` takes the place of torch's in products that the engine computes itself
 MATMUL: dict[str, str] = {"cpu": "mindspeed_rl.adaptors.onednn_matmul"}
 
+#: platform -> module whose `rms_norm` takes the place of torch's
+RMS_NORM: dict[str, str] = {"cpu": "mindspeed_rl.adaptors.cpu_norm"}
+
 #: platform -> module whose TRANSFORMER_SETTINGS switch Megatron's modules to their fused form
 FUSED_MODULES: dict[str, str] = {"npu": "mindspeed_rl.adaptors.mindspeed"}
 
@@ -90,6 +93,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [m, k] times b [k, n] by the current platform's fastest kernel; without a gradient of its own."""
     name = MATMUL.get(platform.current().name)
     return torch.mm(a, b) if name is None else importlib.import_module(name).matmul(a, b)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of [..., h], by the current platform's fastest kernels."""
+    name = RMS_NORM.get(platform.current().name)
+    if name is None:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return importlib.import_module(name).rms_norm(x, weight, eps)
 
 
 def transformer_settings() -> dict[str, Any]:

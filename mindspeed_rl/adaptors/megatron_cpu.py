@@ -14,7 +14,7 @@ they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it g
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
 | experts | experts.GroupedMLP.forward | insists on bf16, as its CUDA kernel does; ours takes any type |
-| packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
+| RoPE | rope_utils._apply_rotary_pos_emb_thd, _apply_rotary_pos_emb_bshd | see `packed_rope` and `cpu_rope` |
 | MLA | multi_latent_attention.HAVE_TE | true without TransformerEngine; its classes are then mocks, no types |
 | writer | filesystem_async, async_utils | they fork a process that holds gloo threads, and `.to("cpu")` copies nothing |
 
@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_rl.adaptors import packed_rope
+from mindspeed_rl.adaptors import cpu_rope, packed_rope
 from mindspeed_rl.adaptors.onednn_matmul import adapt_linear_layers, product
 from mindspeed_rl.adaptors.torch_facade import facade
 
@@ -274,6 +274,11 @@ def _async_calls(module: Any) -> None:
     module.TemporalAsyncCaller.schedule_async_call = schedule_async_call
 
 
+def _rotary_embedding(module: Any) -> None:
+    cpu_rope.adapt(module)
+    packed_rope.adapt(module)
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
     "jit": _jit,
     "tensor_parallel.layers": adapt_linear_layers,
@@ -282,7 +287,7 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "optimizer.optimizer": _optimizer,
     "optimizer.distrib_optimizer": _distributed_optimizer,
     "optimizer.clip_grads": _clip_grads,
-    "models.common.embeddings.rope_utils": packed_rope.adapt,
+    "models.common.embeddings.rope_utils": _rotary_embedding,
     "transformer.multi_latent_attention": _latent_attention,
     "transformer.moe.experts": _experts,
     "transformer.moe.token_dispatcher": _token_dispatcher,

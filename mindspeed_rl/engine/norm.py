@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_rl import adaptors
+
 
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, with the constructor of Megatron's own norms.
@@ -26,4 +28,4 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # checkpoints of such networks hold the factor less 1
         weight = self.weight + 1.0 if self.zero_centered else self.weight
-        return nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+        return adaptors.rms_norm(x, weight, self.eps)
