@@ -28,6 +28,7 @@ ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu",
         "mindspeed_rl.adaptors.vllm_cpu_experts",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
+        "mindspeed_rl.adaptors.vllm_cpu_steps",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",

@@ -68,15 +68,15 @@ async def _same(response: Generated) -> Generated:
     return response
 
 
-async def _steps(count: int) -> None:
-    """About so many steps of the engine go by; the same number every time."""
+async def _turns(count: int) -> None:
+    """About so many turns of the engine go by; the same number every time. The second has most of a response's tokens."""
     for _ in range(4 * count):
         await asyncio.sleep(0)
 
 
 async def _interrupted(host: InProcessEngine) -> list[Generated]:
     work = asyncio.ensure_future(_all(host))
-    await _steps(8)
+    await _turns(2)
     await host.pause("abort")
     found = await work
     await host.resume()
@@ -132,7 +132,7 @@ def freeze(setting: Setting, infer_tp: int) -> dict[str, Any]:
 
         async def begin() -> None:
             waiting.append(asyncio.ensure_future(_all(host)))
-            await _steps(8)
+            await _turns(2)
             await host.pause("keep")
 
         async def go_on() -> list[Generated]:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import cpu_model_runner, gpu_model_runner
 
 with set_current_vllm_config(VllmConfig()):
@@ -41,6 +42,9 @@ print(
             # V1's runners do not know of them, and V2's needs Triton
             "routed experts": not HAS_TRITON
             and not any("aux_output" in inspect.getsource(module) for module in (cpu_model_runner, gpu_model_runner)),
+            # a turn of the scheduler is a step of the runner, and a token's seed a call of its own
+            "steps ahead": "sample_tokens" not in vars(cpu_model_runner.CPUModelRunner),
+            "seeds one by one": ".item()" in inspect.getsource(TopKTopPSampler.forward_cpu),
             "KV release": not current_platform.is_sleep_mode_available(),
         }
     )

@@ -1,0 +1,209 @@
+"""Several decoding steps of vLLM's CPU build (0.32) for one turn of its scheduler, and the seeds of several tokens at once.
+
+| patch | symbol | why |
+|---|---|---|
+| steps ahead | CPUModelRunner.sample_tokens | a turn of scheduler and outputs takes as long as a step of a small model |
+| their count | update_from_output of an engine's scheduler | it counts one computed token a turn |
+| room | num_lookahead_tokens of an engine's scheduler | blocks for the tokens of a whole turn |
+| seeds | TopKTopPSampler.forward_cpu | each token's seed is a call of its request's generator, and a tensor read back |
+
+Where a turn was one token of each request, the runner goes on with the tokens it has just drawn, up to STEPS of them, as
+long as few requests have come to their end; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
+cuts off what lies behind a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
+request's own generator and its own tokens enters them. Turns with prompts stay single, and so does everything that looks back
+at a request's tokens (penalties, grammars), hands out more than tokens (routed experts) or has to step with others (replicas
+that share experts).
+
+It can go when vLLM's CPU runner has steps of its own between turns; `tests/unit/adaptors` compares both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: tokens of a request in a turn
+STEPS = 16
+#: a turn ends when so large a part of its requests has ended: what they compute beyond is thrown away
+_MOST_ENDED = 1 / 8
+#: seeds of a request that are drawn at once
+_SEEDS_AT_ONCE = 32
+
+_applied = False
+
+
+def apply() -> None:
+    """Runners of this process can step ahead, and draw seeds in bulk. Imports vLLM; idempotent."""
+    global _applied
+    if _applied:
+        return
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    runner: Any = CPUModelRunner
+    sample = runner.sample_tokens
+
+    def sample_tokens(self: Any, *others: Any, **keywords: Any) -> Any:
+        state = self.execute_model_state
+        output = sample(self, *others, **keywords)
+        if getattr(self, "steps_ahead", False) and state is not None and _goes_ahead(self, state.scheduler_output):
+            return _Turn(self, output).finish()
+        return output
+
+    runner.sample_tokens = sample_tokens
+    sampler: Any = TopKTopPSampler
+    sampler.forward_cpu = _sample_in_bulk(sampler.forward_cpu)
+    _applied = True
+
+
+def step_ahead(llm: Any) -> None:
+    """Lets the engine of this process make several steps a turn."""
+    core = llm.llm_engine.engine_core.engine_core
+    config = core.vllm_config
+    if config.parallel_config.data_parallel_size > 1 or config.aux_output_config.enabled:
+        return
+    core.model_executor.driver_worker.worker.model_runner.steps_ahead = True
+    scheduler = core.scheduler
+    scheduler.num_lookahead_tokens = STEPS - 1
+    update = scheduler.update_from_output
+
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        for name, number in output.req_id_to_index.items():
+            if len(output.sampled_token_ids) > number and len(tokens := output.sampled_token_ids[number]) > 1:
+                request = scheduler.requests.get(name)
+                if request is not None:
+                    request.num_computed_tokens += len(tokens) - 1
+        return update(scheduled, output)
+
+    scheduler.update_from_output = update_from_output
+
+
+def _goes_ahead(runner: Any, scheduled: Any) -> bool:
+    """True where the turn that was just made is one token more of each request."""
+    requests = runner.input_batch.num_reqs
+    return not scheduled.scheduled_new_reqs and scheduled.total_num_scheduled_tokens == requests
+
+
+class _Turn:
+    """What a runner has drawn since its scheduler's turn began: the first token of each request, and those after it."""
+
+    def __init__(self, runner: Any, output: Any) -> None:
+        self._runner, self._output = runner, output
+        self._requests = runner.input_batch.num_reqs
+        states = [runner.requests[name] for name in runner.input_batch.req_ids]
+        self._texts = [state.output_token_ids for state in states]
+        params = [state.sampling_params for state in states]
+        self._left = np.array([one.max_tokens - len(text) for one, text in zip(params, self._texts)])
+        stops = {token for one in params for token in one.stop_token_ids}
+        self._stops = np.array(sorted(stops), dtype=np.int64)
+
+    def finish(self) -> Any:
+        """Makes the steps; returns the output of the whole turn."""
+        first = self._output
+        tokens = [np.array(first.sampled_token_ids)[:, 0]]
+        log_probs, ranks = [first.logprobs.logprobs], [first.logprobs.sampled_token_ranks]
+        ended = np.isin(tokens[0], self._stops)
+        for number in range(1, self._room()):
+            ended |= self._left < number
+            if ended.sum() > self._requests * _MOST_ENDED:
+                break
+            drawn = self._step(tokens[-1])
+            tokens.append(drawn.sampled_token_ids[:, 0].numpy())
+            log_probs.append(drawn.logprobs_tensors.logprobs.numpy())
+            ranks.append(drawn.logprobs_tensors.selected_token_ranks.numpy())
+            ended |= np.isin(tokens[-1], self._stops)
+        if len(tokens) == 1:
+            return first
+        drawn = np.stack(tokens, 1)
+        self._keep(drawn)
+        rows = [np.stack(each, 1).reshape(drawn.size, -1) for each in (tokens, log_probs, ranks)]
+        bounds = list(range(0, drawn.size + 1, len(tokens)))
+        logprobs = type(first.logprobs)(rows[0], rows[1], rows[2][:, 0], bounds)
+        return dataclasses.replace(first, sampled_token_ids=drawn.tolist(), logprobs=logprobs)
+
+    def _room(self) -> int:
+        """Tokens that this turn may have: no request is longer than the model allows, and one at least wants them all."""
+        batch = self._runner.input_batch
+        # of a request that has as many tokens as the model takes, the last is not computed
+        free = self._runner.max_model_len - int(batch.num_tokens_no_spec[: self._requests].max())
+        return 1 + min(STEPS - 1, int(self._left.max()), free)
+
+    def _step(self, tokens: np.ndarray) -> Any:
+        """The next token of each request, behind these; what the runner prepares for a turn is moved on by one."""
+        from vllm.forward_context import set_forward_context
+
+        runner, count = self._runner, self._requests
+        batch = runner.input_batch
+        batch.num_computed_tokens_cpu[:count] += 1
+        runner.optimistic_seq_lens_cpu[:count] += 1
+        runner.seq_lens[:count] += 1
+        runner.positions[:count] += 1
+        runner.input_ids.np[:count] = tokens
+        positions = runner.positions[:count]
+        batch.block_table.compute_slot_mapping(count, runner.query_start_loc.gpu[: count + 1], positions)
+        by_group, by_layer = runner._get_slot_mappings(count, count, count)
+        attention, _ = runner._build_attention_metadata(count, count, 1, slot_mappings=by_group)
+        with set_forward_context(attention, runner.vllm_config, num_tokens=count, slot_mapping=by_layer):
+            hidden = runner.model(
+                input_ids=runner.input_ids.gpu[:count], positions=positions, intermediate_tensors=None, inputs_embeds=None
+            )
+        return runner._sample(runner.model.compute_logits(hidden), None)
+
+    def _keep(self, drawn: np.ndarray) -> None:
+        """The runner has the tokens [requests, tokens] after the first of each as if turns of their own had drawn them."""
+        batch, more = self._runner.input_batch, drawn.shape[1] - 1
+        rows = np.arange(self._requests)[:, None]
+        places = batch.num_tokens_no_spec[: self._requests, None] + np.arange(more)
+        batch.token_ids_cpu[rows, places] = drawn[:, 1:]
+        batch.is_token_ids[rows, places] = True
+        batch.num_tokens_no_spec[: self._requests] += more
+        for text, tokens in zip(self._texts, drawn[:, 1:].tolist()):
+            text.extend(tokens)
+
+
+# ---------------------------------------------------------------------- seeds
+
+#: generator of a request -> seeds that it has given and no token has had yet, the next one last
+_drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
+
+
+def _next_seeds(generators: Iterable[torch.Generator | None]) -> list[int]:
+    """The next seed of each: what a call for one at a time would give. None is torch's own generator."""
+    found = []
+    for generator in generators:
+        if generator is None:
+            found.append(int(torch.randint(0, 2**31, ())))
+            continue
+        waiting = _drawn.get(generator)
+        if not waiting:
+            waiting = torch.randint(0, 2**31, (_SEEDS_AT_ONCE,), generator=generator).tolist()[::-1]
+            _drawn[generator] = waiting
+        found.append(waiting.pop())
+    return found
+
+
+def _sample_in_bulk(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's `forward_cpu` with seeds in bulk; with noise in float64 there are none, and it is left to itself."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    def forward_cpu(
+        self: Any, logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.use_fp64_gumbel:
+            return original(self, logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p)
+        given: Tensor | None = None
+        if self.logprobs_mode == "processed_logits":
+            given = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            given = logits.log_softmax(dim=-1, dtype=torch.float32)
+        seeds = torch.tensor(_next_seeds(generators.get(number) for number in range(len(logits))))
+        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), given
+
+    return forward_cpu

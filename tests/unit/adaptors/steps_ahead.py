@@ -1,0 +1,115 @@
+# ruff: noqa: E402  (vLLM must be imported after the adaptors)
+"""Draws the same responses with steps ahead and without, on one engine; prints, as JSON, what differs and the turns it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from mindspeed_rl import adaptors, platform
+
+platform.select("cpu")
+os.environ.update(platform.current().worker_env())
+adaptors.apply("rollout")  # before vLLM is imported
+
+from safetensors.torch import load_file
+
+from mindspeed_rl.adaptors import vllm_cpu_steps
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.vllm_engine import VllmEngine
+
+LONGEST, STOP = 160, 7
+folder, caching = Path(sys.argv[1]), sys.argv[2] == "caching"
+config = transformers.Qwen2Config(
+    **{"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 64},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True},
+    initializer_range=0.15,  # distributions that are far from even: a wrong position or token shows
+)
+torch.manual_seed(0)
+reference = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+reference.save_pretrained(folder)
+weights = load_file(folder / "model.safetensors")
+
+settings = GenerateConfig(
+    infer_tensor_parallel_size=1,
+    max_model_len=LONGEST,
+    max_num_seqs=12,
+    max_num_batched_tokens=256,
+    dtype="float32",
+    enable_prefix_caching=caching,
+    kv_cache_memory_gib=None if caching else 0.001,  # the second has seven blocks of 128 tokens: requests wait, or are put back
+)
+# of two layers with two heads of 32 numbers
+engine = VllmEngine(folder, settings, Sampling(1.0, 8, ()), run_id="steps", kv_bytes_per_token=2 * 2 * 2 * 32 * 4)
+engine.load_weights(weights.items(), 0)
+core = engine._llm.llm_engine.engine_core.engine_core
+runner = core.model_executor.driver_worker.worker.model_runner
+
+#: name -> (prompt, sampling): lengths from 1 token to what the model takes, stops, a cut-off, a request alone that is greedy
+draw = torch.Generator().manual_seed(1)
+REQUESTS = {}
+for number in range(20):
+    prompt = torch.randint(8, 64, (3 + number % 5,), generator=draw).tolist()
+    tokens = [1, 2, 17, 40, LONGEST][number % 5]
+    sampling = Sampling(0.7 if number % 3 else 1.0, tokens, (STOP,) if number % 2 else (), top_k=9 if number == 8 else -1)
+    REQUESTS[str(number)] = prompt, Sampling(0.0, 30, ()) if number == 11 else sampling
+
+
+def run(ahead: bool) -> tuple[dict, int, list]:
+    """Responses by name, turns, and what a request that was given up had until then."""
+    runner.steps_ahead = ahead
+    found, turns, dropped = {}, 0, []
+    waiting = list(REQUESTS.items())
+    while waiting or engine._ids:
+        # a few at a time: requests come while others are at work
+        for name, (prompt, sampling) in waiting[:6] if turns % 3 == 0 else ():
+            engine.begin(name, prompt, sampling, seed=int(name) + 100)
+        waiting = waiting[6:] if turns % 3 == 0 else waiting
+        found.update(engine.step())
+        turns += 1
+        if turns == 5:
+            dropped = engine.progress("4").token_ids
+            engine.drop(["4"])
+    return found, turns, dropped
+
+
+def prefix(one: list, other: list) -> bool:
+    return one[: len(other)] == other or other[: len(one)] == one
+
+
+def exact(name: str, token_ids: list) -> list:
+    """Log-probs of plain transformers, with the temperature."""
+    prompt, sampling = REQUESTS[name]
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    log_probs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+single, single_turns, single_dropped = run(ahead=False)
+ahead, ahead_turns, ahead_dropped = run(ahead=True)
+whole = [name for name in single if REQUESTS[name][1].top_k < 0]
+print(
+    json.dumps(
+        {
+            "names": sorted(single, key=int) == sorted(ahead, key=int),
+            "tokens": all(ahead[name].token_ids == single[name].token_ids for name in single),
+            "ends": all(ahead[name].truncated == single[name].truncated for name in single),
+            "lengths": {name: len(one.token_ids) for name, one in ahead.items()},
+            "stopped": sum(one.token_ids[-1] == STOP for one in ahead.values()),
+            "log-probs": max(abs(a - b) for n in single for a, b in zip(single[n].log_probs, ahead[n].log_probs, strict=True)),
+            "exact": max(abs(a - b) for n in whole for a, b in zip(exact(n, ahead[n].token_ids), ahead[n].log_probs)),
+            "dropped": bool(ahead_dropped) and prefix(single_dropped, ahead_dropped),
+            "turns": [single_turns, ahead_turns],
+            "steps": vllm_cpu_steps.STEPS,
+            "free blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "blocks": core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is nobody's
+        }
+    )
+)

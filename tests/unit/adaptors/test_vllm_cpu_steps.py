@@ -1,0 +1,40 @@
+"""Steps between two turns of vLLM's scheduler draw what its own steps draw; seeds in bulk are those one by one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_rl.adaptors.vllm_cpu_steps import _next_seeds
+
+
+@pytest.mark.parametrize("cache", ["caching", "short of memory"])
+def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path: Path) -> None:
+    program = Path(__file__).with_name("steps_ahead.py")
+    done = subprocess.run([sys.executable, str(program), str(tmp_path), cache], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["names"] and found["tokens"] and found["ends"] and found["dropped"]
+    assert found["log-probs"] < 1e-5  # another batch around a request rounds differently
+    assert found["exact"] < 1e-4
+    # one token, those of a limit, those of a stop, and as many as the model takes
+    lengths = found["lengths"]
+    assert {name: lengths[name] for name in ("0", "6", "11", "14")} == {"0": 1, "6": 2, "11": 30, "14": 160 - 3 - 14 % 5}
+    assert found["stopped"] >= 3
+    single, ahead = found["turns"]
+    assert ahead < single / 3 and found["steps"] > 3
+    assert found["free blocks"] == found["blocks"]
+
+
+def test_seeds_are_those_that_a_generator_gives_one_by_one() -> None:
+    generators = [torch.Generator().manual_seed(number) for number in range(3)]
+    alike = [torch.Generator().manual_seed(number) for number in range(3)]
+    # requests come, go and stand in another order
+    for asked in [(0,), (0, 1), (2, 0, 1)] + [(1, 2)] * 50 + [(0, 2)] * 70:
+        expected = [torch.randint(0, 2**31, (1,), generator=alike[number]).item() for number in asked]
+        assert _next_seeds(generators[number] for number in asked) == expected
