@@ -58,15 +58,15 @@ def benchmark(words: str, *needs: str, profiled: str = "") -> Benchmark:
 
 def beside_trl(words: str) -> Benchmark:
     """Some of the cells of grpo_vs_trl.py, whose own defaults are all of them."""
-    words = f"grpo_vs_trl.py --iterations 4 {words}"
+    words = f"grpo_vs_trl.py {words}"
     return benchmark(words, "trl", profiled=f"{words} --lengths 64 --iterations 3")
 
 
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
-    "grpo-0.8M": beside_trl("--sizes 0.8M --precisions float32"),
-    "grpo-30M": beside_trl("--sizes 30M --lengths 64"),
-    "grpo-100M": beside_trl("--sizes 100M --lengths 64"),
+    "grpo-0.8M": beside_trl("--iterations 4 --sizes 0.8M"),
+    "grpo-30M": beside_trl("--iterations 3 --sizes 30M"),
+    "grpo-100M": beside_trl("--iterations 3 --sizes 100M --lengths 64"),
     "dpo": benchmark("dpo_vs_trl.py --sizes 30M --iterations 4", "trl"),
     "losses": benchmark("loss_vs_trl.py", "trl"),
     "step": benchmark("train_step.py --sizes 1M 10M --rounds 5"),

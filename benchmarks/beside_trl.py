@@ -17,7 +17,6 @@ from mindspeed_rl.observability.history import Series
 from mindspeed_rl.observability.run_files import read_run
 
 WARM_UP = 1
-MICRO_BATCH_TOKENS = 2500
 
 
 @dataclass(frozen=True)

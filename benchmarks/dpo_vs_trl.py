@@ -17,11 +17,12 @@ import random
 import tempfile
 from pathlib import Path
 
-from beside_trl import MICRO_BATCH_TOKENS, Measured, options_parser, run_ours, run_trl, say
+from beside_trl import Measured, options_parser, run_ours, run_trl, say
 from gsm8k_lengths import ANSWER_SHARE, length_at
 from tiny_run import SHAPES, make_model, make_task, preprocess
 
 PAIRS = 16
+PASS_TOKENS = 2500
 #: the longest answer and its question
 LONGEST = 640
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -62,7 +63,7 @@ def ours(folder: Path, precision: str, model: Path, pairs: Path, iterations: int
         "megatron_training.log_interval": 1,
         "rl_config.use_remove_padding": "true",
         "rl_config.use_dynamic_bsz": "true",
-        "rl_config.max_packing_token_size": MICRO_BATCH_TOKENS,
+        "rl_config.max_packing_token_size": PASS_TOKENS,
     }
     return run_ours(folder, "dpo_tiny_cpu", keys, threads=2).measured("both passes and the optimizer")
 

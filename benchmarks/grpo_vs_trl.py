@@ -7,8 +7,9 @@
 
 Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
 the end token is drawn: about one in 128, so half are shorter than 90 or so, and one in eight is cut at 256. Neither side
-has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 2,500 tokens; TRL
-runs twice, with all completions at a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps
+has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 2,500 tokens with the
+smallest model and half as many with the others, which takes less memory and no longer; TRL runs twice, with all completions at
+a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps
 float32 main weights and TRL has a model of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians
 without the first one, memory is the sum over all processes (PSS).
 """
@@ -20,13 +21,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from beside_trl import MICRO_BATCH_TOKENS, Measured, options_parser, run_ours, run_trl, say
+from beside_trl import Measured, options_parser, run_ours, run_trl, say
 from tiny_run import SHAPES, make_model, make_task, preprocess
 
 GROUP = 8
 #: completions of an iteration by size of the model
 COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
 VARYING, LONGEST = "varying", 256
+#: the most tokens of one of our forward passes
+PASS_TOKENS = {"0.8M": 2500, "30M": 1250, "100M": 1250}
 #: each has one thread
 WORKERS = 2
 TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
@@ -76,7 +79,7 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "actor_config.micro_batch_size": 1,
         "rl_config.actor_resource.num_npus": WORKERS,
         "rl_config.use_dynamic_bsz": "true",
-        "rl_config.max_packing_token_size": MICRO_BATCH_TOKENS,
+        "rl_config.max_packing_token_size": PASS_TOKENS[cell.size],
         "rl_config.n_samples_per_prompt": GROUP,
         "rl_config.mini_batch_size": prompts_each,
         "rl_config.init_kl_coef": 0.0,
