@@ -7,11 +7,11 @@
 
 Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
 the end token is drawn: about one in 128, so half are shorter than 90 or so, and one in eight is cut at 256. Neither side
-has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 2,500 tokens with the
-smallest model and half as many with the others, which takes less memory and no longer; TRL runs twice, with all completions at
-a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps
-float32 main weights and TRL has a model of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians
-without the first one, memory is the sum over all processes (PSS).
+has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 2,500 tokens with
+the smallest model and half as many with the others, which takes less memory and no longer; TRL runs twice, with all completions
+at a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps float32 main weights and TRL has a model
+of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians without the first one, memory is the sum
+over all processes (PSS).
 """
 
 from __future__ import annotations

@@ -63,10 +63,11 @@ def apply() -> None:
 
 
 def step_ahead(llm: Any) -> None:
-    """Lets the engine of this process make several steps a turn."""
+    """Lets an engine of this process make several steps a turn, whose requests are those of `rollout.arguments`."""
     core = llm.llm_engine.engine_core.engine_core
     config = core.vllm_config
-    if config.parallel_config.data_parallel_size > 1 or config.aux_output_config.enabled:
+    others, queued = config.parallel_config.data_parallel_size > 1, config.scheduler_config.async_scheduling
+    if others or queued or config.aux_output_config.enabled:
         return
     core.model_executor.driver_worker.worker.model_runner.steps_ahead = True
     scheduler = core.scheduler
