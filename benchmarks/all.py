@@ -65,7 +65,7 @@ def beside_trl(words: str) -> Benchmark:
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
     "grpo-0.8M": beside_trl("--iterations 4 --sizes 0.8M"),
-    "grpo-30M": beside_trl("--iterations 3 --sizes 30M"),
+    "grpo-30M": beside_trl("--iterations 3 --sizes 30M --lengths 64 256"),
     "grpo-100M": beside_trl("--iterations 3 --sizes 100M --lengths 64"),
     "dpo": benchmark("dpo_vs_trl.py --sizes 30M --iterations 4", "trl"),
     "losses": benchmark("loss_vs_trl.py", "trl"),

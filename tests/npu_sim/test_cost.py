@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ MOST_WAITS = {"log-probs": 1, "update": 4, "offload": 2, "onload": 0}
 OUTSIDE = ("log-probs", "update", "update / gradients", "update / optimizer", "offload")
 #: columns of the loss, its terms, and blocks that the allocator does not cut
 MORE_MEMORY = 1.03
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run file names folders of the quickstart, whose model has other layers than the block: where it ran, they exist."""
+    monkeypatch.chdir(tmp_path)
 
 
 def counted(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, Any]:
