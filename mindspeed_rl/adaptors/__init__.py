@@ -60,15 +60,21 @@ def apply(scope: Scope) -> None:
         importlib.import_module(module).apply()
 
 
+def _own_module(table: dict[str, str]) -> ModuleType | None:
+    """The current platform's module in a table of those that have one, None where it has none."""
+    name = table.get(platform.current().name)
+    return None if name is None else importlib.import_module(name)
+
+
 #: platform -> module whose `configure(config)` tells an adapted library about the run, after `apply("train")`
 CONFIGURED: dict[str, str] = {"npu": "mindspeed_rl.adaptors.mindspeed"}
 
 
 def configure(config: MegatronConfig) -> None:
     """Hands the run's keys to adaptors that need them; must come before process groups and models are built."""
-    module = CONFIGURED.get(platform.current().name)
+    module = _own_module(CONFIGURED)
     if module is not None:
-        importlib.import_module(module).configure(config)
+        module.configure(config)
 
 
 #: platform -> module whose kernels take the place of the engine's portable attention
@@ -86,25 +92,24 @@ FUSED_MODULES: dict[str, str] = {"npu": "mindspeed_rl.adaptors.mindspeed"}
 
 def fused_attention() -> ModuleType | None:
     """`causal_attention`, `packed_attention` and `ring_attention` of the current platform, None where it has no own ones."""
-    name = FUSED_ATTENTION.get(platform.current().name)
-    return None if name is None else importlib.import_module(name)
+    return _own_module(FUSED_ATTENTION)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [m, k] times b [k, n] by the current platform's fastest kernel; without a gradient of its own."""
-    name = MATMUL.get(platform.current().name)
-    return torch.mm(a, b) if name is None else importlib.import_module(name).matmul(a, b)
+    module = _own_module(MATMUL)
+    return torch.mm(a, b) if module is None else module.matmul(a, b)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension of [..., h], by the current platform's fastest kernels."""
-    name = RMS_NORM.get(platform.current().name)
-    if name is None:
+    module = _own_module(RMS_NORM)
+    if module is None:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    return importlib.import_module(name).rms_norm(x, weight, eps)
+    return module.rms_norm(x, weight, eps)
 
 
 def transformer_settings() -> dict[str, Any]:
     """Fields of Megatron's TransformerConfig that the current platform's fused modules need."""
-    name = FUSED_MODULES.get(platform.current().name)
-    return {} if name is None else dict(importlib.import_module(name).TRANSFORMER_SETTINGS)
+    module = _own_module(FUSED_MODULES)
+    return {} if module is None else dict(module.TRANSFORMER_SETTINGS)

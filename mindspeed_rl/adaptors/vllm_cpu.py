@@ -116,7 +116,7 @@ class VllmCpuHooks(EngineHooks):
             _name_segments_uniquely(run_id)
 
     def after_build(self, llm: Any) -> None:
-        vllm_cpu_steps.step_ahead(llm)
+        vllm_cpu_steps.step_ahead(llm.llm_engine.engine_core.engine_core, _runner(llm))
 
     def before_load(self, model: Any) -> None:
         vllm_cpu_linear.forget_packed(model)

@@ -62,24 +62,25 @@ def apply() -> None:
     _applied = True
 
 
-def step_ahead(llm: Any) -> None:
-    """Lets an engine of this process make several steps a turn, whose requests are those of `rollout.arguments`."""
-    core = llm.llm_engine.engine_core.engine_core
+def step_ahead(core: Any, runner: Any) -> None:
+    """Lets an engine of this process, with its model runner, make several steps a turn.
+
+    Its requests are those of `rollout.arguments`: nothing of them looks back at their tokens.
+    """
     config = core.vllm_config
     others, queued = config.parallel_config.data_parallel_size > 1, config.scheduler_config.async_scheduling
     if others or queued or config.aux_output_config.enabled:
         return
-    core.model_executor.driver_worker.worker.model_runner.steps_ahead = True
+    runner.steps_ahead = True
     scheduler = core.scheduler
     scheduler.num_lookahead_tokens = STEPS - 1
     update = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
-        for name, number in output.req_id_to_index.items():
-            if len(output.sampled_token_ids) > number and len(tokens := output.sampled_token_ids[number]) > 1:
-                request = scheduler.requests.get(name)
-                if request is not None:
-                    request.num_computed_tokens += len(tokens) - 1
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids):
+            # a request that was given up meanwhile is gone
+            if len(tokens) > 1 and name in scheduler.requests:
+                scheduler.requests[name].num_computed_tokens += len(tokens) - 1
         return update(scheduled, output)
 
     scheduler.update_from_output = update_from_output
