@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-#: elements that the gradient is computed of at a time: what belongs to them stays in the processor's cache
-_BLOCK = 1 << 16
+#: elements that the gradient is computed of at a time: what belongs to them stays in the processor's caches
+_BLOCK = 1 << 18
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -11,6 +11,8 @@ without a GPU could only raise.
 | linear layers | tensor_parallel.layers.LinearWith... | their products are slow on some processors: see `onednn_matmul.py` |
 | type names | constructors of Float16OptimizerWithFloat16Params and DistributedOptimizer, clip_grad_by_total_norm_fp32 | \
 they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it gives this thread a GPU's names |
+| scaling | clip_grads.multi_tensor_scale_impl | a copy of every gradient, which is scaled in place here |
+| exchange | param_and_grad_buffer's reduce-scatter and gathering | see `gloo_exchange.py` |
 | Adam | optimizer.Adam, distrib_optimizer.Adam | torch's AdamW keeps `step` per parameter; the checkpoints need one a group |
 | MoE | maybe_move_tensor_to_cpu, grouped_gemm_util.ops, moe_utils.te_general_gemm | CUDA-only conversions and kernels |
 | experts | experts.GroupedMLP.forward | insists on bf16, as its CUDA kernel does; ours takes any type |
@@ -42,7 +44,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_rl.adaptors import cpu_rope, packed_rope
+from mindspeed_rl.adaptors import cpu_rope, gloo_exchange, packed_rope
 from mindspeed_rl.adaptors.onednn_matmul import adapt_linear_layers, product
 from mindspeed_rl.adaptors.torch_facade import facade
 
@@ -105,7 +107,8 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 class AdamW(torch.optim.Optimizer):
     """torch's AdamW with one step count a parameter group, as Apex's and TransformerEngine's FusedAdam keep it.
 
-    Megatron's DistributedOptimizer can only checkpoint that form. Updates are bit-equal to `torch.optim.AdamW`.
+    Megatron's DistributedOptimizer can only checkpoint that form. Updates are bit-equal to `torch.optim.AdamW(fused=True)`,
+    which goes over the memory once, where the other forms make three tensors of each parameter's size.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
                 [],
                 # adamw adds 1 to its counts before it uses them; these copies are then dropped
                 [torch.tensor(float(group["step"] - 1)) for _ in params],
-                foreach=False,
+                fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -172,8 +175,14 @@ def _distributed_optimizer(module: Any) -> None:
     module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = AdamW, True, True
 
 
+def _scale_in_place(chunk_size: int, no_op: torch.Tensor, tensors: list[list[torch.Tensor]], scale: float) -> None:
+    for gradient in tensors[0]:  # the second list is the same one
+        gradient.mul_(scale)
+
+
 def _clip_grads(module: Any) -> None:
     module.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(module.clip_grad_by_total_norm_fp32)
+    module.multi_tensor_scale_impl = _scale_in_place
 
 
 def _moe_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -281,6 +290,7 @@ def _rotary_embedding(module: Any) -> None:
 
 PATCHES: dict[str, Callable[[Any], None]] = {
     "jit": _jit,
+    "distributed.param_and_grad_buffer": gloo_exchange.adapt,
     "tensor_parallel.layers": adapt_linear_layers,
     "tensor_parallel.random": _random,
     "optimizer": _optimizer_package,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -13,6 +14,10 @@ import torch
 from mindspeed_rl.platform.base import MemoryStats, Platform
 
 _GIB = float(1 << 30)
+#: of mallopt(3): what is freed at the heap's end goes back to the system from so many bytes on; larger blocks are mapped alone
+_TRIM_THRESHOLD, _MAP_THRESHOLD = -1, -3
+#: bytes: more than any heap has; the most that glibc takes, whose own value grows with what is freed, but not beyond it
+_NEVER, _MOST = (1 << 31) - 1, 32 << 20
 
 
 class CpuPlatform(Platform):
@@ -36,13 +41,13 @@ class CpuPlatform(Platform):
         return 1
 
     def set_device(self, index: int) -> None:
-        pass
+        _keep_freed_memory()
 
     def synchronize(self) -> None:
         pass
 
     def empty_cache(self) -> None:
-        pass
+        pass  # `_keep_freed_memory` says why what is free stays
 
     def memory_stats(self) -> MemoryStats:
         resident = psutil.Process().memory_info().rss / _GIB
@@ -74,6 +79,16 @@ class CpuPlatform(Platform):
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+
+def _keep_freed_memory() -> None:
+    """As a device's allocator does. The C library gives what a micro-batch has freed back to the system, which fills each page
+    with zeros when the next one asks for it: a fifth of an update's time with 100M parameters. Giving it back between update
+    and rollout alone cost as much, and no run's peak was lower for it."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone can
+        library = ctypes.CDLL(None)
+        library.mallopt(_MAP_THRESHOLD, _MOST)
+        library.mallopt(_TRIM_THRESHOLD, _NEVER)
 
 
 def _highest_resident() -> int:

@@ -69,6 +69,31 @@ def steps_for_each_sequence() -> bool:
     return len(calls) == 3
 
 
+def allocates(call: Callable[[], object]) -> int:
+    """Bytes that a call allocates, whether or not it frees them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = profiler.profiler.kineto_results.events()
+    return sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
+
+
+def copies_what_is_exchanged() -> bool:
+    """A reduce-scatter over gloo takes as much memory as it reduces."""
+    exchange = module("distributed.param_and_grad_buffer").dist_reduce_scatter_func
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    buffer = torch.ones(1 << 16)
+    taken = allocates(lambda: exchange(buffer, buffer, group=torch.distributed.group.WORLD))
+    torch.distributed.destroy_process_group()
+    return taken >= buffer.nbytes
+
+
+def copies_what_is_scaled() -> bool:
+    """Clipping takes as much memory as a gradient has."""
+    clips, gradients = module("optimizer.clip_grads"), [torch.ones(1 << 16)]
+    taken = allocates(lambda: clips.multi_tensor_applier(clips.multi_tensor_scale_impl, None, [gradients, gradients], 0.5))
+    return taken >= gradients[0].nbytes
+
+
 def multiplies_with_torch() -> bool:
     """The linear layers' products are torch's own, in both directions."""
     layers, seen = module("tensor_parallel.layers"), []
@@ -113,6 +138,8 @@ print(
             ),
             "optimizer.distrib_optimizer Adam": not distributed.USING_APEX_OPTIMIZER,
             "optimizer.clip_grads": names_cuda_types(module("optimizer.clip_grads").clip_grad_by_total_norm_fp32),
+            "optimizer.clip_grads scaling": copies_what_is_scaled(),
+            "distributed.param_and_grad_buffer": copies_what_is_exchanged(),
             "models.common.embeddings.rope_utils": steps_for_each_sequence(),
             "transformer.multi_latent_attention": latent.HAVE_TE and not isinstance(latent.TELinear, type),
             "transformer.moe.experts": grouped is not None
