@@ -36,10 +36,11 @@ def megatron_import() -> Iterator[None]:
 
 
 def _megatron() -> ModuleType:
-    """Imports megatron-core's module late: it takes seconds, and an adaptor may have to come before it."""
+    """megatron-core's module, imported late: an adaptor may have to come before it."""
+    from mindspeed_rl.adaptors import megatron_datasets  # brings torch
+
     with megatron_import():
-        from megatron.core.datasets import indexed_dataset
-    return indexed_dataset
+        return megatron_datasets.indexed_dataset()
 
 
 def packed_prefix(prefix: str | Path, column: str) -> str:
