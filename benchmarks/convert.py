@@ -7,9 +7,10 @@ cache is written back before each, so that none pays for another's bytes. Report
 process (start of Python and import of torch included), its processor time, and for the converter the time it reports itself,
 which leaves the start out; then the peak resident memory of one process (pages of mapped files included), and ratios.
 
-mbridge (PyPI) is measured if it is importable: it loads an HF folder into Megatron parameters and saves HF from them, in
-one process per rank. So the comparison is made at TP = PP = 1, its rank file written and read by torch.save and torch.load.
-It gets a bare module with Megatron's parameter names, because building its model needs TransformerEngine.
+mbridge (PyPI) is measured if it is importable (`pip install --no-deps --target /tmp/mbridge mbridge`, PYTHONPATH=/tmp/mbridge):
+it loads an HF folder into Megatron parameters and saves HF from them, in one process per rank. So the comparison is made at
+TP = PP = 1, its rank file written and read by torch.save and torch.load. It gets a bare module with Megatron's parameter names,
+because building its model needs TransformerEngine.
 """
 
 from __future__ import annotations
@@ -236,6 +237,15 @@ def measure(folder: Path, workers: int, repeats: int) -> None:
             f"| {name} | {middle[name]:.1f} | {size / middle[name]:.2f} | {cpu:.1f} | {own:.1f} | {own / middle['cp']:.2f} "
             f"{memory}| {versus} |"
         )
+    for name, peer in peers.items():
+        own = statistics.median(m.own_s for m in found[name])
+        what = f"converting {size:.1f} GB of bf16 with checksums, {name}"
+        ratio = middle["cp"] / own
+        Headline(f"{what}, GB/s without the start", f"{size / own:.2f}", "`cp`", f"{size / middle['cp']:.2f}", ratio).say()
+        if peer in middle:
+            Headline(f"{what}, s", f"{middle[name]:.1f}", "mbridge", f"{middle[peer]:.1f}", middle[peer] / middle[name]).say()
+            ours, theirs = (max(m.peak_gib for m in found[one]) for one in (name, peer))
+            Headline(f"{what}, GiB", f"{ours:.2f}", "mbridge", f"{theirs:.2f}", theirs / ours).say()
 
 
 def alternate(folder: Path, repeats: int) -> None:

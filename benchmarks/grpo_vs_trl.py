@@ -7,10 +7,10 @@
 
 Models have random weights and a vocabulary of 128 characters. Responses have exactly so many tokens, or (`varying`) end where
 the end token is drawn: about one in 128, so half are shorter than 90 or so, and one in eight is cut at 256. Neither side
-has a reference model, and both make one optimizer step an iteration. One of our forward passes holds up to 2,500 tokens with
-the smallest model and half as many with the others, which takes less memory and no longer; TRL runs twice, with all completions
-at a time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps float32 main weights and TRL has a model
-of bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians without the first one, memory is the sum
+has a reference model, and both make one optimizer step an iteration. Ours runs with one worker or two, and with as many tokens
+in a forward pass, as SETTINGS says, where both numbers of workers were tried before; TRL runs twice, with all completions at a
+time and with a quarter of them, and its faster run counts. In bfloat16 ours keeps float32 main weights and TRL has a model of
+bfloat16 alone, which is its fastest setting here. Seconds an iteration are medians without the first one, memory is the sum
 over all processes (PSS).
 """
 
@@ -28,10 +28,30 @@ GROUP = 8
 #: completions of an iteration by size of the model
 COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
 VARYING, LONGEST = "varying", 256
-#: the most tokens of one of our forward passes
-PASS_TOKENS = {"0.8M": 2500, "30M": 1250, "100M": 1250}
-#: each has one thread
-WORKERS = 2
+SHORTEST, CORES = 64, 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How ours runs a cell.
+
+    Attributes:
+        workers: processes that train and generate; they share the two cores, so one has two threads.
+        pass_tokens: the most tokens of a forward pass, of responses of 64 tokens and of longer ones.
+    """
+
+    workers: int
+    pass_tokens: tuple[int, int]
+
+
+SETTINGS = {
+    ("0.8M", "float32"): Setting(2, (2500, 2500)),
+    ("0.8M", "bfloat16"): Setting(2, (2500, 1250)),
+    ("30M", "float32"): Setting(1, (640, 1250)),
+    ("30M", "bfloat16"): Setting(2, (1250, 1250)),
+    ("100M", "float32"): Setting(1, (640, 1250)),
+    ("100M", "bfloat16"): Setting(1, (640, 1250)),
+}
 TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
 
 
@@ -62,7 +82,8 @@ class Cell:
 
 
 def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) -> Measured:
-    """Two workers that train and generate, one thread each."""
+    """A run of GRPO, every worker of which trains and generates."""
+    setting = SETTINGS[cell.size, cell.precision]
     prompts_each = cell.completions // GROUP
     keys = {
         "megatron_training.train_iters": iterations,
@@ -77,21 +98,21 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "actor_config.lr": 1e-5,
         "actor_config.min_lr": 0.0,
         "actor_config.micro_batch_size": 1,
-        "rl_config.actor_resource.num_npus": WORKERS,
+        "rl_config.actor_resource.num_npus": setting.workers,
         "rl_config.use_dynamic_bsz": "true",
-        "rl_config.max_packing_token_size": PASS_TOKENS[cell.size],
+        "rl_config.max_packing_token_size": setting.pass_tokens[cell.tokens > SHORTEST],
         "rl_config.n_samples_per_prompt": GROUP,
         "rl_config.mini_batch_size": prompts_each,
         "rl_config.init_kl_coef": 0.0,
         "rl_config.log_probs_diff_limit": "null",  # bfloat16's is above that of the run file
         "generate_config.dtype": cell.precision,
-        "generate_config.max_num_seqs": min(128, cell.completions // WORKERS),
+        "generate_config.max_num_seqs": min(128, cell.completions // setting.workers),
         "generate_config.max_model_len": cell.tokens + 32,
         "generate_config.kv_cache_memory_gib": "null",
         "generate_config.sampling_config.max_tokens": cell.tokens,
         "generate_config.sampling_config.ignore_eos": str(cell.length != VARYING).lower(),
     }
-    run = run_ours(folder, "grpo_tiny_cpu", keys, threads=1)
+    run = run_ours(folder, "grpo_tiny_cpu", keys, threads=CORES // setting.workers)
     shortest = min(run.values("response_length/min"))
     if cell.length != VARYING and shortest != cell.tokens:
         raise RuntimeError(f"a response of {shortest} tokens instead of {cell.tokens}")

@@ -8,7 +8,7 @@ in float32, or in bfloat16, where ours keeps float32 main weights and the other 
 answers' tokens; the losses of both sides must agree, so the work is the same.
 
 - transformers: `model(input_ids, attention_mask, labels)` with SDPA attention, rows padded to the longest of their
-  micro-batch, `clip_grad_norm_`, `torch.optim.AdamW`.
+  micro-batch, `clip_grad_norm_`, `torch.optim.AdamW(fused=True)`.
 - padded: this engine with the same micro-batches, padded likewise.
 - packed: this engine with `use_remove_padding`, the same rows in each micro-batch.
 
@@ -120,7 +120,7 @@ def transformers_step(folder: Path, size: Size, rows: Rows, precision: str) -> S
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8, fused=True)
     count = sum(rows.response_lengths)
     batches = []
     for first in range(0, len(rows), size.micro_batch):

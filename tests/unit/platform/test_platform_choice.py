@@ -68,3 +68,17 @@ def test_a_profiled_block_leaves_a_trace(tmp_path: Path) -> None:
     with platform.select("cpu").profile(str(tmp_path)):
         torch.ones(4).sum()
     assert list(tmp_path.glob("*.json"))
+
+
+def test_the_cpu_keeps_what_is_freed_for_the_next_pass() -> None:
+    code = (
+        "import resource, torch; from mindspeed_rl import platform\n"
+        "platform.select('cpu').set_device(0)\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def work(): tensors = [torch.ones(6 << 20) for _ in range(4)]\n"
+        "work(); work(); before = faults()\n"
+        "for _ in range(5): work()\n"
+        "print(faults() - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(result.stdout) < 4 * (6 << 20) * 4 / os.sysconf("SC_PAGE_SIZE") / 10
