@@ -113,7 +113,7 @@ class Line:
     name: str
     command: str
     date: str
-    load: float
+    load: float | None
     headlines: list[Headline] = field(default_factory=list)
     failure: str = ""
 
@@ -160,7 +160,7 @@ def profiled(name: str, trl_python: str | None) -> list[str]:
     """The functions in which a benchmark's processes were found most often, as a section of Markdown."""
     with tempfile.TemporaryDirectory() as folder:
         stacks = Path(folder, "stacks.txt")
-        words = ["--subprocesses", "--rate", "20", "--format", "raw", "--output", str(stacks)]
+        words = ["--subprocesses", "--nonblocking", "--rate", "20", "--format", "raw", "--output", str(stacks)]
         command = [str(_py_spy()), "record", *words, "--", *command_of(name, BENCHMARKS[name].profiled, trl_python)]
         subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
         shown = f"`python benchmarks/{' '.join(BENCHMARKS[name].profiled)}`"
@@ -233,7 +233,7 @@ def table(lines: list[Line], profiles: str) -> list[str]:
     """Markdown; each benchmark's first row names it, when it ran, and the load that it found."""
     rows = ["| benchmark | what | ours | beside | theirs | times better |", "|---|---|---|---|---|---|"]
     for line in lines:
-        title = f"`{line.command}`, {line.date}, load {line.load:.1f}"
+        title = f"`{line.command}`, {line.date}" + ("" if line.load is None else f", load {line.load:.1f}")
         # longer responses do more of the same
         profile = line.name.removesuffix(LONG)
         if f"## {profile}\n" in profiles:
@@ -281,10 +281,12 @@ def main() -> int:
             print(f"== {name}: left out, it {reason}", flush=True)
             continue
         lines.append(run(name, options.trl_python))
-        if options.profile and not lines[-1].failure and not name.endswith(LONG):
-            write_profile(name, profiled(name, options.trl_python))
         if options.write:  # what has been found stays where a later one fails
             write(lines, about)
+        if options.profile and not lines[-1].failure and not name.endswith(LONG):
+            write_profile(name, profiled(name, options.trl_python))
+            if options.write:  # with the link
+                write(lines, about)
     print("\n".join(table(lines, "")))
     return int(any(line.failure for line in lines))
 
