@@ -199,6 +199,8 @@ def frames_table(stacks: str, side: str = "", within: str = "") -> list[str]:
         frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", stack.split(";")[-1])
         samples[frame.replace(f"{FOLDER.parent}/", "")] += int(count)
     total = sum(samples.values())
+    if not total:
+        return [*([f"### {side}", ""] if side else []), "py-spy took no sample of it that it could read.", ""]
     rows = [f"| {count / total:.0%} | `{frame}` |" for frame, count in samples.most_common(SHOWN_FRAMES)]
     return [*([f"### {side}", ""] if side else []), "| samples | function |", "|---|---|", *rows, ""]
 
