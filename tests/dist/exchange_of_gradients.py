@@ -8,8 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors import gloo_exchange
-from mindspeed_rl.engine import parallel
+
+platform.select("cpu")
+adaptors.apply("train")
+
+from mindspeed_rl.engine import parallel  # noqa: E402  (Megatron must be imported after the adaptor)
 
 
 def _group() -> Any:
