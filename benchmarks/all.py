@@ -69,20 +69,20 @@ def benchmark(words: str, *needs: str, profiled: str = "", sides: Mapping[str, s
     return Benchmark(tuple(words.split()), frozenset(needs), tuple((profiled or words).split()), sides)
 
 
-def beside_trl(words: str) -> Benchmark:
+def beside_trl(iterations: int, cells: str) -> Benchmark:
     """Some of the cells of grpo_vs_trl.py, whose own defaults are all of them."""
-    words = f"grpo_vs_trl.py {words}"
-    return benchmark(words, "trl", profiled=f"{words} --precisions float32 --iterations 4", sides=RL_SIDES)
+    whole, profiled = (f"grpo_vs_trl.py --iterations {count} {cells}" for count in (iterations, 4))
+    return benchmark(whole, "trl", profiled=f"{profiled} --precisions float32", sides=RL_SIDES)
 
 
 BENCHMARKS = {
     "start": benchmark("start.py", "quickstart"),
-    "grpo-0.8M": beside_trl("--iterations 8 --sizes 0.8M --lengths 64"),
-    "grpo-0.8M-long": beside_trl("--iterations 4 --sizes 0.8M --lengths 256 varying"),
-    "grpo-30M": beside_trl("--iterations 6 --sizes 30M --lengths 64"),
-    "grpo-30M-long": beside_trl("--iterations 3 --sizes 30M --lengths 256 varying"),
-    "grpo-100M": beside_trl("--iterations 6 --sizes 100M --lengths 64"),
-    "grpo-100M-long": beside_trl("--iterations 3 --sizes 100M --lengths 256 varying"),
+    "grpo-0.8M": beside_trl(8, "--sizes 0.8M --lengths 64"),
+    "grpo-0.8M-long": beside_trl(4, "--sizes 0.8M --lengths 256 varying"),
+    "grpo-30M": beside_trl(6, "--sizes 30M --lengths 64"),
+    "grpo-30M-long": beside_trl(3, "--sizes 30M --lengths 256 varying"),
+    "grpo-100M": beside_trl(6, "--sizes 100M --lengths 64"),
+    "grpo-100M-long": beside_trl(3, "--sizes 100M --lengths 256 varying"),
     "dpo": benchmark(
         "dpo_vs_trl.py --sizes 30M --iterations 4",
         "trl",
@@ -159,13 +159,14 @@ def missing(name: str, trl_python: str | None) -> str:
 def profiled(name: str, trl_python: str | None) -> list[str]:
     """The functions in which a benchmark's processes were found most often, as a section of Markdown."""
     with tempfile.TemporaryDirectory() as folder:
-        stacks = Path(folder, "stacks.txt")
-        words = ["--subprocesses", "--nonblocking", "--rate", "20", "--format", "raw", "--output", str(stacks)]
+        output = Path(folder, "stacks.txt")
+        words = ["--subprocesses", "--nonblocking", "--rate", "20", "--format", "raw", "--output", str(output)]
         command = [str(_py_spy()), "record", *words, "--", *command_of(name, BENCHMARKS[name].profiled, trl_python)]
         subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-        shown = f"`python benchmarks/{' '.join(BENCHMARKS[name].profiled)}`"
-        tables = [text for side in BENCHMARKS[name].sides.items() for text in frames_table(stacks.read_text(), *side)]
-        return [f"## {name}", "", shown, "", *tables]
+        stacks = output.read_text()
+    shown = f"`python benchmarks/{' '.join(BENCHMARKS[name].profiled)}`"
+    tables = [text for side in BENCHMARKS[name].sides.items() for text in frames_table(stacks, *side)]
+    return [f"## {name}", "", shown, "", *tables]
 
 
 def write_profile(name: str, section: list[str]) -> None:
@@ -199,10 +200,11 @@ def frames_table(stacks: str, side: str = "", within: str = "") -> list[str]:
         frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", stack.split(";")[-1])
         samples[frame.replace(f"{FOLDER.parent}/", "")] += int(count)
     total = sum(samples.values())
+    title = [f"### {side}", ""] if side else []
     if not total:
-        return [*([f"### {side}", ""] if side else []), "py-spy took no sample of it that it could read.", ""]
+        return [*title, "py-spy took no sample of it that it could read.", ""]
     rows = [f"| {count / total:.0%} | `{frame}` |" for frame, count in samples.most_common(SHOWN_FRAMES)]
-    return [*([f"### {side}", ""] if side else []), "| samples | function |", "|---|---|", *rows, ""]
+    return [*title, "| samples | function |", "|---|---|", *rows, ""]
 
 
 # ---------------------------------------------------------------------- the table

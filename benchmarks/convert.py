@@ -220,6 +220,8 @@ def measure(folder: Path, workers: int, repeats: int) -> None:
                 remove(result)
     start = run([sys.executable, "-c", "import torch"])
     middle = {name: statistics.median(m.seconds for m in runs) for name, runs in found.items()}
+    own = {name: statistics.median(m.own_s for m in runs) for name, runs in found.items()}
+    peak = {name: max(m.peak_gib for m in runs) for name, runs in found.items()}
     peers = {"hf -> mcore, TP 1": "mbridge: hf -> rank file", "mcore TP 1 -> hf": "mbridge: rank file -> hf"}
     print(
         f"{size:.2f} GB of weights, median of {repeats}; `import torch` alone: {start.cpu_s:.1f} s, {start.peak_gib:.2f} GiB\n"
@@ -228,24 +230,21 @@ def measure(folder: Path, workers: int, repeats: int) -> None:
     print("|", " | ".join((*columns, "wall: mbridge / ours")), "|")
     print("|---" * (len(columns) + 1), "|", sep="")
     for name, runs in found.items():
-        own, peak = statistics.median(m.own_s for m in runs), max(m.peak_gib for m in runs)
         cpu = statistics.median(m.cpu_s for m in runs)
         # worker processes are the fork server's children: their memory is not among what is waited for here
-        memory = "| | " if "workers" in name else f"| {peak:.2f} | {peak / largest[name]:.2f} "
+        memory = "| | " if "workers" in name else f"| {peak[name]:.2f} | {peak[name] / largest[name]:.2f} "
         versus = f"{middle[peers[name]] / middle[name]:.1f}" if peers.get(name) in middle else ""
         print(
-            f"| {name} | {middle[name]:.1f} | {size / middle[name]:.2f} | {cpu:.1f} | {own:.1f} | {own / middle['cp']:.2f} "
-            f"{memory}| {versus} |"
+            f"| {name} | {middle[name]:.1f} | {size / middle[name]:.2f} | {cpu:.1f} "
+            f"| {own[name]:.1f} | {own[name] / middle['cp']:.2f} {memory}| {versus} |"
         )
     for name, peer in peers.items():
-        own = statistics.median(m.own_s for m in found[name])
         what = f"converting {size:.1f} GB of bf16 with checksums, {name}"
-        ratio = middle["cp"] / own
-        Headline(f"{what}, GB/s without the start", f"{size / own:.2f}", "`cp`", f"{size / middle['cp']:.2f}", ratio).say()
+        rates = size / own[name], size / middle["cp"]
+        Headline(f"{what}, GB/s without the start", f"{rates[0]:.2f}", "`cp`", f"{rates[1]:.2f}", rates[0] / rates[1]).say()
         if peer in middle:
             Headline(f"{what}, s", f"{middle[name]:.1f}", "mbridge", f"{middle[peer]:.1f}", middle[peer] / middle[name]).say()
-            ours, theirs = (max(m.peak_gib for m in found[one]) for one in (name, peer))
-            Headline(f"{what}, GiB", f"{ours:.2f}", "mbridge", f"{theirs:.2f}", theirs / ours).say()
+            Headline(f"{what}, GiB", f"{peak[name]:.2f}", "mbridge", f"{peak[peer]:.2f}", peak[peer] / peak[name]).say()
 
 
 def alternate(folder: Path, repeats: int) -> None:

@@ -30,6 +30,8 @@ SHAPES: dict[str, dict[str, int]] = {
         **{"num_attention_heads": 12, "num_key_value_heads": 6},
     },
 }
+#: seconds: how long a command is taken to start, and between two looks at its memory until then and afterwards
+_STARTS, _OFTEN, _SELDOM = 20.0, 0.5, 2.0
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,6 @@ class Watched:
     end_s: float
     cpu_s: float
     memory_gib: float
-
-
-#: seconds: how long a command is taken to start, and between two looks until then and afterwards
-_STARTS, _OFTEN, _SELDOM = 20.0, 0.5, 2.0
 
 
 def watched(command: Sequence[str], log: Path, environment: Mapping[str, str], words: str = "") -> Watched:

@@ -250,10 +250,7 @@ def join_world() -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    platform.current().set_device(0)
-    parallel.init_process_group(parallel.RankInfo.from_env(), 60)
-    parallel.init_model_parallel(MegatronConfig(), 1, 60)
-    parallel.seed_all(1)
+    parallel.init_distributed(MegatronConfig(seed=1), 1)
 
 
 def main() -> None:

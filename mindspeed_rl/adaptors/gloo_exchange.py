@@ -25,12 +25,11 @@ from torch import Tensor
 _PIECE = 1 << 20
 
 
-def reduce_scatter(output: Tensor, source: Tensor, op: Any, group: Any) -> None:
+def reduce_scatter(output: Tensor, source: Tensor, group: Any) -> None:
     """output [n] <- the sum over the group of what lies at this rank's place in source [ranks * n]; others' places stay.
 
     A sum starts with what its own rank has and takes the others in the order of their ranks. `output` may be the place itself.
     """
-    assert op == torch.distributed.ReduceOp.SUM  # Megatron scales before, unless it is told to average
     rank, size = group.rank(), group.size()
     shards = source.chunk(size)
     if output.data_ptr() != shards[rank].data_ptr():
@@ -80,9 +79,9 @@ def adapt(module: Any) -> None:
     their_reduce_scatter, their_all_gather = module.dist_reduce_scatter_func, module.dist_all_gather_func
 
     def scatter(output: Tensor, source: Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
-        if async_op or op != torch.distributed.ReduceOp.SUM:
+        if async_op or op != torch.distributed.ReduceOp.SUM:  # Megatron scales before, unless it is told to average
             return their_reduce_scatter(output, source, op=op, group=group, async_op=async_op)
-        return reduce_scatter(output, source, op, group)
+        return reduce_scatter(output, source, group)
 
     def gather(output: Tensor, source: Tensor, *, group: Any, async_op: bool) -> Any:
         if async_op:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import exchange_of_gradients as jobs
+import gradient_jobs as jobs
 import pytest
 from ranks import Ranks
 

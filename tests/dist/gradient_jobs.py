@@ -1,0 +1,58 @@
+"""Jobs of test_gloo_exchange.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.adaptors import gloo_exchange
+
+
+@contextlib.contextmanager
+def _group() -> Iterator[Any]:
+    dist.init_process_group("gloo")
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _whole(rank: int, ranks: int, length: int) -> torch.Tensor:
+    """What a rank holds: whole numbers, whose sums have no rounding."""
+    return torch.arange(ranks * length, dtype=torch.float32) % 251 + 1000 * (rank + 1)
+
+
+def reduced(length: int, piece: int, in_place: bool) -> tuple[list[float], bool]:
+    """This rank's sums, and whether the places of the other ranks are as they were."""
+    gloo_exchange._PIECE = piece
+    with _group() as group:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        source = _whole(rank, ranks, length)
+        shards = source.chunk(ranks)
+        output = shards[rank] if in_place else torch.empty(length)
+        for _ in range(2):  # a second exchange must not take the first one's messages
+            source.copy_(_whole(rank, ranks, length))
+            gloo_exchange.reduce_scatter(output, source, group)
+    kept = all(
+        torch.equal(shard, whole)
+        for other, (shard, whole) in enumerate(zip(shards, _whole(rank, ranks, length).chunk(ranks)))
+        if other != rank or not in_place
+    )
+    return output.tolist(), kept
+
+
+def gathered(length: int, in_place: bool) -> list[float]:
+    """What all ranks have, on this one."""
+    with _group() as group:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        output = torch.zeros(ranks * length, dtype=torch.bfloat16)
+        source = torch.arange(length, dtype=torch.bfloat16) + 16 * rank
+        if in_place:
+            output.chunk(ranks)[rank].copy_(source)
+            source = output.chunk(ranks)[rank]
+        gloo_exchange.all_gather(output, source, group)
+    return output.tolist()
