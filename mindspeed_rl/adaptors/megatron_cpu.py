@@ -107,7 +107,7 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 class AdamW(torch.optim.Optimizer):
     """torch's AdamW with one step count a parameter group, as Apex's and TransformerEngine's FusedAdam keep it.
 
-    Megatron's DistributedOptimizer can only checkpoint that form. Updates are bit-equal to `torch.optim.AdamW`.
+    Megatron's DistributedOptimizer can only checkpoint that form. Updates are bit-equal to `torch.optim.AdamW(fused=True)`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class AdamW(torch.optim.Optimizer):
                 [],
                 # adamw adds 1 to its counts before it uses them; these copies are then dropped
                 [torch.tensor(float(group["step"] - 1)) for _ in params],
-                foreach=False,
+                fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

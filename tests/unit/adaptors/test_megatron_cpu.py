@@ -76,7 +76,7 @@ def test_adamw_equals_torchs_bit_for_bit(weight_decay: float) -> None:
     start = [torch.randn(shape, generator=generator) for shape in ((7, 5), (11,), (3, 2, 2))]
     ours, theirs = ([torch.nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
     keys = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
-    optimizers = megatron_cpu.AdamW(ours, **keys), torch.optim.AdamW(theirs, **keys, foreach=False)
+    optimizers = megatron_cpu.AdamW(ours, **keys), torch.optim.AdamW(theirs, **keys, fused=True)
     for step in range(20):
         for mine, true in zip(ours, theirs):
             gradient = torch.randn(mine.shape, generator=generator)
