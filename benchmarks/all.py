@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -96,7 +97,7 @@ BENCHMARKS = {
         profiled="train_step.py --sizes 10M --precisions float32 --rounds 2",
         sides=STEP_SIDES,
     ),
-    "modes": benchmark("async_rollout.py --rounds 1"),
+    "modes": benchmark("async_rollout.py --rounds 1", profiled="async_rollout.py --rounds 1 --at-once 64 --iterations 4"),
     "push": benchmark("resharding.py measure --processes 2 --millions 30 100"),
     "dataplane": benchmark("dataplane.py --clients 1 4"),
     "convert": benchmark("convert.py --gigabytes 2 --repeats 3", profiled="convert.py --gigabytes 2 --repeats 1"),
@@ -151,7 +152,11 @@ def missing(name: str, trl_python: str | None) -> str:
     needs = BENCHMARKS[name].needs
     if "quickstart" in needs and not (FOLDER.parent / "runs/quickstart/sft/hf/latest").exists():
         return "needs the results of `bash examples/quickstart.sh`"
-    return "needs --trl-python, see grpo_vs_trl.py" if "trl" in needs and trl_python is None else ""
+    if "trl" in needs and trl_python is None:
+        return "needs --trl-python, see grpo_vs_trl.py"
+    if name == "losses" and subprocess.run([trl_python, "-c", "import mindspeed_rl"], cwd="/", capture_output=True).returncode:
+        return "needs this suite in TRL's environment too, see loss_vs_trl.py"
+    return ""
 
 
 # ---------------------------------------------------------------------- profiles
@@ -182,11 +187,13 @@ def sample(command: list[str], folder: Path) -> None:
         family = psutil.Process(process.pid)
         while process.poll() is None:
             spying = {spy.pid for spy in spies.values()}
-            for member in {family, *family.children(recursive=True)} - spies.keys():
-                if member.pid in spying or time.time() - member.create_time() < SETTLED_S:
-                    continue
-                words = ["--nonblocking", "--rate", "20", "--format", "raw", "--output", str(folder / f"{member.pid}.txt")]
-                spies[member] = subprocess.Popen([str(_py_spy()), "record", "--pid", str(member.pid), *words], **quiet)
+            with contextlib.suppress(psutil.NoSuchProcess):  # one has just ended
+                for member in {family, *family.children(recursive=True)} - spies.keys():
+                    if member.pid in spying or time.time() - member.create_time() < SETTLED_S:
+                        continue
+                    output = str(folder / f"{member.pid}.txt")
+                    words = ["--nonblocking", "--rate", "20", "--format", "raw", "--output", output]
+                    spies[member] = subprocess.Popen([str(_py_spy()), "record", "--pid", str(member.pid), *words], **quiet)
             time.sleep(1)
     for spy in spies.values():  # each ends with its process; of what is no Python it has ended at once
         spy.wait(timeout=60)

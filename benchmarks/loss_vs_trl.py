@@ -159,7 +159,7 @@ DIFFERENCES = [
     Case(
         "cispo",
         {"loss_type": "cispo", "epsilon_high": 1.1},
-        {"loss_type": "cispo", "clip_ratio_high": 0.1} | HIGHER,
+        {"loss_type": "cispo", "clip_ratio_high": 0.1} | HIGHER | {"clip_ratio_low": 0.1},
         "cispo clips to 1 - eps .. 1 + eps as in its paper, TRL's has an absolute cap and no lower bound (cispo_cap)",
         "cispo with a cap",
     ),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 #: answers whose two most likely tokens are this close may differ between two implementations of the same arithmetic
 TOLERANCE = 0.005
-#: starts between 50 and 70 % ended at 92 to 94 %
+#: starts between 49 and 68 % ended at 92 to 94 %
 ENOUGH = 0.85
 
 
