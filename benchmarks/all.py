@@ -100,7 +100,11 @@ BENCHMARKS = {
     "modes": benchmark("async_rollout.py --rounds 1", profiled="async_rollout.py --rounds 1 --at-once 64 --iterations 4"),
     "push": benchmark("resharding.py measure --processes 2 --millions 30 100"),
     "dataplane": benchmark("dataplane.py --clients 1 4"),
-    "convert": benchmark("convert.py --gigabytes 2 --repeats 3", profiled="convert.py --gigabytes 2 --repeats 1"),
+    "convert": benchmark(
+        "convert.py --gigabytes 2 --repeats 3",
+        profiled="convert.py --alternate --gigabytes 2 --repeats 2",
+        sides={"": r"mindspeed_rl/cli/convert\.py"},
+    ),
     "preprocess": benchmark("preprocess.py --workers 1"),
     "rewards": benchmark("rewards.py --answers 2000 --loop-answers 500"),
     "gloo": benchmark("gloo_groups.py"),
@@ -230,7 +234,8 @@ def frames_table(stacks: str, side: str = "", within: str = "") -> list[str]:
         if outside or "_find_and_load" in stack or not re.search(within, stack):
             continue
         # what calls an operator says more than that one is called
-        innermost = next(frame for frame in reversed(stack.split(";")) if "(torch/_ops.py" not in frame)
+        frames = stack.split(";")
+        innermost = next((frame for frame in reversed(frames) if "(torch/_ops.py" not in frame), frames[-1])
         frame = re.sub(r"[^(]*/(?:site-packages|lib/python[\d.]+)/", "", innermost)
         samples[frame.replace(f"{FOLDER.parent}/", "")] += int(count)
     total = sum(samples.values())
