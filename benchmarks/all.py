@@ -52,7 +52,8 @@ class Benchmark:
     Attributes:
         profiled: words in place of them while a profile is taken, where all of them would take too long.
         sides: name -> expression for a frame that all stacks of this side have; no name where there is one side.
-        needs: "quickstart" (the results of examples/quickstart.sh), "trl" (an environment with TRL), or nothing.
+        needs: "quickstart" (the results of examples/quickstart.sh), "trl" (an environment with TRL, which it starts by itself),
+            "both" (an environment with TRL and this suite, in which it runs), or nothing.
     """
 
     words: tuple[str, ...]
@@ -91,7 +92,7 @@ BENCHMARKS = {
         profiled="dpo_vs_trl.py --sizes 30M --precisions float32 --iterations 3",
         sides=DPO_SIDES,
     ),
-    "losses": benchmark("loss_vs_trl.py", "trl"),
+    "losses": benchmark("loss_vs_trl.py", "both"),
     "step": benchmark(
         "train_step.py --rounds 3",
         profiled="train_step.py --sizes 10M --precisions float32 --rounds 2",
@@ -144,10 +145,10 @@ def run(name: str, trl_python: str | None) -> Line:
 
 def command_of(name: str, chosen: tuple[str, ...], trl_python: str | None) -> list[str]:
     script, *words = chosen
-    # losses are held against TRL inside of TRL's environment; the others start TRL there by themselves
-    if trl_python is not None and name == "losses":
+    needs = BENCHMARKS[name].needs
+    if trl_python is not None and "both" in needs:
         return [trl_python, str(FOLDER / script), *words]
-    extra = ["--trl-python", trl_python] if trl_python is not None and "trl" in BENCHMARKS[name].needs else []
+    extra = ["--trl-python", trl_python] if trl_python is not None and "trl" in needs else []
     return [sys.executable, str(FOLDER / script), *words, *extra]
 
 
@@ -156,9 +157,9 @@ def missing(name: str, trl_python: str | None) -> str:
     needs = BENCHMARKS[name].needs
     if "quickstart" in needs and not (FOLDER.parent / "runs/quickstart/sft/hf/latest").exists():
         return "needs the results of `bash examples/quickstart.sh`"
-    if "trl" in needs and trl_python is None:
+    if needs & {"trl", "both"} and trl_python is None:
         return "needs --trl-python, see grpo_vs_trl.py"
-    if name == "losses" and subprocess.run([trl_python, "-c", "import mindspeed_rl"], cwd="/", capture_output=True).returncode:
+    if "both" in needs and subprocess.run([trl_python, "-c", "import mindspeed_rl"], cwd="/", capture_output=True).returncode:
         return "needs this suite in TRL's environment too, see loss_vs_trl.py"
     return ""
 
@@ -190,10 +191,9 @@ def sample(command: list[str], folder: Path) -> None:
     with subprocess.Popen(command, cwd=FOLDER.parent, **quiet) as process:
         family = psutil.Process(process.pid)
         while process.poll() is None:
-            spying = {spy.pid for spy in spies.values()}
             with contextlib.suppress(psutil.NoSuchProcess):  # one has just ended
                 for member in {family, *family.children(recursive=True)} - spies.keys():
-                    if member.pid in spying or time.time() - member.create_time() < SETTLED_S:
+                    if time.time() - member.create_time() < SETTLED_S:
                         continue
                     output = str(folder / f"{member.pid}.txt")
                     words = ["--nonblocking", "--rate", "20", "--format", "raw", "--output", output]

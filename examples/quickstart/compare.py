@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 #: answers whose two most likely tokens are this close may differ between two implementations of the same arithmetic
 TOLERANCE = 0.005
 #: starts between 49 and 68 % ended at 92 to 94 %
-ENOUGH = 0.85
+ENOUGH = 0.9
 
 
 @torch.no_grad()

@@ -76,11 +76,10 @@ def test_the_cpu_keeps_what_is_freed_for_the_next_pass() -> None:
         "platform.select('cpu').set_device(0)\n"
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "def work(): tensors = [torch.ones(6 << 20) for _ in range(4)]\n"
-        "for _ in range(5): work()  # holes of the right size are there after two or three rounds\n"
+        "for _ in range(8): work()  # holes of the right size are there after two or three rounds\n"
         "before = faults()\n"
         "for _ in range(5): work()\n"
         "print(faults() - before)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    pages_of_a_round = 4 * (6 << 20) * 4 / os.sysconf("SC_PAGE_SIZE")
-    assert int(result.stdout) < pages_of_a_round
+    assert int(result.stdout) < 4 * (6 << 20) * 4 / os.sysconf("SC_PAGE_SIZE") / 10
