@@ -47,7 +47,7 @@ class Setting:
 SETTINGS = {
     ("0.8M", "float32"): Setting(2, (2500, 2500)),
     ("0.8M", "bfloat16"): Setting(2, (2500, 1250)),
-    ("30M", "float32"): Setting(1, (640, 1250)),
+    ("30M", "float32"): Setting(1, (1250, 1250)),
     ("30M", "bfloat16"): Setting(2, (1250, 1250)),
     ("100M", "float32"): Setting(1, (640, 1250)),
     ("100M", "bfloat16"): Setting(1, (640, 1250)),

@@ -28,9 +28,6 @@ from torch.overrides import TorchFunctionMode
 _WORTHWHILE = 1 << 22
 #: products with a thinner side are slower with oneDNN; the second is for weight gradients
 _LEAST_SIDE, _LEAST_GRADIENT_SIDE = 32, 64
-#: oneDNN compiles a kernel for each new length of the sum. Weight gradients sum over the tokens of a micro-batch, which differ
-#: from step to step: in pieces, whose lengths are multiples of a grain, and a rest that zeros fill up to one
-_PIECE, _GRAIN = 2048, 128
 
 
 @functools.cache
@@ -51,29 +48,7 @@ def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
 def _weight_gradient(a: Tensor, b: Tensor) -> Tensor:
     """a [m, k] with its columns, b [k, n] with its rows one after the other."""
     # oneDNN copies the left one, to have its rows one after the other
-    return _summed(a, b) if a.size(0) <= b.size(1) else _summed(b.t(), a.t()).t().contiguous()
-
-
-def _summed(a: Tensor, b: Tensor) -> Tensor:
-    """The product of `_weight_gradient`, a piece of the sum at a time."""
-    k, out = a.size(1), None
-    rest = k % _GRAIN
-    for start in range(0, k - rest, _PIECE):
-        piece = slice(start, min(start + _PIECE, k - rest))
-        out = _added(out, a[:, piece], b[piece])
-    if rest:
-        filled = a.new_zeros(a.size(0), _GRAIN), b.new_zeros(_GRAIN, b.size(1))
-        filled[0][:, :rest], filled[1][:rest] = a[:, k - rest :], b[k - rest :]
-        out = _added(out, *filled)
-    assert out is not None  # products without a sum are too small to come here
-    return out
-
-
-def _added(before: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """The product of a and b on top of what was there before."""
-    if before is None:
-        return _by_onednn(a, b)
-    return torch.ops.mkldnn._linear_pointwise.binary(a, before, b.t(), None, "add")
+    return _by_onednn(a, b) if a.size(0) <= b.size(1) else _by_onednn(b.t(), a.t()).t().contiguous()
 
 
 def _is_faster(a: Tensor, b: Tensor) -> bool:

@@ -116,8 +116,9 @@ class CheckpointSaver:
         partial = final.with_name(final.name + ".partial")
         disks = self.disks
         with _written(partial, disks):
-            self._begin(partial, iteration, run_state)
+            self._begin(partial)
             request = self._request(partial)
+            self._write_small(partial, iteration, run_state)
             request.add_finalize_fn(_finisher(disks, self.folder, partial, final, iteration, config.keep_last))
             if not config.async_save:
                 request.execute_sync()
@@ -125,30 +126,40 @@ class CheckpointSaver:
             self._partial = partial
             self._queue.schedule_async_request(request)
 
-    def _begin(self, partial: Path, iteration: int, run_state: dict[str, Any]) -> None:
-        """The folder is there, with what is small: the ranks' random generators and the record of the run.
+    def _begin(self, partial: Path) -> None:
+        """The folder is there and empty: Megatron takes one that holds anything for a damaged checkpoint, and says so.
 
         Raises:
-            ValueError: a rank could not write its part; on every rank.
+            ValueError: a rank could not make it; on every rank.
         """
-        config, rank = self.engine.config, dist.get_rank()
         failure: str | None = None
         if self.disks.leads:
             try:
                 # what a killed save has left
                 shutil.rmtree(partial, ignore_errors=True)
-                (partial / "random").mkdir(parents=True)
-                if rank == 0:
-                    (partial / "run_state.json").write_text(json.dumps(self._record(iteration, run_state), indent=1))
+                partial.mkdir(parents=True)
             except OSError as error:
                 failure = str(error)
         # no rank writes before its disk has the folder
         all_succeeded(failure)
-        if not config.no_save_rng:
-            try:
-                save_file(random_state.capture(), partial / _random_name(rank))
-            except (OSError, SafetensorError) as error:
-                failure = str(error)
+
+    def _write_small(self, partial: Path, iteration: int, run_state: dict[str, Any]) -> None:
+        """What is small: the ranks' random generators and the record of the run.
+
+        Raises:
+            ValueError: a rank could not write its part; on every rank.
+        """
+        rank = dist.get_rank()
+        failure: str | None = None
+        try:
+            if rank == 0:
+                (partial / "run_state.json").write_text(json.dumps(self._record(iteration, run_state), indent=1))
+            if not self.engine.config.no_save_rng:
+                random = partial / _random_name(rank)
+                random.parent.mkdir(exist_ok=True)
+                save_file(random_state.capture(), random)
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
         all_succeeded(failure)
 
     def _record(self, iteration: int, run_state: dict[str, Any]) -> dict[str, Any]:

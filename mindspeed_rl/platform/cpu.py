@@ -20,6 +20,11 @@ _TRIM_THRESHOLD, _MAP_THRESHOLD = -1, -3
 _NEVER, _MOST = (1 << 31) - 1, 32 << 20
 
 
+#: products that torch and oneDNN keep compiled, a megabyte or more each. They are compiled for one number of tokens, which is
+#: another one in each micro-batch of a real task: with 1024, the default of both, a worker grows by gigabytes
+_KEPT_PRODUCTS = "64"
+
+
 class CpuPlatform(Platform):
     """Ranks are processes of this machine (or of several); they talk over gloo."""
 
@@ -72,6 +77,8 @@ class CpuPlatform(Platform):
         # idle OpenMP threads spin. TORCHDYNAMO_DISABLE: vLLM compiles a rank counter with inductor otherwise (15 s).
         return {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", _KEPT_PRODUCTS),
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KEPT_PRODUCTS),
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

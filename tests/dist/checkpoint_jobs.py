@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
@@ -68,13 +69,22 @@ def refusal(setting: Setting, folder: str) -> str:
         return "nothing"
 
 
-def save_many(setting: Setting, folder: str, iterations: list[int]) -> None:
-    """Saves the same state under several iteration numbers, one after the other."""
-    with engine_of(setting) as engine:
-        saver = CheckpointSaver(engine, folder)
-        for iteration in iterations:
-            saver.save(iteration, {})
-        saver.finish()
+def save_many(setting: Setting, folder: str, iterations: list[int]) -> list[str]:
+    """Saves the same state under several iteration numbers, one after the other; what Megatron warned of."""
+    warnings: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: warnings.append(record.getMessage())
+    logger = logging.getLogger("megatron.core.dist_checkpointing")
+    logger.addHandler(listener)
+    try:
+        with engine_of(setting) as engine:
+            saver = CheckpointSaver(engine, folder)
+            for iteration in iterations:
+                saver.save(iteration, {})
+            saver.finish()
+    finally:
+        logger.removeHandler(listener)
+    return warnings
 
 
 def save_under_a_limit(setting: Setting, folder: str, limit_bytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from gloo_world import gloo_world
 
 from mindspeed_rl.adaptors.vllm_cpu_experts import gather_rows, scatter_sum
 
@@ -13,15 +14,11 @@ def exchange(sizes: list[int], width: int, dtype: str) -> tuple[list[list[float]
 
     Rank r brings rows of the value 10 r + row; for row i of all it computes i + r.
     """
-    dist.init_process_group("gloo")
-    try:
-        group, rank, kind = dist.group.WORLD, dist.get_rank(), getattr(torch, dtype)
-        assert group is not None
+    with gloo_world() as group:
+        rank, kind = dist.get_rank(), getattr(torch, dtype)
         mine = torch.arange(sizes[rank], dtype=kind)[:, None].expand(-1, width) + 10 * rank
         gathered = gather_rows(mine, sizes, group)
         computed = torch.arange(sum(sizes), dtype=kind)[:, None].expand(-1, width) + rank
         summed = scatter_sum(computed, sizes, group)
         assert gathered.dtype == summed.dtype == kind
         return gathered.tolist(), summed.tolist()
-    finally:
-        dist.destroy_process_group()

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from gloo_world import gloo_world
 
 from mindspeed_rl.adaptors import gloo_exchange
-
-
-@contextlib.contextmanager
-def _group() -> Iterator[Any]:
-    dist.init_process_group("gloo")
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def _whole(rank: int, ranks: int, length: int) -> torch.Tensor:
@@ -29,7 +17,7 @@ def _whole(rank: int, ranks: int, length: int) -> torch.Tensor:
 def reduced(length: int, piece: int, in_place: bool) -> tuple[list[float], bool]:
     """This rank's sums, and whether the places of the other ranks are as they were."""
     gloo_exchange._PIECE = piece
-    with _group() as group:
+    with gloo_world() as group:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         source = _whole(rank, ranks, length)
         shards = source.chunk(ranks)
@@ -47,7 +35,7 @@ def reduced(length: int, piece: int, in_place: bool) -> tuple[list[float], bool]
 
 def gathered(length: int, in_place: bool) -> list[float]:
     """What all ranks have, on this one."""
-    with _group() as group:
+    with gloo_world() as group:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         output = torch.zeros(ranks * length, dtype=torch.bfloat16)
         source = torch.arange(length, dtype=torch.bfloat16) + 16 * rank

@@ -23,7 +23,8 @@ def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = N
     The program reads its settings with `rank_settings()` and ends with `report(value)`.
 
     Raises:
-        AssertionError: a rank failed or ran past the limit; the message holds the end of every rank's output.
+        AssertionError: a rank failed or ran past the limit; the message holds the end of every rank's output;
+            or files of communicators are left.
     """
     with tempfile.TemporaryDirectory(prefix="npu-sim-", dir="/dev/shm") as folder:
         common = {
@@ -50,6 +51,8 @@ def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = N
                 output.seek(0)
                 texts.append(f"--- rank {rank} ---\n{output.read()[-3000:]}")
             raise AssertionError(f"{program} with {world_size} rank(s): {failure}\n" + "\n".join(texts))
+        left = [path.name for path in Path(folder).glob("npu_sim_*")]
+        assert not left, f"{program} left files of its communicators: {left}"
         return [json.loads((Path(folder) / f"report{rank}.json").read_text()) for rank in range(world_size)]
 
 

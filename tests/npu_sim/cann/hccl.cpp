@@ -148,12 +148,14 @@ HcclResult join(uint32_t size, const std::string& name, uint32_t rank, HcclComm*
     comm->shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
     close(file);
     comm->mine().pid.store(getpid());
-    comm->shared->joined.fetch_add(1);
+    // nobody looks for the file once all have mapped it, and what has no name cannot be left behind
+    if (comm->shared->joined.fetch_add(1) + 1 == size) unlink(comm->path().c_str());
     if (!wait_until([&] { return comm->shared->joined.load() >= size; })) {
         std::string missing;
         for (uint32_t peer = 0; peer < size; peer++)
             if (!comm->shared->slots[peer].pid.load()) missing += " " + std::to_string(peer);
         sim::complain("HCCL communicator %s: rank(s)%s of %u never joined", name.c_str(), missing.c_str(), size);
+        unlink(comm->path().c_str());
         return HCCL_E_TIMEOUT;
     }
     sim::trace("joined %s as rank %u of %u", name.c_str(), rank, size);
@@ -277,7 +279,6 @@ SIM_API HcclResult HcclCreateSubCommConfig(HcclComm* parent, uint32_t size, uint
 }
 SIM_API HcclResult HcclCommDestroy(HcclComm handle) {
     auto* comm = static_cast<Communicator*>(handle);
-    unlink(comm->path().c_str());
     munmap(comm->shared, sizeof(Shared));
     delete comm;
     return HCCL_SUCCESS;

@@ -64,6 +64,25 @@ def test_workers_on_the_cpu_get_one_thread_each_unless_the_user_says_otherwise(m
     assert cpu.worker_env()["OMP_NUM_THREADS"] == threads
 
 
+def test_products_of_many_lengths_do_not_add_up_in_a_worker_on_the_cpu() -> None:
+    """Compiled for each number of tokens, they took 660 MB in this program before."""
+    program = """
+import psutil, torch
+torch.set_num_threads(1)
+weights = [torch.ones(width, 512) for width in (512, 384, 256, 192)]
+resident = []
+for tokens in range(600, 900, 2):
+    for weight in weights:
+        torch.ops.mkldnn._linear_pointwise(torch.ones(tokens, weight.size(0)), weight.t(), None, "none", [], "")
+    resident.append(psutil.Process().memory_info().rss >> 20)
+print(resident[-1] - resident[0])
+"""
+    environment = {**os.environ, **platform.select("cpu").worker_env()}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert int(run.stdout) < 300
+
+
 def test_a_profiled_block_leaves_a_trace(tmp_path: Path) -> None:
     with platform.select("cpu").profile(str(tmp_path)):
         torch.ones(4).sum()
