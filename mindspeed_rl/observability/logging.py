@@ -6,6 +6,7 @@ process at INFO and, for worker processes, what native code prints.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -80,7 +81,7 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
     if log_file is not None:
         log_file = Path(log_file)
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(log_file, mode="a", encoding="utf-8")
+        to_file = _RunLog(log_file, mode="a", encoding="utf-8")
         to_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"worker": worker}))
         root.addHandler(to_file)
     if console:
@@ -95,6 +96,21 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
     # Python warnings become records: to the file always, to the console never.
     logging.captureWarnings(True)
     warnings.simplefilter("default")
+
+
+class _RunLog(logging.FileHandler):
+    """A run goes on without its log: a disk that is full gives one line on stderr, where logging has a traceback a record."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            with contextlib.suppress(OSError):  # a worker's stderr may be the same file
+                print(f"{self.baseFilename} cannot be written, lines will be missing: {error}", file=sys.stderr)
 
 
 def redirect_output(path: Path) -> None:

@@ -57,3 +57,10 @@ def test_redirected_output_catches_native_prints_too(tmp_path):
     done = run(tmp_path / "run.log", "set_up_logging(log, console=False)", after)
     text = (tmp_path / "run.log").read_text()
     assert "from python" in text and "from native code" in text and "from" not in done.stdout
+
+
+def test_a_full_disk_costs_one_line_and_no_traceback():
+    result = run(Path("/dev/full"), "set_up_logging(log)", "logging.getLogger('mindspeed_rl').info('one more')")
+    assert "Traceback" not in result.stderr and "Logging error" not in result.stderr
+    assert result.stderr.count("/dev/full cannot be written, lines will be missing: [Errno 28] No space left on device") == 1
+    assert "one more" in result.stderr
