@@ -18,8 +18,6 @@ _GIB = float(1 << 30)
 _TRIM_THRESHOLD, _MAP_THRESHOLD = -1, -3
 #: bytes: more than any heap has; the most that glibc takes, whose own value grows with what is freed, but not beyond it
 _NEVER, _MOST = (1 << 31) - 1, 32 << 20
-
-
 #: products that torch and oneDNN keep compiled, a megabyte or more each. They are compiled for one number of tokens, which is
 #: another one in each micro-batch of a real task: with 1024, the default of both, a worker grows by gigabytes
 _KEPT_PRODUCTS = "64"
