@@ -28,7 +28,7 @@ GROUP = 8
 #: completions of an iteration by size of the model
 COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
 VARYING, LONGEST = "varying", 256
-SHORTEST, CORES = 64, 2
+CORES = 2
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,21 @@ class Setting:
 
     Attributes:
         workers: processes that train and generate; they share the two cores, so one has two threads.
-        pass_tokens: the most tokens of a forward pass, of responses of 64 tokens and of longer ones.
+        pass_tokens: the most tokens of a forward pass.
     """
 
     workers: int
-    pass_tokens: tuple[int, int]
+    pass_tokens: int
 
 
+#: (size, precision) -> settings by length
 SETTINGS = {
-    ("0.8M", "float32"): Setting(2, (2500, 2500)),
-    ("0.8M", "bfloat16"): Setting(2, (2500, 1250)),
-    ("30M", "float32"): Setting(1, (1250, 1250)),
-    ("30M", "bfloat16"): Setting(2, (1250, 1250)),
-    ("100M", "float32"): Setting(1, (640, 1250)),
-    ("100M", "bfloat16"): Setting(1, (640, 1250)),
+    ("0.8M", "float32"): {"64": Setting(2, 2500), "256": Setting(2, 2500), VARYING: Setting(2, 2500)},
+    ("0.8M", "bfloat16"): {"64": Setting(2, 2500), "256": Setting(2, 1250), VARYING: Setting(2, 1250)},
+    ("30M", "float32"): {"64": Setting(1, 1250), "256": Setting(2, 1250), VARYING: Setting(1, 1250)},
+    ("30M", "bfloat16"): {"64": Setting(2, 1250), "256": Setting(2, 1250), VARYING: Setting(2, 1250)},
+    ("100M", "float32"): {"64": Setting(1, 640), "256": Setting(1, 1250), VARYING: Setting(1, 1250)},
+    ("100M", "bfloat16"): {"64": Setting(1, 640), "256": Setting(1, 1250), VARYING: Setting(1, 1250)},
 }
 TIMINGS = {"rollout": "rollout", "rewards": "rule_reward", "advantages": "adv", "update": "update", "push": "update_weights"}
 
@@ -83,7 +84,7 @@ class Cell:
 
 def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) -> Measured:
     """A run of GRPO, every worker of which trains and generates."""
-    setting = SETTINGS[cell.size, cell.precision]
+    setting = SETTINGS[cell.size, cell.precision][cell.length]
     prompts_each = cell.completions // GROUP
     keys = {
         "megatron_training.train_iters": iterations,
@@ -100,7 +101,7 @@ def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) 
         "actor_config.micro_batch_size": 1,
         "rl_config.actor_resource.num_npus": setting.workers,
         "rl_config.use_dynamic_bsz": "true",
-        "rl_config.max_packing_token_size": setting.pass_tokens[cell.tokens > SHORTEST],
+        "rl_config.max_packing_token_size": setting.pass_tokens,
         "rl_config.n_samples_per_prompt": GROUP,
         "rl_config.mini_batch_size": prompts_each,
         "rl_config.init_kl_coef": 0.0,

@@ -1,8 +1,10 @@
-"""The trainer's float32 products, by torch and by oneDNN (`adaptors/onednn_matmul.py`), in turn on one thread.
+"""The trainer's float32 products and attention on the CPU beside torch's, in turn on one thread.
 
     python benchmarks/products.py [--rounds 30]
 
-Where torch is no longer slower on processors that are not Intel's, the adaptor has nothing left to do.
+Products are torch's own with the setting of `adaptors/cpu_products.py` and without it, attention is `adaptors/cpu_attention.py`
+with that setting and torch's without it, there and back. Where torch is no longer slower on processors that are not Intel's,
+these adaptors have nothing left to do.
 """
 
 from __future__ import annotations
@@ -15,17 +17,61 @@ from collections.abc import Callable
 import torch
 from headline import Headline
 from torch import Tensor
+from torch_as_it_comes import torch_as_it_comes
 
-from mindspeed_rl.adaptors.onednn_matmul import is_used, matmul
+from mindspeed_rl.adaptors import cpu_attention, cpu_products
 
 #: rows, length of the sum, columns: what a layer of 768 numbers and its weight gradient multiply
 SHAPES = {"activations": (1024, 768, 2048), "weight gradient": (768, 4096, 2048), "small": (512, 64, 192)}
+#: sequences, tokens of each, heads, heads of keys, numbers of a head
+SEQUENCES = (
+    *((32, 76, 4, 2, 32), (16, 76, 8, 4, 64), (9, 268, 4, 2, 32)),
+    *((4, 268, 12, 6, 64), (2, 512, 8, 4, 64), (1, 2048, 8, 4, 64)),
+)
 
 
-def seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    multiply(a, b)
+    call()
     return time.perf_counter() - start
+
+
+def in_turn(ours: Callable[[], object], torchs: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Medians in seconds; ours with this suite's setting, torch's without."""
+    ours()  # oneDNN compiles its kernels
+    pairs = []
+    for _ in range(rounds):
+        mine = seconds(ours)
+        with torch_as_it_comes():
+            pairs.append((mine, seconds(torchs)))
+    return tuple(statistics.median(each) for each in zip(*pairs))  # type: ignore[return-value]
+
+
+def torchs_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
+        1, 2
+    )
+
+
+def say_product(name: str, m: int, k: int, n: int, rounds: int) -> None:
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    ours, torchs = (2 * m * k * n / each / 1e9 for each in in_turn(lambda: a @ b, lambda: a @ b, rounds))
+    what = f"product of {m} x {k} and {k} x {n} ({name}), GFLOP/s a core"
+    Headline(what, f"{ours:.0f}", "torch as it comes", f"{torchs:.0f}", ours / torchs).say()
+
+
+def say_attention(b: int, s: int, n: int, g: int, d: int, rounds: int) -> None:
+    qkv = [torch.randn(b, s, heads, d, requires_grad=True) for heads in (n, g, g)]
+    direction = torch.randn(b, s, n, d)
+
+    def there_and_back(attention: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(attention(*qkv, d**-0.5), qkv, direction)
+
+    pair = in_turn(there_and_back(cpu_attention.causal_attention), there_and_back(torchs_attention), rounds)
+    ours, torchs = (each * 1e3 for each in pair)
+    what = f"attention and its gradient, {b} x {s} tokens, {n} heads of {d} with {g} of keys, ms on one core"
+    Headline(what, f"{ours:.1f}", "torch as it comes", f"{torchs:.1f}", torchs / ours).say()
 
 
 def main() -> None:
@@ -33,15 +79,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    if not is_used():
-        print("not used on this processor: torch's own products are fast here")
-    for name, (m, k, n) in SHAPES.items():
-        a, b = torch.randn(m, k), torch.randn(k, n)
-        matmul(a, b)  # oneDNN compiles its kernel
-        pairs = [(seconds(matmul, a, b), seconds(torch.mm, a, b)) for _ in range(rounds)]
-        ours, torchs = (2 * m * k * n / statistics.median(times) / 1e9 for times in zip(*pairs))
-        what = f"product of {m} x {k} and {k} x {n} ({name}), GFLOP/s a core"
-        Headline(what, f"{ours:.0f}", "torch.mm", f"{torchs:.0f}", ours / torchs).say()
+    cpu_products.apply()
+    if not cpu_products.is_worthwhile():
+        print("no setting on this processor: torch's own products are fast here")
+    for name, shape in SHAPES.items():
+        say_product(name, *shape, rounds)
+    for shape in SEQUENCES:
+        say_attention(*shape, rounds)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import torch
 import transformers
 from gsm8k_lengths import ANSWER_SHARE, length_at
 from headline import Headline
+from torch_as_it_comes import torch_as_it_comes
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl import adaptors, platform
@@ -135,6 +136,7 @@ def transformers_step(folder: Path, size: Size, rows: Rows, precision: str) -> S
             }
         )
 
+    @torch_as_it_comes()
     def step() -> float:
         optimizer.zero_grad()
         total = 0.0

@@ -18,11 +18,13 @@ Scope = Literal["train", "rollout"]
 #: (platform, scope) -> modules whose `apply()` runs, in order, before the library is imported
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cpu", "train"): (
+        "mindspeed_rl.adaptors.cpu_products",
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.megatron_cpu",
         "mindspeed_rl.adaptors.megatron_async_saves",
     ),
     ("cpu", "rollout"): (
+        "mindspeed_rl.adaptors.cpu_products",
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.llvmlite_names",
         "mindspeed_rl.adaptors.vllm_cpu",
@@ -80,8 +82,8 @@ def configure(config: MegatronConfig) -> None:
 #: platform -> module whose kernels take the place of the engine's portable attention
 FUSED_ATTENTION: dict[str, str] = {"npu": "mindspeed_rl.adaptors.npu_attention"}
 
-#: platform -> module whose `matmul` takes the place of torch's in products that the engine computes itself
-MATMUL: dict[str, str] = {"cpu": "mindspeed_rl.adaptors.onednn_matmul"}
+#: platform -> module whose `causal_attention` takes the place of torch's in the engine's portable attention
+CAUSAL_ATTENTION: dict[str, str] = {"cpu": "mindspeed_rl.adaptors.cpu_attention"}
 
 #: platform -> module whose `rms_norm` takes the place of torch's
 RMS_NORM: dict[str, str] = {"cpu": "mindspeed_rl.adaptors.cpu_norm"}
@@ -95,10 +97,20 @@ def fused_attention() -> ModuleType | None:
     return _own_module(FUSED_ATTENTION)
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] times b [k, n] by the current platform's fastest kernel; without a gradient of its own."""
-    module = _own_module(MATMUL)
-    return torch.mm(a, b) if module is None else module.matmul(a, b)
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
+    """Causal attention of [b, s, n, d] tensors with grouped key/value heads, by the current platform's fastest kernels.
+
+    Returns:
+        [b, s, n, d_v]
+    """
+    module = _own_module(CAUSAL_ATTENTION)
+    if module is not None:
+        return module.causal_attention(query, key, value, scale, dropout)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
+    )
+    return out.transpose(1, 2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

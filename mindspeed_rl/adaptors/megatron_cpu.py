@@ -8,7 +8,6 @@ without a GPU could only raise.
 |---|---|---|
 | jit | jit.jit_fuser | torch.compile at import time would need a C++ compiler |
 | rng | tensor_parallel.random get/set state, tracker fork | they reach into the CUDA generators |
-| linear layers | tensor_parallel.layers.LinearWith... | their products are slow on some processors: see `onednn_matmul.py` |
 | type names | constructors of Float16OptimizerWithFloat16Params and DistributedOptimizer, clip_grad_by_total_norm_fp32 | \
 they compare `tensor.type()` with "torch.cuda.FloatTensor": while they run, it gives this thread a GPU's names |
 | scaling | clip_grads.multi_tensor_scale_impl | a copy of every gradient, which is scaled in place here |
@@ -45,7 +44,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_rl.adaptors import cpu_rope, gloo_exchange, packed_rope
-from mindspeed_rl.adaptors.onednn_matmul import adapt_linear_layers, product
 from mindspeed_rl.adaptors.torch_facade import facade
 
 SUPPORTED_VERSIONS = ("0.16", "0.17", "0.18")
@@ -202,7 +200,7 @@ def _moe_utils(module: Any) -> None:
 def _grouped_gemm(module: Any) -> None:
     def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
         weights = b.transpose(1, 2) if trans_b else b
-        return torch.cat([product(rows, weights[expert]) for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
+        return torch.cat([rows @ weights[expert] for expert, rows in enumerate(a.split(batch_sizes.tolist()))])
 
     if module.grouped_gemm is None:
         module.ops = types.SimpleNamespace(gmm=gmm)
@@ -290,7 +288,6 @@ def _rotary_embedding(module: Any) -> None:
 PATCHES: dict[str, Callable[[Any], None]] = {
     "jit": _jit,
     "distributed.param_and_grad_buffer": gloo_exchange.adapt,
-    "tensor_parallel.layers": adapt_linear_layers,
     "tensor_parallel.random": _random,
     "optimizer": _optimizer_package,
     "optimizer.optimizer": _optimizer,

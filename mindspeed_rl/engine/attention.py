@@ -17,19 +17,9 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mindspeed_rl import adaptors, platform
+from mindspeed_rl import adaptors
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.sequence_layout import PackedLayout
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """Causal attention of [b, s, n, d] tensors with grouped key/value heads; [b, s, n, d_v]."""
-    dtype = query.dtype if platform.current().half_attention else torch.float32
-    q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
-    out = functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
-    )
-    return out.transpose(1, 2).to(query.dtype)
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -53,7 +43,7 @@ def packed_attention(
             tensor.index_select(0, group.gather).view(group.rows, group.width, *tensor.shape[1:])
             for tensor in (query, key, value)
         )
-        blocks.append(causal_attention(q, k, v, scale, dropout).flatten(0, 1))
+        blocks.append(adaptors.causal_attention(q, k, v, scale, dropout).flatten(0, 1))
     return torch.cat(blocks).index_select(0, layout.view.restore)
 
 
@@ -244,7 +234,7 @@ class CoreAttention(nn.Module):
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, group: dist.ProcessGroup | None) -> Tensor:
         s, b = query.shape[:2]
-        causal = causal_attention if self.fused is None else self.fused.causal_attention
+        causal = adaptors.causal_attention if self.fused is None else self.fused.causal_attention
         if group is None:
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             out = causal(q, k, v, self.scale, dropout).transpose(0, 1)

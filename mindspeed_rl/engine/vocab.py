@@ -10,8 +10,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from mindspeed_rl import adaptors
-
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     if group is not None and group.size() > 1:
@@ -21,7 +19,7 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, padding: int, softcap: float | None) -> Tensor:
     """[n, v] float32, nobody else's; the last `padding` columns (vocabulary padding of this rank) get no probability."""
-    logits = adaptors.matmul(hidden, weight.t()).float()
+    logits = (hidden @ weight.t()).float()
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
@@ -116,9 +114,9 @@ class _VocabLogProbs(torch.autograd.Function):
             if slope is not None:
                 grad_logits *= slope
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[part] = adaptors.matmul(grad_logits, weight)
+            grad_hidden[part] = grad_logits @ weight
             if ctx.needs_input_grad[1]:
-                of_chunk = adaptors.matmul(grad_logits.t(), hidden[part])
+                of_chunk = grad_logits.t() @ hidden[part]
                 grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)

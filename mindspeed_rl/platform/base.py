@@ -79,8 +79,6 @@ class Platform(ABC):
     #: True: Megatron's own attention and norm modules carry the fused kernels (patched in by an adaptor);
     #: False: the engine supplies its portable ones
     megatron_kernels: ClassVar[bool] = False
-    #: True: the engine's portable attention is fast in 16 bits; False: it is computed in float32 whatever the model's format
-    half_attention: ClassVar[bool] = True
     #: True: host copies of offloaded tensors are pinned
     pin_memory: ClassVar[bool] = False
     #: parts of messages of a RuntimeError that say the same as torch.OutOfMemoryError

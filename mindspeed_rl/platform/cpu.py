@@ -30,7 +30,6 @@ class CpuPlatform(Platform):
     collective_backend = "gloo"
     ray_resource = None
     forks = True
-    half_attention = False  # torch's backward pass in bfloat16 takes four to six times as long as in float32
     memory_signs = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate")
 
     @classmethod

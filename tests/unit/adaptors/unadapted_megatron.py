@@ -94,25 +94,6 @@ def copies_what_is_scaled() -> bool:
     return taken >= gradients[0].nbytes
 
 
-def multiplies_with_torch() -> bool:
-    """The linear layers' products are torch's own, in both directions."""
-    layers, seen = module("tensor_parallel.layers"), []
-
-    class Watched(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    group = types.SimpleNamespace(size=lambda: 1)
-    x, weight = torch.ones(3, 1, 2, requires_grad=True), torch.ones(4, 2, requires_grad=True)
-    context = types.SimpleNamespace(save_for_backward=lambda *tensors: None, saved_tensors=(x, weight))
-    function = layers.LinearWithGradAccumulationAndAsyncCommunication
-    with Watched(), torch.no_grad():
-        out = function.forward(context, x, weight, None, False, False, False, None, None, group)
-        function.backward(context, out)
-    return seen.count(torch.matmul) == 1 and seen.count(torch.Tensor.matmul) == 2
-
-
 optimizer, distributed = module("optimizer"), module("optimizer.distrib_optimizer")
 rng, experts = module("tensor_parallel.random"), module("transformer.moe.moe_utils")
 files, calls = module("dist_checkpointing.strategies.filesystem_async"), module("dist_checkpointing.strategies.async_utils")
@@ -126,7 +107,6 @@ print(
             "facade": raises(lambda: torch.zeros(1, device=torch.cuda.current_device())),
             "Tensor.cuda": raises(lambda: torch.zeros(1).cuda()),
             "jit": compiles(),
-            "tensor_parallel.layers": multiplies_with_torch(),
             "tensor_parallel.random state": raises(lambda: rng._get_cuda_rng_state()),
             "tensor_parallel.random fork": asks_the_tracker(),
             "optimizer": optimizer.Adam in (torch.optim.Adam, torch.optim.AdamW),

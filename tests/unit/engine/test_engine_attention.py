@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mindspeed_rl.engine.attention import CoreAttention, causal_attention, packed_attention
+from mindspeed_rl.adaptors import causal_attention
+from mindspeed_rl.engine.attention import CoreAttention, packed_attention
 from mindspeed_rl.engine.sequence_layout import PackedLayout
 
 CPU = torch.device("cpu")

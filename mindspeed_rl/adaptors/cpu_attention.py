@@ -1,0 +1,94 @@
+"""Causal attention on the CPU as products of batched matrices, with a gradient of its own.
+
+torch's kernel (2.13) takes 32 queries of one head at a time below 768 tokens, and its products are MKL's, slow on processors
+that are not Intel's (see `cpu_products`): 40 GFLOPS of a core's 245. Here the queries of all heads that share a key are one
+matrix, in blocks of positions, each with the keys up to its end, so that a block's scores stay in the processor's caches and
+memory grows with the length alone. Always in float32: in bfloat16 torch's gradient takes four to six times as long.
+It can go when torch's kernel is as fast; `benchmarks/products.py` compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+#: from here on torch's kernel has larger blocks and is as fast
+_LONG = 768
+#: most positions of a block of queries
+_BLOCK = 64
+#: scores of a block that one thread computes at a time
+_SCORES = 1 << 18
+
+
+def _blocks(keys: Tensor, shared: int) -> Iterator[tuple[slice, slice]]:
+    """(sequences' heads, positions of queries) of each block; keys [b * g, s, d], each shared by so many heads."""
+    length = keys.size(1)
+    count = -(-length // _BLOCK)
+    bounds = [length * number // count for number in range(count + 1)]
+    for first, end in zip(bounds, bounds[1:]):
+        heads = max(1, _SCORES * torch.get_num_threads() // ((end - first) * shared * end))
+        for head in range(0, keys.size(0), heads):
+            yield slice(head, min(head + heads, keys.size(0))), slice(first, end)
+
+
+def _probabilities(query: Tensor, key: Tensor, shared: int) -> Tensor:
+    """[h, w * shared, t] of the last w of t positions; query [h, w * shared, d], position by position, key [h, t, d]."""
+    scores = torch.bmm(query, key.transpose(1, 2))
+    width = query.size(1) // shared
+    later = torch.full((width, width), float("-inf")).triu_(1)
+    scores.unflatten(1, (width, shared))[..., -width:] += later[:, None]
+    return torch.softmax(scores, -1)
+
+
+class _CausalAttention(torch.autograd.Function):
+    """query [h, s * r, d], position by position and scaled; key [h, s, d], value [h, s, d_v]; out [h, s * r, d_v]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+        ctx.save_for_backward(query, key, value)
+        shared = query.size(1) // key.size(1)
+        out = query.new_empty(*query.shape[:2], value.size(-1))
+        for heads, positions in _blocks(key, shared):
+            rows = slice(positions.start * shared, positions.stop * shared)
+            probs = _probabilities(query[heads, rows], key[heads, : positions.stop], shared)
+            out[heads, rows] = torch.bmm(probs, value[heads, : positions.stop])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyrefly: ignore[bad-override]  (as above)
+        query, key, value = ctx.saved_tensors
+        shared = query.size(1) // key.size(1)
+        grad = grad.contiguous()
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for heads, positions in _blocks(key, shared):
+            rows, seen = slice(positions.start * shared, positions.stop * shared), slice(positions.stop)
+            probs = _probabilities(query[heads, rows], key[heads, seen], shared)
+            of_probs = torch.bmm(grad[heads, rows], value[heads, seen].transpose(1, 2))
+            of_scores = torch._softmax_backward_data(of_probs, probs, -1, probs.dtype)
+            grad_query[heads, rows] = torch.bmm(of_scores, key[heads, seen])
+            grad_key[heads, seen].baddbmm_(of_scores.transpose(1, 2), query[heads, rows])
+            grad_value[heads, seen].baddbmm_(probs.transpose(1, 2), grad[heads, rows])
+        return grad_query, grad_key, grad_value
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
+    """Causal attention of [b, s, n, d] tensors with grouped key/value heads; [b, s, n, d_v]. Computed in float32."""
+    (b, s, n, d), groups = query.shape, key.size(2)
+    q, k, v = query.float(), key.float(), value.float()
+    if dropout or s >= _LONG:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=n != groups
+        )
+        return out.transpose(1, 2).to(query.dtype)
+    shared = n // groups
+    q = (q * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+    out = _CausalAttention.apply(q, k, v)
+    return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3).to(query.dtype)

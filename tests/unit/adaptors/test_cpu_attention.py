@@ -1,0 +1,66 @@
+"""The CPU's causal attention is that of float64, whatever its blocks, and so are its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_rl.adaptors import cpu_attention
+
+
+def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """[b, s, n, d], [b, s, g, d], [b, s, g, d_v] -> [b, s, n, d_v]: the formula, all at once in float64."""
+    shared = query.size(2) // key.size(2)
+    q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
+    k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+def inputs(b: int, s: int, n: int, g: int, d: int, d_v: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(b + s + n)
+    return [torch.randn(shape, generator=generator) for shape in ((b, s, n, d), (b, s, g, d), (b, s, g, d_v), (b, s, n, d_v))]
+
+
+@pytest.mark.parametrize(("block", "scores"), [(64, 1 << 18), (5, 1 << 18), (5, 1), (1, 40), (7, 300)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 2, 1, 4, 4),
+        (3, 17, 4, 2, 8, 8),
+        (2, 64, 4, 4, 8, 6),
+        (2, 65, 6, 1, 4, 8),
+        (1, 200, 4, 2, 16, 16),
+        (0, 9, 4, 2, 8, 8),
+    ],
+    ids=str,
+)
+def test_attention_and_gradients_are_those_of_float64(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], block: int, scores: int
+) -> None:
+    monkeypatch.setattr(cpu_attention, "_BLOCK", block)
+    monkeypatch.setattr(cpu_attention, "_SCORES", scores)
+    *qkv, direction = inputs(*shape)
+    ours, exact = ([x.clone().requires_grad_() for x in qkv] for _ in range(2))
+    got, wanted = cpu_attention.causal_attention(*ours, 0.4), exact_attention(*exact, 0.4)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+    got.backward(direction)
+    wanted.backward(direction.double())
+    for mine, theirs in zip(ours, exact):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_long_sequences_go_to_torch_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    *qkv, _ = inputs(1, cpu_attention._LONG, 4, 2, 8, 8)
+    by_torch = cpu_attention.causal_attention(*qkv, 0.3)
+    monkeypatch.setattr(cpu_attention, "_LONG", cpu_attention._LONG + 1)
+    torch.testing.assert_close(cpu_attention.causal_attention(*qkv, 0.3), by_torch, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_drops_probabilities_and_keeps_their_mean() -> None:
+    torch.manual_seed(0)
+    query, key = torch.zeros(64, 32, 2, 4), torch.zeros(64, 32, 1, 4)
+    out = cpu_attention.causal_attention(query, key, torch.ones(64, 32, 1, 4), 1.0, dropout=0.5)
+    assert not torch.equal(out, torch.ones_like(out))
+    assert abs(out[:, -1].mean().item() - 1.0) < 0.05
