@@ -145,7 +145,7 @@ def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset
             preexec_fn=child.prepare,
         )
         try:
-            ending = _supervise(process, limits)
+            ending = _supervise(process, limits, waits="processes" in isolation)
         finally:
             _kill_group(process)
         texts = []
@@ -161,8 +161,12 @@ def _missing(isolation: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name in _ISOLATION if name not in held)
 
 
-def _supervise(process: subprocess.Popen[bytes], limits: SandboxLimits) -> Literal["ended", "time", "memory"]:
-    """Waits until the process has ended, its time is over, or its processes use more memory together than one may."""
+def _supervise(process: subprocess.Popen[bytes], limits: SandboxLimits, *, waits: bool) -> Literal["ended", "time", "memory"]:
+    """Waits until the process has ended, its time is over, or its processes use more memory together than one may.
+
+    Args:
+        waits: the process is the one outside a process namespace, a copy of ours that only waits for the program.
+    """
     deadline = time.monotonic() + limits.wall_s
     # wakes at once where the system has it; Popen.wait with a limit looks every 50 ms
     ended = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
@@ -177,25 +181,26 @@ def _supervise(process: subprocess.Popen[bytes], limits: SandboxLimits) -> Liter
                     return "ended"
             elif select.select([ended], [], [], min(left_s, _LOOK_S))[0]:
                 return "ended"
-            if _memory_bytes(process.pid) > limits.memory_mib << 20:
+            if _memory_bytes(process.pid, waits=waits) > limits.memory_mib << 20:
                 return "memory"
     finally:
         if ended is not None:
             os.close(ended)
 
 
-def _memory_bytes(pid: int) -> int:
-    """Memory of a process and all below it; pages that they share count once."""
+def _memory_bytes(pid: int, *, waits: bool) -> int:
+    """Memory of a process, but where it only waits, and all below it; pages that they share count once."""
     if sys.platform != "linux":
         return 0
     processes = [pid]
     for parent in processes:  # grows while it is gone through
         with contextlib.suppress(OSError, ValueError):  # one that has ended meanwhile
             processes += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    if len(processes) < 2:
+    counted = processes[1:] if waits else processes  # what the waiting one has are pages of ours
+    if len(counted) < 2:
         return 0  # RLIMIT_AS binds it
     total = 0
-    for name in processes:
+    for name in counted:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{name}/smaps_rollup").read_text().splitlines():
                 if line.startswith("Pss:"):

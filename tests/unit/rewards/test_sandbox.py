@@ -35,6 +35,13 @@ def test_the_status_tells_how_a_program_ended(program: str, status: int) -> None
     assert run_python(program).status == status
 
 
+def test_the_memory_of_the_process_that_starts_a_program_is_not_the_programs() -> None:
+    limits = SandboxLimits(wall_s=0.3, memory_mib=128)
+    ours = b"x" * (4 * limits.memory_mib << 20)
+    result = run_python("while True: pass", limits=limits)
+    assert len(ours) and result.timed_out and not result.out_of_memory
+
+
 def test_a_program_that_never_ends_is_killed() -> None:
     result = run_python("while True: pass", limits=SandboxLimits(wall_s=0.3))
     assert result.timed_out and result.status == -9
