@@ -28,7 +28,7 @@ GROUP = 8
 #: completions of an iteration by size of the model
 COMPLETIONS = {"0.8M": 256, "30M": 64, "100M": 16}
 VARYING, LONGEST = "varying", 256
-CORES = 2
+SHORTEST, CORES = 64, 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Setting:
     pass_tokens: int
 
 
-#: (size, precision) -> settings by length
+#: (size, precision) -> settings by length, of responses of 64 tokens and less, of longer ones, and of varying ones
 SETTINGS = {
     ("0.8M", "float32"): {"64": Setting(2, 2500), "256": Setting(2, 2500), VARYING: Setting(2, 2500)},
     ("0.8M", "bfloat16"): {"64": Setting(2, 2500), "256": Setting(2, 1250), VARYING: Setting(2, 1250)},
@@ -74,6 +74,12 @@ class Cell:
         return LONGEST if self.length == VARYING else int(self.length)
 
     @property
+    def setting(self) -> Setting:
+        """How ours runs it."""
+        fixed = "64" if self.tokens <= SHORTEST else "256"
+        return SETTINGS[self.size, self.precision][self.length if self.length == VARYING else fixed]
+
+    @property
     def completions(self) -> int:
         return COMPLETIONS[self.size]
 
@@ -84,7 +90,7 @@ class Cell:
 
 def ours(folder: Path, cell: Cell, model: Path, prompts: Path, iterations: int) -> Measured:
     """A run of GRPO, every worker of which trains and generates."""
-    setting = SETTINGS[cell.size, cell.precision][cell.length]
+    setting = cell.setting
     prompts_each = cell.completions // GROUP
     keys = {
         "megatron_training.train_iters": iterations,

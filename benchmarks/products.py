@@ -19,7 +19,7 @@ from headline import Headline
 from torch import Tensor
 from torch_as_it_comes import torch_as_it_comes
 
-from mindspeed_rl.adaptors import cpu_attention, cpu_products
+from mindspeed_rl.adaptors import cpu_attention, cpu_products, torch_attention
 
 #: rows, length of the sum, columns: what a layer of 768 numbers and its weight gradient multiply
 SHAPES = {"activations": (1024, 768, 2048), "weight gradient": (768, 4096, 2048), "small": (512, 64, 192)}
@@ -44,14 +44,8 @@ def in_turn(ours: Callable[[], object], torchs: Callable[[], object], rounds: in
         mine = seconds(ours)
         with torch_as_it_comes():
             pairs.append((mine, seconds(torchs)))
-    return tuple(statistics.median(each) for each in zip(*pairs))  # type: ignore[return-value]
-
-
-def torchs_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
-        1, 2
-    )
+    of_ours, of_torch = zip(*pairs)
+    return statistics.median(of_ours), statistics.median(of_torch)
 
 
 def say_product(name: str, m: int, k: int, n: int, rounds: int) -> None:
@@ -68,7 +62,7 @@ def say_attention(b: int, s: int, n: int, g: int, d: int, rounds: int) -> None:
     def there_and_back(attention: Callable[..., Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(attention(*qkv, d**-0.5), qkv, direction)
 
-    pair = in_turn(there_and_back(cpu_attention.causal_attention), there_and_back(torchs_attention), rounds)
+    pair = in_turn(there_and_back(cpu_attention.causal_attention), there_and_back(torch_attention), rounds)
     ours, torchs = (each * 1e3 for each in pair)
     what = f"attention and its gradient, {b} x {s} tokens, {n} heads of {d} with {g} of keys, ms on one core"
     Headline(what, f"{ours:.1f}", "torch as it comes", f"{torchs:.1f}", torchs / ours).say()

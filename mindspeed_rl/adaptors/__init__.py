@@ -104,8 +104,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
         [b, s, n, d_v]
     """
     module = _own_module(CAUSAL_ATTENTION)
-    if module is not None:
-        return module.causal_attention(query, key, value, scale, dropout)
+    kernel = torch_attention if module is None else module.causal_attention
+    return kernel(query, key, value, scale, dropout)
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
+    """`causal_attention` by torch's kernel."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
+
+from mindspeed_rl.adaptors import torch_attention
 
 #: from here on torch's kernel has larger blocks and is as fast
 _LONG = 768
@@ -25,15 +26,15 @@ _BLOCK = 64
 _SCORES = 1 << 18
 
 
-def _blocks(keys: Tensor, shared: int) -> Iterator[tuple[slice, slice]]:
-    """(sequences' heads, positions of queries) of each block; keys [b * g, s, d], each shared by so many heads."""
+def _blocks(keys: Tensor, shared: int) -> Iterator[tuple[slice, slice, slice]]:
+    """(sequences' heads, rows of queries, positions they see) of each block; keys [b * g, s, d], shared by so many heads."""
     length = keys.size(1)
     count = -(-length // _BLOCK)
     bounds = [length * number // count for number in range(count + 1)]
     for first, end in zip(bounds, bounds[1:]):
         heads = max(1, _SCORES * torch.get_num_threads() // ((end - first) * shared * end))
         for head in range(0, keys.size(0), heads):
-            yield slice(head, min(head + heads, keys.size(0))), slice(first, end)
+            yield slice(head, head + heads), slice(first * shared, end * shared), slice(end)
 
 
 def _probabilities(query: Tensor, key: Tensor, shared: int) -> Tensor:
@@ -53,10 +54,9 @@ class _CausalAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         shared = query.size(1) // key.size(1)
         out = query.new_empty(*query.shape[:2], value.size(-1))
-        for heads, positions in _blocks(key, shared):
-            rows = slice(positions.start * shared, positions.stop * shared)
-            probs = _probabilities(query[heads, rows], key[heads, : positions.stop], shared)
-            out[heads, rows] = torch.bmm(probs, value[heads, : positions.stop])
+        for heads, rows, seen in _blocks(key, shared):
+            probs = _probabilities(query[heads, rows], key[heads, seen], shared)
+            out[heads, rows] = torch.bmm(probs, value[heads, seen])
         return out
 
     @staticmethod
@@ -66,8 +66,7 @@ class _CausalAttention(torch.autograd.Function):
         shared = query.size(1) // key.size(1)
         grad = grad.contiguous()
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for heads, positions in _blocks(key, shared):
-            rows, seen = slice(positions.start * shared, positions.stop * shared), slice(positions.stop)
+        for heads, rows, seen in _blocks(key, shared):
             probs = _probabilities(query[heads, rows], key[heads, seen], shared)
             of_probs = torch.bmm(grad[heads, rows], value[heads, seen].transpose(1, 2))
             of_scores = torch._softmax_backward_data(of_probs, probs, -1, probs.dtype)
@@ -82,11 +81,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     (b, s, n, d), groups = query.shape, key.size(2)
     q, k, v = query.float(), key.float(), value.float()
     if dropout or s >= _LONG:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=n != groups
-        )
-        return out.transpose(1, 2).to(query.dtype)
+        return torch_attention(q, k, v, scale, dropout).to(query.dtype)
     shared = n // groups
     q = (q * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
