@@ -120,14 +120,21 @@ class Spawner:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's business; its end is ours
         signal.set_wakeup_fd(wake.fileno())
         self._to_close_in_worker = [woken, wake]
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ, "control")
-            selector.register(woken, selectors.EVENT_READ, "child")
-            if hasattr(os, "pidfd_open"):
-                self._pool_pidfd = os.pidfd_open(self._pool_pid)
-                selector.register(self._pool_pidfd, selectors.EVENT_READ, "pool")
-            while self._serve({key.data for key, _ in selector.select(_WATCH_INTERVAL_S)}, woken):
-                pass
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._channel, selectors.EVENT_READ, "control")
+                selector.register(woken, selectors.EVENT_READ, "child")
+                if hasattr(os, "pidfd_open"):
+                    self._pool_pidfd = os.pidfd_open(self._pool_pid)
+                    selector.register(self._pool_pidfd, selectors.EVENT_READ, "pool")
+                while self._serve({key.data for key, _ in selector.select(_WATCH_INTERVAL_S)}, woken):
+                    pass
+        except BrokenPipeError:
+            pass  # the pool has ended while it was told something
+        finally:
+            self._kill_all()
+
+    def _kill_all(self) -> None:
         for worker in self._workers:
             _kill_tree(worker)
         while _children(os.getpid()):  # until nothing is left: what the dead leave behind becomes ours

@@ -151,6 +151,25 @@ def _descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def test_a_pool_that_ends_while_it_is_told_something_leaves_nothing_either() -> None:
+    program = textwrap.dedent("""
+        import os, socket, subprocess, sys
+        from mindspeed_rl.rewards.spawner import Spawner
+        ours, theirs = socket.socketpair()
+
+        class Told(Spawner):
+            def _serve(self, events, woken):
+                print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+                theirs.close()
+                self._control.sendall(b"a worker died")
+
+        Told(ours, os.getpid()).run()
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not ended.stderr
+    assert not psutil.pid_exists(int(ended.stdout))
+
+
 def _assert_gone(family: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
