@@ -19,12 +19,14 @@ Scope = Literal["train", "rollout"]
 ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cpu", "train"): (
         "mindspeed_rl.adaptors.cpu_products",
+        "mindspeed_rl.adaptors.cpu_halves",
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.megatron_cpu",
         "mindspeed_rl.adaptors.megatron_async_saves",
     ),
     ("cpu", "rollout"): (
         "mindspeed_rl.adaptors.cpu_products",
+        "mindspeed_rl.adaptors.cpu_halves",
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.llvmlite_names",
         "mindspeed_rl.adaptors.vllm_cpu",

@@ -4,6 +4,7 @@ torch's kernel (2.13) takes 32 queries of one head at a time below 768 tokens, a
 that are not Intel's (see `cpu_products`): 40 GFLOPS of a core's 245. Here the queries of all heads that share a key are one
 matrix, in blocks of positions, each with the keys up to its end, so that a block's scores stay in the processor's caches and
 memory grows with the length alone. Always in float32: in bfloat16 torch's gradient takes four to six times as long.
+Without AVX-512 products are no faster in blocks, and torch's kernel is ahead by up to 1.6 times (Zen 3).
 It can go when torch's kernel is as fast; `benchmarks/products.py` compares them.
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_rl.adaptors import torch_attention
+from mindspeed_rl.adaptors import cpu_products, torch_attention
 
 #: from here on torch's kernel has larger blocks and is as fast
 _LONG = 768
@@ -78,12 +79,17 @@ class _CausalAttention(torch.autograd.Function):
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
     """Causal attention of [b, s, n, d] tensors with grouped key/value heads; [b, s, n, d_v]. Computed in float32."""
-    (b, s, n, d), groups = query.shape, key.size(2)
     q, k, v = query.float(), key.float(), value.float()
-    if dropout or s >= _LONG:
+    if dropout or q.size(1) >= _LONG or not cpu_products.has_avx512():
         return torch_attention(q, k, v, scale, dropout).to(query.dtype)
+    return attention_in_blocks(q, k, v, scale).to(query.dtype)
+
+
+def attention_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`causal_attention` of float32 tensors by this module's products."""
+    (b, s, n, d), groups = query.shape, key.size(2)
     shared = n // groups
-    q = (q * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)
-    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+    q = (query * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     out = _CausalAttention.apply(q, k, v)
-    return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3).to(query.dtype)
+    return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3)

@@ -7,6 +7,9 @@ vLLM packs a matrix into oneDNN's own layout, with which a product of few rows t
 stays, every load of weights writes into it, and the first product after a load makes a packed copy beside it, which costs about
 as much as a product of a decoding step. A load drops the copies, and so does a release of the engine's memory. This can go when
 vLLM's CPU worker reloads weights in place.
+
+- bfloat16 without AVX-512 (_custom_ops.create_onednn_mm): "could not create a primitive descriptor for the matmul primitive".
+  There the packed copy is in float32, and so is the product (see `cpu_halves`).
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from mindspeed_rl.adaptors import cpu_halves
 from mindspeed_rl.config.rollout_layout import PACKED_ELEMENTS
 
 #: numbers of rows for which oneDNN keeps a compiled product
@@ -32,6 +37,7 @@ class LiveLinear:
     def __init__(self) -> None:
         self._looked = False
         self._packed: Any = None
+        self._format = torch.float32
         self._packed_bytes = 0
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,7 +48,10 @@ class LiveLinear:
                 self._pack(weight)
         if self._packed is None:
             return nn.functional.linear(x, weight, bias)
-        return _kernels().onednn_mm(self._packed, x, bias)
+        if self._format == x.dtype:
+            return _kernels().onednn_mm(self._packed, x, bias)
+        wide = None if bias is None else bias.to(self._format)
+        return _kernels().onednn_mm(self._packed, x.to(self._format), wide).to(x.dtype)
 
     @property
     def packed_bytes(self) -> int:
@@ -54,8 +63,10 @@ class LiveLinear:
         self._looked, self._packed, self._packed_bytes = False, None, 0
 
     def _pack(self, weight: Tensor) -> None:
-        self._packed = _kernels().create_onednn_mm(weight.t(), _KEPT_SHAPES)
-        self._packed_bytes = weight.nbytes
+        self._format = torch.float32 if cpu_halves.is_worthwhile() else weight.dtype
+        packed = weight.to(self._format)
+        self._packed = _kernels().create_onednn_mm(packed.t(), _KEPT_SHAPES)
+        self._packed_bytes = packed.nbytes
 
 
 @functools.cache

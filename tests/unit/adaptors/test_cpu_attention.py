@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_rl.adaptors import cpu_attention
+from mindspeed_rl.adaptors import cpu_attention, cpu_products
 
 
 def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_attention_and_gradients_are_those_of_float64(
     monkeypatch.setattr(cpu_attention, "_SCORES", scores)
     *qkv, direction = inputs(*shape)
     ours, exact = ([x.clone().requires_grad_() for x in qkv] for _ in range(2))
-    got, wanted = cpu_attention.causal_attention(*ours, 0.4), exact_attention(*exact, 0.4)
+    got, wanted = cpu_attention.attention_in_blocks(*ours, 0.4), exact_attention(*exact, 0.4)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
     got.backward(direction)
     wanted.backward(direction.double())
@@ -51,11 +51,20 @@ def test_attention_and_gradients_are_those_of_float64(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_long_sequences_go_to_torch_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    *qkv, _ = inputs(1, cpu_attention._LONG, 4, 2, 8, 8)
-    by_torch = cpu_attention.causal_attention(*qkv, 0.3)
-    monkeypatch.setattr(cpu_attention, "_LONG", cpu_attention._LONG + 1)
-    torch.testing.assert_close(cpu_attention.causal_attention(*qkv, 0.3), by_torch, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("length", [cpu_attention._LONG - 1, cpu_attention._LONG])
+def test_blocks_are_of_short_sequences_where_products_are_wide(
+    monkeypatch: pytest.MonkeyPatch, length: int, wide: bool
+) -> None:
+    taken = []
+    blocks = cpu_attention.attention_in_blocks
+    monkeypatch.setattr(cpu_attention, "attention_in_blocks", lambda *given: taken.append(True) or blocks(*given))
+    monkeypatch.setattr(cpu_products, "has_avx512", lambda: wide)
+    *qkv, _ = inputs(1, length, 4, 2, 8, 8)
+    found = cpu_attention.causal_attention(*(x.bfloat16() for x in qkv), 0.3)
+    assert bool(taken) == (wide and length < cpu_attention._LONG)
+    exact = exact_attention(*(x.bfloat16() for x in qkv), 0.3)
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=8e-3, atol=1e-4)
 
 
 def test_dropout_drops_probabilities_and_keeps_their_mean() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mindspeed_rl.adaptors import cpu_halves
 from mindspeed_rl.adaptors.vllm_cpu import VllmCpuHooks
 from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear, forget_packed, live_layers
 
@@ -20,10 +21,20 @@ def is_packed(linear: LiveLinear, weight: torch.Tensor) -> bool:
     return linear.packed_bytes > 0
 
 
+def by_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without 16-bit instructions."""
+    monkeypatch.setattr(cpu_halves, "is_worthwhile", lambda: True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows_of_input", [1, 7, 130])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_in_double_precision(dtype: torch.dtype, rows_of_input: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_products_are_those_in_double_precision(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows_of_input: int, has_bias: bool, narrow: bool
+) -> None:
+    if narrow:
+        by_float32(monkeypatch)
     weight, x = weight_of(dtype=dtype), torch.randn(3, rows_of_input, 256).to(dtype)
     bias = torch.randn(512).to(dtype) if has_bias else None
     exact = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
@@ -44,6 +55,12 @@ def test_a_copy_is_as_old_as_the_last_change_that_was_told() -> None:
     for _ in range(2):
         torch.testing.assert_close(linear(x, weight, None), weight.t())
     assert linear.packed_bytes == weight.nbytes
+
+
+def test_a_copy_in_float32_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_float32(monkeypatch)
+    linear, weight = LiveLinear(), weight_of(dtype=torch.bfloat16)
+    assert is_packed(linear, weight) and linear.packed_bytes == 2 * weight.nbytes
 
 
 def test_small_matrices_are_not_packed() -> None:
