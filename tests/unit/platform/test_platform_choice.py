@@ -64,8 +64,10 @@ def test_workers_on_the_cpu_get_one_thread_each_unless_the_user_says_otherwise(m
     assert cpu.worker_env()["OMP_NUM_THREADS"] == threads
 
 
-def test_products_of_many_lengths_do_not_add_up_in_a_worker_on_the_cpu() -> None:
+def test_products_of_many_lengths_do_not_add_up_in_a_worker_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled for each number of tokens, they took 660 MB in this program before."""
+    for of_the_user in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        monkeypatch.delenv(of_the_user, raising=False)
     program = """
 import psutil, torch
 torch.set_num_threads(1)
