@@ -1,10 +1,10 @@
-"""The trainer's float32 products and attention on the CPU beside torch's, in turn on one thread.
+"""The trainer's products and attention on the CPU beside torch's, in turn on one thread.
 
     python benchmarks/products.py [--rounds 30]
 
-Products are torch's own with the setting of `adaptors/cpu_products.py` and without it, attention is `adaptors/cpu_attention.py`
-with that setting and torch's without it, there and back. Where torch is no longer slower on processors that are not Intel's,
-these adaptors have nothing left to do.
+Products are torch's own with what `adaptors/cpu_products.py` (float32) and `adaptors/cpu_halves.py` (bfloat16) set and
+without it, attention is `adaptors/cpu_attention.py` with these settings and torch's without them, there and back. Where torch
+is no longer slower on processors that are not Intel's or have no AVX-512, these adaptors have nothing left to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headline import Headline
 from torch import Tensor
 from torch_as_it_comes import torch_as_it_comes
 
-from mindspeed_rl.adaptors import cpu_attention, cpu_products, torch_attention
+from mindspeed_rl.adaptors import cpu_attention, cpu_halves, cpu_products, torch_attention
 
 #: rows, length of the sum, columns: what a layer of 768 numbers and its weight gradient multiply
 SHAPES = {"activations": (1024, 768, 2048), "weight gradient": (768, 4096, 2048), "small": (512, 64, 192)}
@@ -48,11 +48,12 @@ def in_turn(ours: Callable[[], object], torchs: Callable[[], object], rounds: in
     return statistics.median(of_ours), statistics.median(of_torch)
 
 
-def say_product(name: str, m: int, k: int, n: int, rounds: int) -> None:
-    a, b = torch.randn(m, k), torch.randn(k, n)
+def say_product(name: str, m: int, k: int, n: int, dtype: torch.dtype, rounds: int) -> None:
+    a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
     ours, torchs = (2 * m * k * n / each / 1e9 for each in in_turn(lambda: a @ b, lambda: a @ b, rounds))
-    what = f"product of {m} x {k} and {k} x {n} ({name}), GFLOP/s a core"
-    Headline(what, f"{ours:.0f}", "torch as it comes", f"{torchs:.0f}", ours / torchs).say()
+    kind = "" if dtype == torch.float32 else ", bfloat16"
+    what = f"product of {m} x {k} and {k} x {n} ({name}{kind}), GFLOP/s a core"
+    Headline(what, f"{ours:.3g}", "torch as it comes", f"{torchs:.3g}", ours / torchs).say()
 
 
 def say_attention(b: int, s: int, n: int, g: int, d: int, rounds: int) -> None:
@@ -74,10 +75,13 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     cpu_products.apply()
-    if not cpu_products.is_worthwhile():
-        print("no setting on this processor: torch's own products are fast here")
-    for name, shape in SHAPES.items():
-        say_product(name, *shape, rounds)
+    cpu_halves.apply()
+    for needed, dtype in ((cpu_products.is_worthwhile(), torch.float32), (cpu_halves.is_worthwhile(), torch.bfloat16)):
+        if not needed:
+            print(f"no setting for {dtype} on this processor: torch's own products are fast here")
+            continue
+        for name, shape in SHAPES.items():
+            say_product(name, *shape, dtype, rounds)
     for shape in SEQUENCES:
         say_attention(*shape, rounds)
 

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 
 import torch
 
+from mindspeed_rl.adaptors import cpu_halves
+
 
 @contextlib.contextmanager
 def torch_as_it_comes() -> Iterator[None]:
-    """float32 products are computed as torch does by itself; afterwards as before (see `adaptors/cpu_products.py`)."""
+    """Products are computed as torch does by itself; afterwards as before (see `adaptors/cpu_products.py`, `cpu_halves.py`)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with cpu_halves.taken_back():
+            yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -14,8 +14,10 @@ This can go when torch's own products are fast on such processors; `benchmarks/p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,10 +27,15 @@ _HALVES = (torch.bfloat16, torch.float16)
 _OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "mv")
 
 
+#: what the operators' kernels are registered by, and for as long as it exists
+_registration: torch.library.Library | None = None
+
+
 def apply() -> None:
     """16-bit products of matrices are computed in float32 in this process, where that is faster. Idempotent."""
-    if is_worthwhile():
-        _registration()
+    global _registration
+    if _registration is None and is_worthwhile():
+        _registration = _register()
 
 
 @functools.cache
@@ -37,9 +44,21 @@ def is_worthwhile() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-@functools.cache
-def _registration() -> torch.library.Library:
-    """What the operators' kernels are registered by, and for as long as it exists."""
+@contextlib.contextmanager
+def taken_back() -> Iterator[None]:
+    """Products are torch's own meanwhile."""
+    global _registration
+    if _registration is None:
+        yield
+        return
+    _registration._destroy()
+    try:
+        yield
+    finally:
+        _registration = _register()
+
+
+def _register() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verrid")  # which is what this is for

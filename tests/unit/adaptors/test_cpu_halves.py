@@ -30,7 +30,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.fixture
 def by_float32() -> Iterator[None]:
     """As on a processor without 16-bit instructions."""
-    library = cpu_halves._registration.__wrapped__()
+    library = cpu_halves._register()
     yield
     library._destroy()
 
@@ -80,8 +80,35 @@ def test_no_terms_are_zero() -> None:
 
 @pytest.mark.parametrize("worthwhile", [True, False])
 def test_only_processors_that_need_it_are_patched(monkeypatch: pytest.MonkeyPatch, worthwhile: bool) -> None:
-    patched = []
+    registered = []
     monkeypatch.setattr(cpu_halves, "is_worthwhile", lambda: worthwhile)
-    monkeypatch.setattr(cpu_halves, "_registration", lambda: patched.append(True))
+    monkeypatch.setattr(cpu_halves, "_registration", None)
+    monkeypatch.setattr(cpu_halves, "_register", lambda: registered.append(True) or object())
     cpu_halves.apply()
-    assert bool(patched) == worthwhile
+    cpu_halves.apply()
+    assert len(registered) == worthwhile
+
+
+def test_products_are_torchs_own_while_they_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = []
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def product(keys: torch.DispatchKeySet, *operands: Tensor, **options: object) -> Tensor:
+            kernels.append(name)
+            return kernel.call_boxed(keys, *operands, **options)
+
+        return product
+
+    monkeypatch.setattr(cpu_halves, "_by_float32", counted)
+    library = cpu_halves._register()
+    monkeypatch.setattr(cpu_halves, "_registration", library)
+    a, b, _ = operands(torch.bfloat16)
+    try:
+        with cpu_halves.taken_back():
+            own = a[0] @ b[0]
+        assert not kernels
+        assert torch.equal(a[0] @ b[0], own) and kernels == ["mm"]
+    finally:
+        cpu_halves._registration._destroy()
