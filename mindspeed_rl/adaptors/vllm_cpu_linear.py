@@ -1,15 +1,14 @@
 """Linear layers of vLLM's CPU build (0.32) whose weights may be replaced: packed for the kernel at their first product.
 
 - live weights (layers.utils.dispatch_cpu_unquantized_gemm): packing at load empties `layer.weight`; `load_weights` then fails,
-  and `reload_weights` is silently wrong for tied embeddings.
+  and `reload_weights` is silently wrong for tied embeddings;
+- bfloat16 without AVX-512 (_custom_ops.create_onednn_mm): "could not create a primitive descriptor for the matmul primitive".
+  There the packed copy is in float32, and so is the product (see `cpu_halves`).
 
 vLLM packs a matrix into oneDNN's own layout, with which a product of few rows takes half the time. Here the matrix itself
 stays, every load of weights writes into it, and the first product after a load makes a packed copy beside it, which costs about
 as much as a product of a decoding step. A load drops the copies, and so does a release of the engine's memory. This can go when
 vLLM's CPU worker reloads weights in place.
-
-- bfloat16 without AVX-512 (_custom_ops.create_onednn_mm): "could not create a primitive descriptor for the matmul primitive".
-  There the packed copy is in float32, and so is the product (see `cpu_halves`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors import cpu_halves
@@ -37,7 +35,6 @@ class LiveLinear:
     def __init__(self) -> None:
         self._looked = False
         self._packed: Any = None
-        self._format = torch.float32
         self._packed_bytes = 0
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,10 +45,10 @@ class LiveLinear:
                 self._pack(weight)
         if self._packed is None:
             return nn.functional.linear(x, weight, bias)
-        if self._format == x.dtype:
+        wide = cpu_halves.product_format(x.dtype)
+        if wide == x.dtype:
             return _kernels().onednn_mm(self._packed, x, bias)
-        wide = None if bias is None else bias.to(self._format)
-        return _kernels().onednn_mm(self._packed, x.to(self._format), wide).to(x.dtype)
+        return _kernels().onednn_mm(self._packed, x.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
     @property
     def packed_bytes(self) -> int:
@@ -63,8 +60,7 @@ class LiveLinear:
         self._looked, self._packed, self._packed_bytes = False, None, 0
 
     def _pack(self, weight: Tensor) -> None:
-        self._format = torch.float32 if cpu_halves.is_worthwhile() else weight.dtype
-        packed = weight.to(self._format)
+        packed = weight.to(cpu_halves.product_format(weight.dtype))
         self._packed = _kernels().create_onednn_mm(packed.t(), _KEPT_SHAPES)
         self._packed_bytes = packed.nbytes
 

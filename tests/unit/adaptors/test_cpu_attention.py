@@ -51,6 +51,12 @@ def test_attention_and_gradients_are_those_of_float64(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_long_sequences_go_to_torch_and_are_the_same() -> None:
+    *qkv, _ = inputs(1, cpu_attention._LONG, 4, 2, 8, 8)
+    by_torch = cpu_attention.causal_attention(*qkv, 0.3)
+    torch.testing.assert_close(cpu_attention.attention_in_blocks(*qkv, 0.3), by_torch, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("length", [cpu_attention._LONG - 1, cpu_attention._LONG])
 def test_blocks_are_of_short_sequences_where_products_are_wide(
