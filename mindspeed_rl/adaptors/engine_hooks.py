@@ -60,9 +60,6 @@ class EngineHooks:
         """Extra keyword arguments of `LLM(...)` for a run's rollout keys."""
         return {}
 
-    def after_build(self, llm: Any) -> None:
-        """Called in every rank once its engine is built, before the first request."""
-
     def before_load(self, model: Any) -> None:
         """Puts the weights of vLLM's model into the layout that `model.load_weights` expects."""
 

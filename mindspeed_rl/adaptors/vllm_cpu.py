@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl.adaptors import vllm_cpu_linear, vllm_cpu_steps
+from mindspeed_rl.adaptors import vllm_cpu_linear
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
 
@@ -114,9 +114,6 @@ class VllmCpuHooks(EngineHooks):
     def before_build(self, run_id: str) -> None:
         if torch.distributed.is_initialized():
             _name_segments_uniquely(run_id)
-
-    def after_build(self, llm: Any) -> None:
-        vllm_cpu_steps.step_ahead(llm.llm_engine.engine_core.engine_core, _runner(llm))
 
     def before_load(self, model: Any) -> None:
         vllm_cpu_linear.forget_packed(model)

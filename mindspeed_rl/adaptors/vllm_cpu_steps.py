@@ -3,16 +3,16 @@
 | patch | symbol | why |
 |---|---|---|
 | steps ahead | CPUModelRunner.sample_tokens | a turn of scheduler and outputs takes as long as a step of a small model |
-| their count | update_from_output of an engine's scheduler | it counts one computed token a turn |
-| room | num_lookahead_tokens of an engine's scheduler | blocks for the tokens of a whole turn |
+| their count | Scheduler.update_from_output | it counts one computed token a turn |
+| room | Scheduler.num_lookahead_tokens | blocks for the tokens of a whole turn |
 | seeds | TopKTopPSampler.forward_cpu | each token's seed is a call of its request's generator, and a tensor read back |
 
 Where a turn was one token of each request, the runner goes on with the tokens it has just drawn, up to STEPS of them, as
 long as few requests have come to their end; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
 cuts off what lies behind a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
 request's own generator and its own tokens enters them. Turns with prompts stay single, and so does everything that looks back
-at a request's tokens (penalties, grammars), hands out more than tokens (routed experts) or has to step with others (replicas
-that share experts).
+at a request's tokens (penalties, grammars, stop strings, all of which a server may be asked for), hands out more than tokens
+(routed experts) or has to step with others (replicas that share experts; workers apart from their scheduler).
 
 It can go when vLLM's CPU runner has steps of its own between turns; `tests/unit/adaptors` compares both.
 """
@@ -30,6 +30,8 @@ from torch import Tensor
 
 #: tokens of a request in a turn
 STEPS = 16
+#: executors whose workers are where their scheduler is
+_ONE_PROCESS = ("uni", "external_launcher")
 #: a turn ends when so large a part of its requests has ended: what they compute beyond is thrown away
 _MOST_ENDED = 1 / 8
 #: seeds of a request that are drawn at once
@@ -39,10 +41,11 @@ _applied = False
 
 
 def apply() -> None:
-    """Runners of this process can step ahead, and draw seeds in bulk. Imports vLLM; idempotent."""
+    """Engines of this process step ahead, and draw seeds in bulk. Imports vLLM; idempotent."""
     global _applied
     if _applied:
         return
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -52,44 +55,68 @@ def apply() -> None:
     def sample_tokens(self: Any, *others: Any, **keywords: Any) -> Any:
         state = self.execute_model_state
         output = sample(self, *others, **keywords)
-        if getattr(self, "steps_ahead", False) and state is not None and _goes_ahead(self, state.scheduler_output):
+        if state is not None and _steps_ahead(self.vllm_config) and _goes_ahead(self, state.scheduler_output):
             return _Turn(self, output).finish()
         return output
 
-    runner.sample_tokens = sample_tokens
+    scheduler: Any = Scheduler
+    build, update = scheduler.__init__, scheduler.update_from_output
+
+    def build_with_room(self: Any, *others: Any, **keywords: Any) -> None:
+        build(self, *others, **keywords)
+        if _steps_ahead(self.vllm_config):
+            self.num_lookahead_tokens = STEPS - 1
+
+    def update_from_output(self: Any, scheduled: Any, output: Any) -> Any:
+        if _steps_ahead(self.vllm_config):
+            for name, tokens in zip(output.req_ids, output.sampled_token_ids):
+                # a request that was given up meanwhile is gone
+                if len(tokens) > 1 and name in self.requests:
+                    self.requests[name].num_computed_tokens += len(tokens) - 1
+        return update(self, scheduled, output)
+
     sampler: Any = TopKTopPSampler
+    runner.sample_tokens = sample_tokens
+    scheduler.__init__, scheduler.update_from_output = build_with_room, update_from_output
     sampler.forward_cpu = _sample_in_bulk(sampler.forward_cpu)
     _applied = True
 
 
-def step_ahead(core: Any, runner: Any) -> None:
-    """Lets an engine of this process, with its model runner, make several steps a turn.
+def _steps_ahead(config: Any) -> bool:
+    """True for engines whose scheduler and runner are in one process, and know of no other steps than plain ones.
 
-    Its requests are those of `rollout.arguments`: nothing of them looks back at their tokens.
+    Args:
+        config: vLLM's, of the engine.
     """
-    config = core.vllm_config
-    others, queued = config.parallel_config.data_parallel_size > 1, config.scheduler_config.async_scheduling
-    if others or queued or config.aux_output_config.enabled:
-        return
-    runner.steps_ahead = True
-    scheduler = core.scheduler
-    scheduler.num_lookahead_tokens = STEPS - 1
-    update = scheduler.update_from_output
-
-    def update_from_output(scheduled: Any, output: Any) -> Any:
-        for name, tokens in zip(output.req_ids, output.sampled_token_ids):
-            # a request that was given up meanwhile is gone
-            if len(tokens) > 1 and name in scheduler.requests:
-                scheduler.requests[name].num_computed_tokens += len(tokens) - 1
-        return update(scheduled, output)
-
-    scheduler.update_from_output = update_from_output
+    parallel = config.parallel_config
+    return (
+        parallel.distributed_executor_backend in _ONE_PROCESS
+        and parallel.data_parallel_size == 1
+        and not config.scheduler_config.async_scheduling
+        and not config.aux_output_config.enabled
+        and config.speculative_config is None
+        and not config.model_config.logits_processors
+    )
 
 
 def _goes_ahead(runner: Any, scheduled: Any) -> bool:
-    """True where the turn that was just made is one token more of each request."""
-    requests = runner.input_batch.num_reqs
-    return not scheduled.scheduled_new_reqs and scheduled.total_num_scheduled_tokens == requests
+    """True where the turn that was just made is one token more of each request, and the next ones are drawn alike."""
+    names = runner.input_batch.req_ids
+    if scheduled.scheduled_new_reqs or scheduled.total_num_scheduled_tokens != len(names) or runner.uses_mrope:
+        return False
+    return all(_is_plain(runner.requests[name].sampling_params) for name in names)
+
+
+def _is_plain(params: Any) -> bool:
+    """True where a token is drawn from the model's distribution, whatever the request's tokens were, and ends by itself.
+
+    Rollouts ask for nothing else; whoever talks to a server may.
+    """
+    return (
+        params.repetition_penalty == 1.0
+        and not (params.presence_penalty or params.frequency_penalty or params.min_tokens or params.stop)
+        and not (params.bad_words or params.structured_outputs or params.thinking_token_budget or params.logprob_token_ids)
+    )
 
 
 class _Turn:
@@ -102,14 +129,14 @@ class _Turn:
         self._texts = [state.output_token_ids for state in states]
         params = [state.sampling_params for state in states]
         self._left = np.array([one.max_tokens - len(text) for one, text in zip(params, self._texts)])
-        stops = {token for one in params for token in one.stop_token_ids}
+        stops = {token for one in params for token in (*one.stop_token_ids, one.eos_token_id) if token is not None}
         self._stops = np.array(sorted(stops), dtype=np.int64)
 
     def finish(self) -> Any:
         """Makes the steps; returns the output of the whole turn."""
         first = self._output
         tokens = [np.array(first.sampled_token_ids)[:, 0]]
-        log_probs, ranks = [first.logprobs.logprobs], [first.logprobs.sampled_token_ranks]
+        logprobs = [first.logprobs]
         ended = np.isin(tokens[0], self._stops)
         for number in range(1, self._room()):
             ended |= self._left < number
@@ -117,17 +144,13 @@ class _Turn:
                 break
             drawn = self._step(tokens[-1])
             tokens.append(drawn.sampled_token_ids[:, 0].numpy())
-            log_probs.append(drawn.logprobs_tensors.logprobs.numpy())
-            ranks.append(drawn.logprobs_tensors.selected_token_ranks.numpy())
+            logprobs.append(drawn.logprobs_tensors and drawn.logprobs_tensors.tolists())
             ended |= np.isin(tokens[-1], self._stops)
         if len(tokens) == 1:
             return first
         drawn = np.stack(tokens, 1)
         self._keep(drawn)
-        rows = [np.stack(each, 1).reshape(drawn.size, -1) for each in (tokens, log_probs, ranks)]
-        bounds = list(range(0, drawn.size + 1, len(tokens)))
-        logprobs = type(first.logprobs)(rows[0], rows[1], rows[2][:, 0], bounds)
-        return dataclasses.replace(first, sampled_token_ids=drawn.tolist(), logprobs=logprobs)
+        return dataclasses.replace(first, sampled_token_ids=drawn.tolist(), logprobs=self._in_order(logprobs))
 
     def _room(self) -> int:
         """Tokens that this turn may have: no request is longer than the model allows, and one at least wants them all."""
@@ -156,6 +179,14 @@ class _Turn:
                 input_ids=runner.input_ids.gpu[:count], positions=positions, intermediate_tensors=None, inputs_embeds=None
             )
         return runner._sample(runner.model.compute_logits(hidden), None)
+
+    def _in_order(self, logprobs: list[Any]) -> Any:
+        """What each step has of every request, as what each request has of every step; None where nobody asks for them."""
+        if logprobs[0] is None:
+            return None
+        steps, fields = len(logprobs), zip(*(one[:3] for one in logprobs))  # token ids, log-probs, ranks
+        ids, values, ranks = (np.stack(each, 1).reshape(-1, *each[0].shape[1:]) for each in fields)
+        return type(logprobs[0])(ids, values, ranks, list(range(0, len(ranks) + 1, steps)))
 
     def _keep(self, drawn: np.ndarray) -> None:
         """The runner has the tokens [requests, tokens] after the first of each as if turns of their own had drawn them."""

@@ -90,7 +90,6 @@ class VllmEngine:
         with platform.current().kept_rng_state(), own_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
         unlink_message_buffers()
-        self._hooks.after_build(self._llm)
         # it also freezes all objects for the collector and disables set_num_threads
         torch.set_num_threads = set_num_threads
         if not frozen:  # in a copy of a fork server they stay: looking at its 700,000 would also unshare their pages

@@ -18,13 +18,14 @@ os.environ.update(platform.current().worker_env())
 adaptors.apply("rollout")  # before vLLM is imported
 
 from safetensors.torch import load_file
+from vllm import SamplingParams
 
 from mindspeed_rl.adaptors import vllm_cpu_steps
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
-LONGEST, STOP = 160, 7
+LONGEST, STOP, STEPS = 160, 7, vllm_cpu_steps.STEPS
 folder, caching = Path(sys.argv[1]), sys.argv[2] == "caching"
 config = transformers.Qwen2Config(
     **{"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 64},
@@ -63,7 +64,7 @@ for number in range(20):
 
 def run(ahead: bool) -> tuple[dict, int, list]:
     """Responses by name, turns, and what a request that was given up had until then."""
-    runner.steps_ahead = ahead
+    vllm_cpu_steps.STEPS = STEPS if ahead else 1
     found, turns, dropped = {}, 0, []
     waiting = list(REQUESTS.items())
     while waiting or engine._ids:
@@ -92,9 +93,46 @@ def exact(name: str, token_ids: list) -> list:
     return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
+#: what others than rollouts ask of a server, and whether its turns stay single
+ASKED = {
+    "repetition_penalty": ({"repetition_penalty": 1.5}, True),
+    "presence_penalty": ({"presence_penalty": 1.0}, True),
+    "min_tokens": ({"min_tokens": 20, "stop_token_ids": list(range(30))}, True),
+    "log-probs of others": ({"logprobs": 3}, False),
+    "no log-probs": ({"logprobs": None}, False),
+}
+
+
+def alone(ahead: bool, asked: dict) -> tuple[list, list, int]:
+    """Tokens of such a request, their log-probs with those of others, and turns."""
+    vllm_cpu_steps.STEPS = STEPS if ahead else 1
+    words = {"logprobs": 0, "max_tokens": 40, "ignore_eos": True, "seed": 5, "detokenize": False} | asked
+    engine._llm.llm_engine.add_request("alone", {"prompt_token_ids": [9, 10, 11]}, SamplingParams(**words))
+    found, turns = [], 0
+    while not (found and found[0].finished):
+        found, turns = engine._llm.llm_engine.step(), turns + 1
+    sample = found[0].outputs[0]
+    places = [sorted((token, one.logprob, one.rank) for token, one in place.items()) for place in sample.logprobs or ()]
+    return list(sample.token_ids), places, turns
+
+
+def alike(one: list, other: list) -> bool:
+    """Log-probs of the same tokens, but for rounding."""
+    return len(one) == len(other) and all(
+        [(token, rank) for token, _, rank in a] == [(token, rank) for token, _, rank in b]
+        and max(abs(x[1] - y[1]) for x, y in zip(a, b)) < 1e-5
+        for a, b in zip(one, other)
+    )
+
+
 single, single_turns, single_dropped = run(ahead=False)
 ahead, ahead_turns, ahead_dropped = run(ahead=True)
 whole = [name for name in single if REQUESTS[name][1].top_k < 0]
+asked = {}
+for kind, (words, stays_single) in ASKED.items():
+    (tokens, places, turns), (tokens_ahead, places_ahead, turns_ahead) = alone(False, words), alone(True, words)
+    is_single = turns_ahead == turns
+    asked[kind] = tokens == tokens_ahead and alike(places, places_ahead) and is_single == stays_single and turns >= 20
 print(
     json.dumps(
         {
@@ -107,7 +145,8 @@ print(
             "exact": max(abs(a - b) for n in whole for a, b in zip(exact(n, ahead[n].token_ids), ahead[n].log_probs)),
             "dropped": bool(ahead_dropped) and prefix(single_dropped, ahead_dropped),
             "turns": [single_turns, ahead_turns],
-            "steps": vllm_cpu_steps.STEPS,
+            "asked": asked,
+            "steps": STEPS,
             "free blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "blocks": core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is nobody's
         }

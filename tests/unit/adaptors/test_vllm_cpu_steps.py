@@ -28,7 +28,18 @@ def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path
     assert found["stopped"] >= 3
     single, ahead = found["turns"]
     assert ahead < single / 3 and found["steps"] > 3
+    assert found["asked"] and all(found["asked"].values()), found["asked"]
     assert found["free blocks"] == found["blocks"]
+
+
+def test_a_server_steps_ahead_too(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("served_steps.py")
+    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [sum(each) for each in found["lengths"]] == found["wanted"]
+    assert max(max(each) for each in found["lengths"]) > 10  # tokens that came at once
+    assert found["gap"] < 1e-4 and found["frozen"]
 
 
 def test_seeds_are_those_that_a_generator_gives_one_by_one() -> None:
