@@ -1,10 +1,13 @@
-"""Importing many libraries in a process, without the garbage collector's looking at all of them again and again."""
+"""Importing many libraries in a process: without the garbage collector's looking at all of them again and again, and without
+those that they would only bring along."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
+from typing import Any, cast
 
 #: objects between collections, and collections between those of the next generation; the first is 700 in Python
 _SELDOM = (50_000, 10, 10)
@@ -23,3 +26,17 @@ def collecting_seldom() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def without(package: str) -> Iterator[None]:
+    """Whoever imports the package in the block is told that it is not there, unless it was imported before."""
+    modules = cast("dict[str, Any]", sys.modules)
+    if package in modules:
+        yield
+        return
+    modules[package] = None
+    try:
+        yield
+    finally:
+        del modules[package]

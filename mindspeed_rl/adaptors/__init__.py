@@ -31,6 +31,7 @@ ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.llvmlite_names",
         "mindspeed_rl.adaptors.vllm_cpu",
         "mindspeed_rl.adaptors.vllm_cpu_experts",
+        "mindspeed_rl.adaptors.vllm_cpu_norm",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
         "mindspeed_rl.adaptors.vllm_cpu_steps",
     ),

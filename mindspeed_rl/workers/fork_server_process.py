@@ -16,10 +16,10 @@ import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mindspeed_rl import adaptors, platform
-from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.importing import collecting_seldom, without
 
 
 def serve(words: str) -> str | None:
@@ -36,7 +36,8 @@ def serve(words: str) -> str | None:
         return None
     device = platform.select(name)
     os.environ.update(device.worker_env())  # some of it is read by imports; each copy has its own afterwards
-    with _without_ray(), collecting_seldom():
+    # Megatron imports wandb where it finds it, for loggers that it is never given: half a second, and two folders in TMPDIR
+    with _without_ray(), without("wandb"), collecting_seldom():
         for scope in told["adapted"]:
             adaptors.apply(scope)
         for module in told["modules"]:
@@ -62,11 +63,8 @@ def _without_ray() -> Iterator[None]:
     """Ray reads the environment when it is imported, and each copy has its own: which Ray process watches it, and the token
     that lets it in. What did without Ray in the block is imported anew where it is asked for."""
     before = set(sys.modules)
-    cast("dict[str, Any]", sys.modules)["ray"] = None  # whoever imports it is told that it is not there
-    try:
+    with without("ray"):
         yield
-    finally:
-        del sys.modules["ray"]
     for name in set(sys.modules) - before:
         if vars(sys.modules[name]).get("ray", name) is None:
             package, _, module = name.rpartition(".")

@@ -1,10 +1,13 @@
-"""Collections are rare while a block imports, and as before afterwards."""
+"""Collections are rare while a block imports, a package may be hidden from it, and all is as before afterwards."""
 
 import gc
+import importlib
+import sys
+from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.importing import collecting_seldom, without
 
 
 def test_collections_are_rare_in_the_block_alone() -> None:
@@ -18,3 +21,15 @@ def test_collections_are_rare_in_the_block_alone() -> None:
     with pytest.raises(KeyError), collecting_seldom():
         raise KeyError
     assert gc.get_threshold() == before
+
+
+def test_a_package_is_hidden_in_the_block_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brought_along.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError), without("brought_along"):
+        importlib.import_module("brought_along")
+    assert "brought_along" not in sys.modules
+    found = importlib.import_module("brought_along")
+    with without("brought_along"):  # it is here already: nothing would be saved
+        assert importlib.import_module("brought_along") is found
+    assert sys.modules.pop("brought_along") is found

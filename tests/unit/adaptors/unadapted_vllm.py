@@ -11,7 +11,9 @@ os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
@@ -45,6 +47,7 @@ print(
             # a turn of the scheduler is a step of the runner, and a token's seed a call of its own
             "steps ahead": "sample_tokens" not in vars(cpu_model_runner.CPUModelRunner),
             "seeds one by one": ".item()" in inspect.getsource(TopKTopPSampler.forward_cpu),
+            "norms from Python": RMSNorm.forward_cpu is CustomOp.forward_cpu,
             "KV release": not current_platform.is_sleep_mode_available(),
         }
     )

@@ -22,7 +22,8 @@ import json, os, random, resource, signal, sys, tempfile
 print(json.dumps({
     "argv": sys.argv, "folder": os.getcwd(), "mark": os.environ.get("MARK"), "others": os.environ.get("OF_SERVER"),
     "torch": "torch" in sys.modules, "fallen_back": sorted(set(sys.modules) & {"asks_for_ray", "needs_no_ray"}),
-    "ray": "ray" in sys.modules,
+    "ray": "ray" in sys.modules, "wandb": "wandb" in sys.modules,
+    "own_wandb": "asks_for_wandb" in sys.modules and __import__("wandb").__file__,
     "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "group": os.getpgid(0) == os.getpid(), "name": __name__,
     "temporary": tempfile.gettempdir(), "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, "random": random.random(),
     "shown": dict(entry.split("=", 1) for entry in open("/proc/self/environ").read().split("\\0") if "=" in entry),
@@ -42,6 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "asks_for_ray.py").write_text("try:\n    import ray\nexcept ImportError:\n    ray = None\n")
     (folder / "needs_no_ray.py").write_text("import asks_for_ray_in_a_package.inside\n")
+    (folder / "asks_for_wandb.py").write_text("try:\n    import wandb\nexcept ImportError:\n    wandb = None\n")
+    (folder / "wandb.py").write_text("")
     (folder / "asks_for_ray_in_a_package").mkdir()
     (folder / "asks_for_ray_in_a_package/inside.py").write_text((folder / "asks_for_ray.py").read_text())
     return folder
@@ -53,7 +56,7 @@ def command(folder: Path) -> Iterator[str]:
         patch.syspath_prepend(folder)
         patch.setenv("OF_SERVER", "1")
         patch.delenv("RAY_ADDRESS", raising=False)
-        with fork_server("cpu", Libraries((), ("asks_for_ray", "needs_no_ray"))):
+        with fork_server("cpu", Libraries((), ("asks_for_ray", "needs_no_ray", "asks_for_wandb"))):
             found = worker_command()
             assert found is not None
             yield found
@@ -88,6 +91,11 @@ def test_a_copy_is_what_the_command_would_have_been(command: str, folder: Path, 
 def test_what_did_without_ray_is_imported_anew(command: str, folder: Path) -> None:
     told = ask(command, folder)
     assert told["fallen_back"] == ["needs_no_ray"] and not told["ray"]
+
+
+def test_libraries_are_not_told_of_loggers_and_copies_may_import_them(command: str, folder: Path) -> None:
+    told = ask(command, folder)
+    assert not told["wandb"] and told["own_wandb"] == str(folder / "wandb.py")
 
 
 def test_copies_that_fail_and_are_killed_leave_the_server_as_it_was(command: str, folder: Path) -> None:

@@ -1,0 +1,44 @@
+"""RMS norms of vLLM's CPU build (0.32) in float32 by its own compiled kernels.
+
+| patch | symbol | why |
+|---|---|---|
+| norm, alone and with the residual added | RMSNorm.forward_cpu | eight operators, called from Python: a tenth of a step |
+
+vLLM has the kernels and takes them on GPUs only. What they do not know (a variance of part of a row, no weight, a weight of
+another format) stays as it was, and so does bfloat16: without AVX-512 they cut its digits off, and do not round, which doubles
+the error of what is added up along the layers. It can go when vLLM's CPU platform takes them itself; `tests/unit/adaptors`
+fails then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_applied = False
+
+
+def apply() -> None:
+    """Norms of this process's models are computed in one call each. Imports vLLM; idempotent."""
+    global _applied
+    if _applied:
+        return
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norm: Any = RMSNorm
+
+    def forward_cpu(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.has_weight or self.variance_size_override is not None or not x.dtype == self.weight.dtype == torch.float32:
+            return self.forward_native(x, residual)
+        x = x.contiguous()  # heads of a layer's queries are not; the kernel takes rows that lie one behind the other
+        if residual is None:
+            out = torch.empty_like(x)
+            torch.ops._C.rms_norm(out, x, self.weight.data, self.variance_epsilon)
+            return out
+        torch.ops._C.fused_add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
+        return x, residual
+
+    norm.forward_cpu = forward_cpu
+    _applied = True
