@@ -98,7 +98,9 @@ BENCHMARKS = {
         profiled="train_step.py --sizes 10M --precisions float32 --rounds 2",
         sides=STEP_SIDES,
     ),
-    "modes": benchmark("async_rollout.py --rounds 1", profiled="async_rollout.py --rounds 1 --at-once 64 --iterations 3 --mean 24"),
+    "modes": benchmark(
+        "async_rollout.py --rounds 1", profiled="async_rollout.py --rounds 1 --at-once 64 --iterations 3 --mean 24"
+    ),
     "push": benchmark("resharding.py measure --processes 2 --millions 30 100"),
     "dataplane": benchmark("dataplane.py --clients 1 4"),
     "convert": benchmark(

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -36,6 +36,9 @@ TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this
 _STATE_NAME = "conversion.json"
 _DONE_NAME = "conversion.done"
 _LATEST_STAGING = LATEST_NAME + ".partial"
+#: of a conversion without worker processes: while the kernel writes for one, and it lets one into a file at a time, the other
+#: reads, and looks at what it has read
+_THREADS = 2
 
 
 class Progress(Protocol):
@@ -212,10 +215,18 @@ def _tasks(jobs: Sequence[Job], task_bytes: int) -> list[list[Job]]:
     return tasks
 
 
-def _run_jobs(jobs: Sequence[Job], transform: Transform | None) -> Report:
-    # processes share the cores: with threads in each they would hold each other up
+def _run_jobs(jobs: Sequence[Job], transform: Transform | None, threads: int = 1) -> Report:
+    return sum(_each(jobs, lambda job: job.run(transform), threads), Report())
+
+
+def _each(jobs: Sequence[Job], function: Callable[[Job], Any], threads: int) -> list[Any]:
+    """What the function says of each job, several of which are worked on at once."""
+    # they, and processes, share the cores: with threads of torch's in each they would hold each other up
     torch.set_num_threads(1)
-    return sum((job.run(transform) for job in jobs), Report())
+    if threads == 1:
+        return [function(job) for job in jobs]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, jobs))
 
 
 def _execute(
@@ -224,7 +235,7 @@ def _execute(
     """(task number, report) as tasks finish, in this process or in ``workers`` others."""
     if workers <= 1 or len(tasks) <= 1:
         for number, task in tasks:
-            yield number, function(task, *extra)
+            yield number, function(task, *extra, threads=_THREADS)
         return
     # a fork server imports torch once and has no threads that a fork could break
     context = get_context("forkserver")
@@ -367,12 +378,10 @@ class _Expected:
     def num_bytes(self) -> int:
         return self.group.num_bytes
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, tensors: Mapping[str, Tensor]) -> bool:
         raise AssertionError("a result is only read")
 
 
-def _check_jobs(jobs: Sequence[Job], transform: Transform | None) -> Report:
-    torch.set_num_threads(1)
-    for job in jobs:
-        job.check([cast(_Expected, target).group for target in job.targets], transform)
+def _check_jobs(jobs: Sequence[Job], transform: Transform | None, threads: int = 1) -> Report:
+    _each(jobs, lambda job: job.check([cast(_Expected, target).group for target in job.targets], transform), threads)
     return Report(sum(job.num_bytes for job in jobs))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.tensor_record import TensorRecord
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord, is_finite
 from mindspeed_rl.models.weights import MemorySource, WeightOp, concatenated
 
 
@@ -193,8 +193,8 @@ class Target(Protocol):
         """Bytes written."""
         ...
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write it."""
+    def write(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Write it; True when it holds neither NaN nor infinities."""
         ...
 
 
@@ -214,8 +214,8 @@ class HfTarget:
     def num_bytes(self) -> int:
         return self.record.num_bytes
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        self.record.write(tensors[self.source_name])
+    def write(self, tensors: Mapping[str, Tensor]) -> bool:
+        return self.record.write(tensors[self.source_name])
 
 
 @dataclass(frozen=True)
@@ -237,13 +237,14 @@ class MegatronTarget:
     def num_bytes(self) -> int:
         return sum(record.num_bytes for copies in self.shards for record in copies)
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, tensors: Mapping[str, Tensor]) -> bool:
         # read by way of HF's tensors: any source form meets any target form there, and none knows another
-        source = MemorySource(tensors)
+        source, finite = MemorySource(tensors), True
         for index, copies in enumerate(self.shards):
             pieces = self.op.read_pieces(source, len(self.shards), index)
             for record in copies:
-                record.write_pieces(pieces)
+                finite &= record.write_pieces(pieces)
+        return finite
 
 
 @dataclass(frozen=True)
@@ -287,19 +288,17 @@ class Job:
 
     def run(self, transform: Transform | None) -> Report:
         """Read, transform and write."""
-        # nothing looks at a tensor as a whole, so mapped pieces go to their place without being joined
+        # nothing looks at a tensor as a whole, so pieces go to their place without being joined
         if transform is None and not self.equal and all(isinstance(target, HfTarget) for target in self.targets):
             pieces = {name: parts for group in self.groups for name, parts in group.pieces().items()}
+            finite = True
             for target in self.targets:
                 assert isinstance(target, HfTarget)
-                target.record.write_pieces(pieces[target.source_name])
-            # behind the write, which has brought the mapped pages into memory
-            strange = tuple(name for name, parts in pieces.items() if not all(map(is_finite, parts)))
-            return Report(self.num_bytes, strange)
+                finite &= target.record.write_pieces(pieces[target.source_name])
+            return Report(self.num_bytes, () if finite else _strange(pieces))
         tensors = self.load(transform)
-        for target in self.targets:
-            target.write(tensors)
-        return Report(self.num_bytes, tuple(name for name, tensor in tensors.items() if not is_finite(tensor)))
+        finite = all([target.write(tensors) for target in self.targets])  # a list: all of them are written
+        return Report(self.num_bytes, () if finite else _strange({name: [tensor] for name, tensor in tensors.items()}))
 
     def check(self, result: Sequence[Group], transform: Transform | None) -> None:
         """Raise ValueError unless the groups of the result yield, bit for bit, what this job read, and all of it is finite."""
@@ -321,14 +320,9 @@ class Transform(Protocol):
     def __call__(self, name: str, tensor: Tensor) -> Tensor: ...
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinities; one pass that allocates nothing, as fast as memory is read."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    # the smallest and the largest element are NaN as soon as one element is
-    # in float32 where they have 8 bits, of which torch has no aminmax
-    ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    return bool(torch.isfinite(ends.min) & torch.isfinite(ends.max))
+def _strange(pieces: Mapping[str, Sequence[Tensor]]) -> tuple[str, ...]:
+    """Names of the tensors of which a piece holds NaN or infinities."""
+    return tuple(name for name, parts in pieces.items() if not all(map(is_finite, parts)))
 
 
 def describe_strange(tensor: Tensor) -> str:

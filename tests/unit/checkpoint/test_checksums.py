@@ -38,6 +38,25 @@ def test_sums_are_those_of_zlib_and_cover_every_file(folder: Path) -> None:
     assert checksums.verify(folder)
 
 
+def test_sums_of_parts_are_those_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(checksums, "_PART_BYTES", 1000)
+    content = bytes(number * number % 251 for number in range(5001))
+    wanted = {}
+    for size in (0, 1, 63, 64, 999, 1000, 1001, 2000, 5001):
+        (tmp_path / f"{size}.pt").write_bytes(content[:size])
+        wanted[f"{size}.pt"] = (size, zlib.crc32(content[:size]))
+        assert checksums.checksum(tmp_path / f"{size}.pt") == wanted[f"{size}.pt"]
+    assert checksums.take_parts(tmp_path) == wanted
+
+
+@pytest.mark.parametrize("first", [0, 1, 40, 4097])
+def test_the_sum_of_two_parts_follows_from_theirs(first: int) -> None:
+    content = bytes(number * number % 251 for number in range(4097))
+    parts = content[:first], content[first:]
+    assert checksums.combined(zlib.crc32(parts[0]), zlib.crc32(parts[1]), len(parts[1])) == zlib.crc32(content)
+
+
 def invert_bytes(folder: Path) -> None:
     path = folder / "__0_0.distcp"
     content = bytearray(path.read_bytes())

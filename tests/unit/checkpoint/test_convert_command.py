@@ -346,11 +346,11 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
 ) -> None:
     calls = []
 
-    def pwritev(*arguments: object) -> int:
+    def pwrite(*arguments: object) -> int:
         calls.append(arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwritev", pwritev)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     text = error_of(capsys, f"--load-dir {qwen} --save-dir {tmp_path}/out")
     assert "the disk of" in text and "is full" in text and calls
     assert not list((tmp_path / "out").glob("*"))
@@ -362,10 +362,10 @@ class Flipped:
     def __init__(self, target: Target) -> None:
         self.target, self.name, self.hf, self.num_bytes = target, target.name, target.hf, target.num_bytes
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, tensors: Mapping[str, Tensor]) -> bool:
         damaged = {name: tensor.clone() for name, tensor in tensors.items()}
         damaged[self.hf[0]].view(-1).view(torch.int32)[5] ^= 1
-        self.target.write(damaged)
+        return self.target.write(damaged)
 
 
 def test_verification_finds_a_single_wrong_bit_and_leaves_nothing(qwen: Path, tmp_path: Path) -> None:
