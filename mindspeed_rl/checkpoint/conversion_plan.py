@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.block_writer import is_finite
 from mindspeed_rl.checkpoint.hf import dtype_keys, make_safetensors_header, plan_shards, write_index
 from mindspeed_rl.checkpoint.jobs import HfTarget, MegatronGroup, Target, Transform
 from mindspeed_rl.checkpoint.lora import PeftMerge
 from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
 from mindspeed_rl.checkpoint.source import Source
-from mindspeed_rl.checkpoint.tensor_record import TensorRecord, is_finite
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout

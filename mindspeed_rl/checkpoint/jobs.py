@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.tensor_record import TensorRecord, is_finite
+from mindspeed_rl.checkpoint.block_writer import is_finite
+from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.models.weights import MemorySource, WeightOp, concatenated
 
 

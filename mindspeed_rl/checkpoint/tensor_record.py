@@ -10,25 +10,11 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-#: what is copied at once; it stays in the processor's second cache, and holds whole elements of any format
-_BLOCK_BYTES = 256 << 10
-
-
-def _place(tensor: Tensor) -> tuple[str, int] | None:
-    """File and first byte of a tensor that `TensorRecord.read` gave or that is a view of one, and that nobody has changed.
-
-    None for tensors in memory, and for those whose elements do not lie one behind the other.
-    """
-    found = getattr(tensor.untyped_storage(), "place", None)
-    if found is None or tensor._version or not tensor.is_contiguous():
-        return None
-    path, begin = found
-    return path, begin + int(tensor.storage_offset()) * tensor.element_size()
+from mindspeed_rl.checkpoint.block_writer import BlockWriter, remember_place
 
 
 @dataclass(frozen=True)
@@ -87,8 +73,7 @@ class TensorRecord:
         # the kernel reads ahead while others are worked on
         view.madvise(mmap.MADV_WILLNEED)
         data = torch.frombuffer(view, dtype=torch.uint8, count=record.num_bytes, offset=skipped)
-        storage: Any = data.untyped_storage()  # which all views of the tensor have in common
-        storage.place = record.path, record.offset
+        remember_place(data, record.path, record.offset)
         if skipped % record.dtype.itemsize:
             data = data.clone()  # a safetensors file may hold tensors at odd places
         return data.view(record.dtype).reshape(record.shape)
@@ -110,97 +95,10 @@ class TensorRecord:
         total = sum(piece.numel() for piece in pieces) * self.dtype.itemsize
         if total != self.num_bytes:
             raise ValueError(f"{self.path}: {total} bytes do not fit a place of {self.num_bytes}")
-        with _BlockWriter(self) as writer:
+        with BlockWriter(self.path, self.offset, self.dtype) as writer:
             for piece in pieces:
-                place = _place(piece)
-                if place is None:
-                    writer.add(piece)
-                else:
-                    writer.add_from(*place, piece.numel() * self.dtype.itemsize)
+                writer.add(piece)
         return writer.is_finite
-
-
-class _BlockWriter:
-    """Writes a tensor's bytes to their place by way of one block, in which they are looked at while they are in the cache.
-
-    What lies in another file is read into the block and not through a mapping: 512 MB took 0.20 s so, as `cp` takes, and 0.38
-    from mapped pages, which the kernel enters into a table one by one.
-    """
-
-    def __init__(self, place: TensorRecord) -> None:
-        self._place = place
-        self._block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
-        self._bytes = self._block.numpy().data
-        self._filled, self._position = 0, place.offset
-        self._sources: dict[str, int] = {}
-        #: of all that was written so far
-        self.is_finite = True
-
-    def __enter__(self) -> _BlockWriter:
-        self._target = os.open(self._place.path, os.O_WRONLY)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
-        try:
-            if kind is None:
-                self._flush()
-        finally:
-            for descriptor in (self._target, *self._sources.values()):
-                os.close(descriptor)
-
-    def add(self, piece: Tensor) -> None:
-        """The bytes of a tensor in memory."""
-        # as bytes, since NumPy has no bfloat16 and no 8-bit floats
-        left = piece.contiguous().view(-1).view(torch.uint8)
-        while len(left):
-            room = self._room()
-            taken, left = left[:room], left[room:]
-            self._block[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-
-    def add_from(self, path: str, offset: int, count: int) -> None:
-        """Bytes of a file.
-
-        Raises:
-            ValueError: it has become shorter meanwhile.
-        """
-        if path not in self._sources:
-            self._sources[path] = os.open(path, os.O_RDONLY)
-        while count:
-            room = min(self._room(), count)
-            self._read(path, self._bytes[self._filled : self._filled + room], offset)
-            self._filled += room
-            offset, count = offset + room, count - room
-
-    def _read(self, path: str, into: memoryview, offset: int) -> None:
-        while into:
-            done = os.preadv(self._sources[path], [into], offset)
-            if not done:
-                raise ValueError(f"{path} is truncated: it ends at byte {offset}, inside a tensor")
-            into, offset = into[done:], offset + done
-
-    def _room(self) -> int:
-        """Bytes that the block takes, after it was written if it was full; whole elements, as all that it gets."""
-        if self._filled == len(self._block):
-            self._flush()
-        return len(self._block) - self._filled
-
-    def _flush(self) -> None:
-        block, self._filled = self._bytes[: self._filled], 0
-        self.is_finite = self.is_finite and is_finite(self._block[: len(block)].view(self._place.dtype))
-        while block:
-            done = os.pwrite(self._target, block, self._position)
-            block, self._position = block[done:], self._position + done
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinities; one pass that allocates nothing, as fast as memory is read."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    # the smallest and the largest element are NaN as soon as one element is
-    # in float32 where they have 8 bits, of which torch has no aminmax
-    ends = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    return math.isfinite(ends.min.item()) and math.isfinite(ends.max.item())
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
+from mindspeed_rl.checkpoint.block_writer import is_finite
 from mindspeed_rl.checkpoint.jobs import describe_strange
-from mindspeed_rl.checkpoint.tensor_record import is_finite
 from mindspeed_rl.cli.convert import main
 
 
