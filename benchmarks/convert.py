@@ -2,10 +2,13 @@
 
     python benchmarks/convert.py [--gigabytes 3] [--workers 2] [--repeats 3] [--folder /a/fast/disk]
 
-A Llama-shaped model of that size is generated. Every step runs in a process of its own, steps take turns, and the page
-cache is written back before each, so that none pays for another's bytes. Reported are medians: wall time of the whole
-process (start of Python and import of torch included), its processor time, and for the converter the time it reports itself,
-which leaves the start out; then the peak resident memory of one process (pages of mapped files included), and ratios.
+A Llama-shaped model of that size is generated. Every step runs in a process of its own, and steps take turns. Reported are
+medians: wall time of the whole process (start of Python and import of torch included), its processor time, and for the
+converter the time it reports itself, which leaves the start out; then the peak resident memory of one process (pages of mapped
+files included), and ratios. Then both directions and `cp` take turns in one process, which gives the ratio to `cp`.
+
+Before each step the page cache is written back, and a virtual machine made to fetch memory (see `fetch_memory`), so that none
+pays for another's bytes. A process of its own needs a second or two for its start, and by then the memory is gone again.
 
 mbridge (PyPI) is measured if it is importable (`pip install --no-deps --target /tmp/mbridge mbridge`, PYTHONPATH=/tmp/mbridge):
 it loads an HF folder into Megatron parameters and saves HF from them, in one process per rank. So the comparison is made at
@@ -214,10 +217,13 @@ def measure(folder: Path, workers: int, repeats: int) -> None:
     for _ in range(repeats):
         for name, (command, result) in plan.items():
             remove(result)
+            fetch_memory(folder, int(size * 1.1e9))
             found[name].append(run(command))
             largest[name] = largest_gib(result)
             if result.name not in INPUTS:
                 remove(result)
+    for _, result in plan.values():
+        remove(result)
     start = run([sys.executable, "-c", "import torch"])
     middle = {name: statistics.median(m.seconds for m in runs) for name, runs in found.items()}
     own = {name: statistics.median(m.own_s for m in runs) for name, runs in found.items()}
@@ -240,8 +246,6 @@ def measure(folder: Path, workers: int, repeats: int) -> None:
         )
     for name, peer in peers.items():
         what = f"converting {size:.1f} GB of bf16 with checksums, {name}"
-        rates = size / own[name], size / middle["cp"]
-        Headline(f"{what}, GB/s without the start", f"{rates[0]:.2f}", "`cp`", f"{rates[1]:.2f}", rates[0] / rates[1]).say()
         if peer in middle:
             Headline(f"{what}, s", f"{middle[name]:.1f}", "mbridge", f"{middle[peer]:.1f}", middle[peer] / middle[name]).say()
             Headline(f"{what}, GiB", f"{peak[name]:.2f}", "mbridge", f"{peak[peer]:.2f}", peak[peer] / peak[name]).say()
@@ -323,10 +327,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         # in a process of its own: a child's peak memory counts from that of the process that starts it
         run([sys.executable, __file__, "--gigabytes", str(args.gigabytes), "--generate", str(Path(name) / "hf")])
-        if args.alternate:
-            alternate(Path(name), args.repeats)
-        else:
+        if not args.alternate:
             measure(Path(name), args.workers, args.repeats)
+            print()
+        alternate(Path(name), args.repeats)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """Sums over the files of a Megatron checkpoint, of a run or of a conversion: `checksums.json` says what each must be.
 
-So damage is found by file name. CRC-32 of zlib: 6 GB/s a core where SHA-256 takes 2 and BLAKE2b 1.3, so reading decides; xxHash
-is faster still, but no dependency of ours. It finds accidents (inverted bits, truncation, a file of another checkpoint); it is
-no signature.
+So damage is found by file name. It is zlib's CRC-32, by ISA-L: 57 GB/s a core in the cache where zlib does 4, SHA-256 2 and
+BLAKE2b 1.3, so reading decides. It finds accidents (inverted bits, truncation, a file of another checkpoint); it is no signature.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from isal.isal_zlib import crc32
 
 NAME = "checksums.json"
 #: sums of the files of one rank, until they are joined: `<PARTS>/rank_00003.json`
@@ -21,7 +21,7 @@ PARTS = "checksums"
 SPREAD = "disks.json"
 #: what is read at once; it stays in the processor's second cache
 _BLOCK_BYTES = 256 << 10
-#: what a thread sums at once; zlib lets other threads run meanwhile
+#: what a thread sums at once; others run meanwhile
 _PART_BYTES = 64 << 20
 _THREADS = 4
 
@@ -216,7 +216,7 @@ def _sum_of_part(path: Path, start: int) -> tuple[int, int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         while position < end and (count := os.preadv(descriptor, [block[: end - position]], position)):
-            position, crc = position + count, zlib.crc32(block[:count], crc)
+            position, crc = position + count, crc32(block[:count], crc)
     finally:
         os.close(descriptor)
     return position - start, crc

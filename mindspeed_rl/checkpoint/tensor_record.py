@@ -95,7 +95,7 @@ class TensorRecord:
         total = sum(piece.numel() for piece in pieces) * self.dtype.itemsize
         if total != self.num_bytes:
             raise ValueError(f"{self.path}: {total} bytes do not fit a place of {self.num_bytes}")
-        with BlockWriter(self.path, self.offset, self.dtype) as writer:
+        with BlockWriter(self.path, self.offset, total, self.dtype) as writer:
             for piece in pieces:
                 writer.add(piece)
         return writer.is_finite
