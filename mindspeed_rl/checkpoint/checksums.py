@@ -1,7 +1,7 @@
 """Sums over the files of a Megatron checkpoint, of a run or of a conversion: `checksums.json` says what each must be.
 
 So damage is found by file name. It is zlib's CRC-32, by ISA-L: 57 GB/s a core in the cache where zlib does 4, SHA-256 2 and
-BLAKE2b 1.3, so reading decides. It finds accidents (inverted bits, truncation, a file of another checkpoint); it is no signature.
+BLAKE2b 1.3, so reading decides. It finds accidents (inverted bits, truncation, another checkpoint's file); it is no signature.
 """
 
 from __future__ import annotations
