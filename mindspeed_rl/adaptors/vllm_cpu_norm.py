@@ -32,11 +32,13 @@ def apply() -> None:
     def forward_cpu(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if not self.has_weight or self.variance_size_override is not None or not x.dtype == self.weight.dtype == torch.float32:
             return self.forward_native(x, residual)
-        x = x.contiguous()  # heads of a layer's queries are not; the kernel takes rows that lie one behind the other
+        # the kernels take rows that lie one behind the other; heads of a layer's queries do not, nor what ranks have gathered
+        x = x.contiguous()
         if residual is None:
             out = torch.empty_like(x)
             torch.ops._C.rms_norm(out, x, self.weight.data, self.variance_epsilon)
             return out
+        residual = residual.contiguous()
         torch.ops._C.fused_add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
         return x, residual
 

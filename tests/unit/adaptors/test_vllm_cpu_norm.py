@@ -50,6 +50,11 @@ for dtype in (torch.float32, torch.bfloat16):
         found, after = layer.forward_cpu(x, residual)
         errors[f"{dtype} {rows} x {size} with residual"] = off(found, exact(total, layer.weight))
         kept.append(torch.equal(after, total))
+        apart = torch.randn(rows, 2, 2 * size, dtype=dtype)[..., :size].unbind(1)  # rows that do not lie one behind the other
+        total = apart[0] + apart[1]
+        found, after = layer.forward_cpu(*apart)
+        errors[f"{dtype} {rows} x {size} with residual, apart"] = off(found, exact(total, layer.weight))
+        kept.append(torch.equal(after, total))
     heads, layer = torch.randn(5, 3 * 64 + 8, dtype=dtype)[:, 4:196].unflatten(-1, (3, 64)), norm(64, dtype)
     errors[f"{dtype} heads"] = off(layer.forward_cpu(heads), exact(heads, layer.weight))
 part, bare = norm(64, torch.float32, var_hidden_size=32), norm(64, torch.float32, has_weight=False)
