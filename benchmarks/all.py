@@ -4,9 +4,9 @@
     python -m benchmarks.all [--only NAME ...] [--trl-python /tmp/trl/bin/python] [--profile] [--write]
 
 Each benchmark is a process of its own with settings that take minutes; its own command has more. --write puts the table into
-benchmarks/README.md, with the machine, the versions and the load before each benchmark; lines of benchmarks that did not run
-this time stay as they were. --profile runs each once more under py-spy (PyPI) and puts into benchmarks/profiles.md in which
-functions most samples were taken: of its processes in what it compares, without imports.
+benchmarks/README.md, with memory and versions, and the processor and the load of each benchmark; lines of benchmarks that did
+not run this time stay as they were. --profile runs each once more under py-spy (PyPI) and puts into benchmarks/profiles.md in
+which functions most samples were taken: of its processes in what it compares, without imports.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -117,11 +118,12 @@ BENCHMARKS = {
 
 @dataclass
 class Line:
-    """What a benchmark found, when, and how busy the machine was before it."""
+    """What a benchmark found, when, on which processor, and how busy the machine was before it."""
 
     name: str
     command: str
     date: str
+    processor: str
     load: float | None
     headlines: list[Headline] = field(default_factory=list)
     failure: str = ""
@@ -131,7 +133,7 @@ def run(name: str, trl_python: str | None) -> Line:
     """One benchmark, its output shown as it comes."""
     command = command_of(name, BENCHMARKS[name].words, trl_python)
     shown = " ".join(["python", f"benchmarks/{BENCHMARKS[name].words[0]}", *BENCHMARKS[name].words[1:]])
-    line = Line(name, shown, time.strftime("%Y-%m-%d"), os.getloadavg()[0])
+    line = Line(name, shown, time.strftime("%Y-%m-%d"), processor(), os.getloadavg()[0])
     print(f"== {name}: {shown}", flush=True)
     printed = []
     with subprocess.Popen(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True) as process:
@@ -252,15 +254,22 @@ def frames_table(stacks: str, side: str = "", within: str = "") -> list[str]:
 
 
 def machine(trl_python: str | None) -> str:
-    """One paragraph: processor, memory, versions."""
-    model = next((row.split(":", 1)[1].strip() for row in _lines("/proc/cpuinfo") if row.startswith("model name")), "unknown")
+    """Cores, memory, versions."""
     versions = [f"{name} {_version(name)}" for name in PACKAGES]
     if trl_python is not None:
         code = "import importlib.metadata as m; print(m.version('trl'))"
         found = subprocess.run([trl_python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         versions.append(f"TRL {found}")
     memory = psutil.virtual_memory().total / 2**30
-    return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB; Python {platform.python_version()}, {', '.join(versions)}."
+    return f"{os.cpu_count()} cores, {memory:.0f} GiB; Python {platform.python_version()}, {', '.join(versions)}."
+
+
+def processor() -> str:
+    """What the kernel says of it; families and models tell apart what clouds give one name."""
+    said = {key.strip(): value.strip() for key, _, value in (row.partition(":") for row in _lines("/proc/cpuinfo"))}
+    if "model name" not in said:
+        return platform.processor() or platform.machine()
+    return f"{said['model name']}, family {said.get('cpu family', '?')}, model {said.get('model', '?')}"
 
 
 def _lines(path: str) -> list[str]:
@@ -275,10 +284,13 @@ def _version(name: str) -> str:
 
 
 def table(lines: list[Line], profiles: str) -> list[str]:
-    """Markdown; each benchmark's first row names it, when it ran, and the load that it found."""
-    rows = ["| benchmark | what | ours | beside | theirs | times better |", "|---|---|---|---|---|---|"]
+    """Markdown; each benchmark's first row names it, when and on which processor it ran, and the load that it found."""
+    letters = dict(zip(dict.fromkeys(line.processor for line in lines), string.ascii_uppercase))
+    rows = [*(f"Processor {letter}: {name}." for name, letter in letters.items()), ""]
+    rows += ["| benchmark | what | ours | beside | theirs | times better |", "|---|---|---|---|---|---|"]
     for line in lines:
-        title = f"`{line.command}`, {line.date}" + ("" if line.load is None else f", load {line.load:.1f}")
+        title = f"`{line.command}`, {line.date}, on {letters[line.processor]}"
+        title += "" if line.load is None else f", load {line.load:.1f}"
         # longer responses do more of the same
         profile = line.name.removesuffix(LONG)
         if f"## {profile}\n" in profiles:
@@ -306,7 +318,7 @@ def write(lines: list[Line], about: str) -> None:
     start, end = text.index(START) + len(START), text.index(END)
     raw = json.dumps([dataclasses.asdict(line) for line in ordered])
     profiles = PROFILES.read_text(encoding="utf-8") if PROFILES.exists() else ""
-    block = "\n".join(["", about, "", *table(ordered, profiles), "", f"<!-- results {raw} -->", ""])
+    block = "\n".join(["", about, *table(ordered, profiles), "", f"<!-- results {raw} -->", ""])
     README.write_text(text[:start] + block + text[end:], encoding="utf-8")
 
 
