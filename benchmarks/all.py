@@ -107,7 +107,7 @@ BENCHMARKS = {
     "convert": benchmark(
         "convert.py --gigabytes 2 --repeats 5",
         profiled="convert.py --alternate --gigabytes 2 --repeats 2",
-        sides={"": r"mindspeed_rl/cli/convert\.py"},
+        sides={"": r"Job\.run |_sum_of_part |checkpoint/mcore\.py"},  # what its threads do
     ),
     "preprocess": benchmark("preprocess.py --workers 1"),
     "rewards": benchmark("rewards.py --answers 2000 --loop-answers 500"),
