@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from isal.isal_zlib import crc32
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint import metadata as dcp
@@ -324,7 +323,7 @@ def _receive(path: Path, expected: tuple[int, int], source: int, group: dist.Pro
             block = torch.empty(length, dtype=torch.uint8)
             dist.recv(block, source, group=group)
             content = block.numpy().data
-            total = crc32(content, total)
+            total = checksums.crc32(content, total)
             try:
                 if file is not None and problem is None:
                     file.write(content)
