@@ -1,12 +1,12 @@
-"""Runs the benchmarks one after the other and makes one table of what they found.
+"""Runs the benchmarks one after the other and makes a table of what they found on this processor.
 
     bash examples/quickstart.sh
     python -m benchmarks.all [--only NAME ...] [--trl-python /tmp/trl/bin/python] [--profile] [--write]
 
 Each benchmark is a process of its own with settings that take minutes; its own command has more. --write puts the table into
-benchmarks/README.md, with memory and versions, and the processor and the load of each benchmark; lines of benchmarks that did
-not run this time stay as they were. --profile runs each once more under py-spy (PyPI) and puts into benchmarks/profiles.md in
-which functions most samples were taken: of its processes in what it compares, without imports.
+benchmarks/README.md, with memory and versions, and the load that each benchmark found; lines of others, and
+tables of other processors, stay as they were. --profile runs each once more under py-spy (PyPI) and puts into
+benchmarks/profiles.md in which functions most samples were taken: of its processes in what it compares, without imports.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -283,42 +284,48 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def table(lines: list[Line], profiles: str) -> list[str]:
-    """Markdown; each benchmark's first row names it, when and on which processor it ran, and the load that it found."""
-    letters = dict(zip(dict.fromkeys(line.processor for line in lines), string.ascii_uppercase))
-    rows = [*(f"Processor {letter}: {name}." for name, letter in letters.items()), ""]
-    rows += ["| benchmark | what | ours | beside | theirs | times better |", "|---|---|---|---|---|---|"]
-    for line in lines:
-        title = f"`{line.command}`, {line.date}, on {letters[line.processor]}"
-        title += "" if line.load is None else f", load {line.load:.1f}"
-        # longer responses do more of the same
-        profile = line.name.removesuffix(LONG)
-        if f"## {profile}\n" in profiles:
-            title += f", [profile](profiles.md#{profile.replace('.', '').lower()})"
-        if line.failure:
-            rows.append(f"| {title} | **{line.failure}** | | | | |")
-        for number, one in enumerate(line.headlines):
-            ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
-            rows.append(f"| {title if not number else ''} | {one.what} | {one.ours} | {one.beside} | {one.other} | {ratio} |")
+def tables(lines: list[Line], profiles: str) -> list[str]:
+    """Markdown, a table for each processor; a benchmark's first row names it, when it ran, and the load that it found."""
+    text = []
+    for letter, name in zip(string.ascii_uppercase, dict.fromkeys(line.processor for line in lines)):
+        text += [f"**Processor {letter}: {name}**", ""]
+        text += ["| benchmark | what | ours | beside | theirs | times better |", "|---|---|---|---|---|---|"]
+        text += [row for line in lines if line.processor == name for row in _rows(line, profiles)]
+        text.append("")
+    return text
+
+
+def _rows(line: Line, profiles: str) -> list[str]:
+    title = f"`{line.command}`, {line.date}"
+    title += "" if line.load is None else f", load {line.load:.1f}"
+    # longer responses do more of the same
+    profile = line.name.removesuffix(LONG)
+    if f"## {profile}\n" in profiles:
+        title += f", [profile](profiles.md#{profile.replace('.', '').lower()})"
+    rows = [f"| {title} | **{line.failure}** | | | | |"] if line.failure else []
+    for number, one in enumerate(line.headlines):
+        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+        rows.append(f"| {title if not number else ''} | {one.what} | {one.ours} | {one.beside} | {one.other} | {ratio} |")
     return rows
 
 
-def written() -> dict[str, Line]:
-    """The lines that the README holds; they stand as JSON in a comment behind the table."""
+def written() -> list[Line]:
+    """The lines that the README holds; they stand as JSON in a comment behind the tables."""
     found = re.search(r"<!-- results (.*?) -->", README.read_text(encoding="utf-8"), re.DOTALL)
     raw = json.loads(found.group(1)) if found else []
-    return {each["name"]: Line(**{**each, "headlines": [Headline(**one) for one in each["headlines"]]}) for each in raw}
+    return [Line(**{**each, "headlines": [Headline(**one) for one in each["headlines"]]}) for each in raw]
 
 
 def write(lines: list[Line], about: str) -> None:
-    """Puts the table into the README, with the lines of earlier runs that have no newer one."""
-    held = {**written(), **{line.name: line for line in lines}}
-    ordered = [held[name] for name in BENCHMARKS if name in held]
+    """Puts the tables into the README, with the lines of earlier runs that have no newer one of the same processor."""
+    held = {(line.processor, line.name): line for line in (*written(), *lines)}
+    seen = dict.fromkeys(processor for processor, _ in held)
+    ordered = [held[key] for key in itertools.product(seen, BENCHMARKS) if key in held]
     text = README.read_text(encoding="utf-8")
     start, end = text.index(START) + len(START), text.index(END)
     raw = json.dumps([dataclasses.asdict(line) for line in ordered])
     profiles = PROFILES.read_text(encoding="utf-8") if PROFILES.exists() else ""
-    block = "\n".join(["", about, *table(ordered, profiles), "", f"<!-- results {raw} -->", ""])
+    block = "\n".join(["", about, "", *tables(ordered, profiles), f"<!-- results {raw} -->", ""])
     README.write_text(text[:start] + block + text[end:], encoding="utf-8")
 
 
@@ -344,7 +351,7 @@ def main() -> int:
             write_profile(name, profiled(name, options.trl_python))
             if options.write:  # with the link
                 write(lines, about)
-    print("\n".join(table(lines, "")))
+    print("\n".join(tables(lines, "")))
     return int(any(line.failure for line in lines))
 
 
