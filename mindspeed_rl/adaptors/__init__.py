@@ -41,7 +41,11 @@ ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.megatron_async_saves",
     ),
     ("npu", "rollout"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.vllm_ascend"),
-    ("cuda", "train"): ("mindspeed_rl.adaptors.gloo_devices", "mindspeed_rl.adaptors.megatron_async_saves"),
+    ("cuda", "train"): (
+        "mindspeed_rl.adaptors.gloo_devices",
+        "mindspeed_rl.adaptors.packed_rope",
+        "mindspeed_rl.adaptors.megatron_async_saves",
+    ),
     ("cuda", "rollout"): ("mindspeed_rl.adaptors.gloo_devices",),
 }
 

@@ -5,17 +5,28 @@
 | rope | rope_utils._apply_rotary_pos_emb_thd | it cuts the angles sequence by sequence, for query and key of every layer |
 
 The boundaries lie on the host (`engine.sequence_layout.PackedLayout`), and the angles of a micro-batch are gathered once: as
-long as boundaries and table are the same, what was gathered is used again. It can go when Megatron gathers by positions itself.
+long as boundaries and table are the same, what was gathered is used again. Boundaries are those of whole sequences; where not
+all of their tokens are computed, `place` has said which positions are. It can go when Megatron gathers by positions itself.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_rl import platform
+
+#: boundaries -> positions of their tokens, where these are not all tokens between them
+_placed = WeakTensorKeyDictionary()
+
+
+def place(cu_seqlens: Tensor, positions: Tensor) -> None:
+    """The packed tokens that come with these very boundaries have these positions: [tokens] int64 on the host."""
+    _placed[cu_seqlens] = positions
 
 
 def packed_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -44,13 +55,19 @@ class _Angles:
         """[tokens, ...] rows of the table [positions, ...]."""
         cut = group.size(), group.rank()
         if cu_seqlens is not self._bounds or cut != self._slice or self._positions is None:
-            (self._positions,) = platform.current().to_device([packed_positions(cu_seqlens, *cut)], table.device)
+            positions = _placed[cu_seqlens] if cu_seqlens in _placed else packed_positions(cu_seqlens, *cut)
+            (self._positions,) = platform.current().to_device([positions], table.device)
             self._bounds, self._slice, self._table = cu_seqlens, cut, None
         # a table that is held cannot be freed, so an equal address means the same one, also where it is sliced anew
         same = self._table is not None and self._table.data_ptr() == table.data_ptr() and self._table.shape == table.shape
         if not same or self._gathered is None:
             self._table, self._gathered = table, table.index_select(0, self._positions)
         return self._gathered
+
+
+def apply() -> None:
+    """For a platform that has nothing else to patch there."""
+    adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
 
 
 def adapt(module: Any) -> None:

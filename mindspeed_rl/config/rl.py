@@ -111,6 +111,11 @@ class BatchKeys:
     actor_image_embeds_dispatch_size: int | None = key(None, "rows encoded at once", no_effect=_TEXT_ONLY)
 
     use_remove_padding: bool = key(False, "pack sequences without padding")
+    use_prefix_grouper: bool = key(
+        False,
+        "compute a prompt once for all its samples in a micro-batch, instead of once a sample",
+        needs=("use_remove_padding", (True,)),
+    )
     use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget instead of a row count")
     max_packing_token_size: int = key(
         4096, "token budget of a micro-batch; the three keys below take it when unset", needs=_DYNAMIC

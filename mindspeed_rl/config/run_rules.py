@@ -84,6 +84,15 @@ def _packing(cfg: RunConfig) -> Iterator[Violation]:
         )
     if rl is None or not rl.use_remove_padding:
         return
+    if rl.use_prefix_grouper and actor.context_parallel_size > 1:
+        yield broken(
+            "prefixes_are_whole",
+            {"rl_config.use_prefix_grouper": True, "actor_config.context_parallel_size": actor.context_parallel_size},
+            f"rl_config.use_prefix_grouper excludes actor_config.context_parallel_size ({actor.context_parallel_size}) "
+            "above 1: a rank holds pieces of every sequence, not its prompt",
+            {"rl_config.use_prefix_grouper": False},
+            {"actor_config.context_parallel_size": 1},
+        )
     if rl.is_multimodal:
         yield broken(
             "remove_padding_text_only",

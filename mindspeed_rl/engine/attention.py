@@ -36,7 +36,7 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Block-diagonal causal attention of [t, n, d] tensors in natural packed order; [t, n, d_v]."""
+    """Block-diagonal causal attention of [t, n, d] tensors in natural packed order, computed tokens alone; [t, n, d_v]."""
     blocks = []
     for group in layout.view.groups:
         q, k, v = (
@@ -273,7 +273,10 @@ class CoreAttention(nn.Module):
         """Attention of whole packed sequences in natural order."""
         if self.fused is None:
             return packed_attention(query, key, value, layout, self.scale, dropout)
-        return self.fused.packed_attention(query, key, value, layout.lengths, self.scale, dropout)
+        if layout.shared is None:
+            return self.fused.packed_attention(query, key, value, layout.lengths, self.scale, dropout)
+        whole = (layout.shared.spread(x) for x in (query, key, value))
+        return layout.shared.cut(self.fused.packed_attention(*whole, layout.lengths, self.scale, dropout))
 
     def _packed_ring(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, group: dist.ProcessGroup) -> Tensor:
         """Packed sequences as [sequences, 2 * w]: each of the two zigzag chunks padded to the widest chunk."""

@@ -116,6 +116,56 @@ def pack_within_budget(
     return [sorted(part) for part in bins]
 
 
+def pack_families(
+    lengths: Sequence[int],
+    families: Sequence[int],
+    shared: Sequence[int],
+    budget: int,
+    *,
+    min_bins: int = 1,
+    max_rows: int | None = None,
+) -> list[list[int]]:
+    """Puts sequences in the fewest bins that the budget allows, families one after the other, with close sums.
+
+    A family goes on in the next bin where it does not fit, so all but the first and last family of a bin are whole.
+
+    Args:
+        lengths: tokens of each sequence, padding included.
+        families: number of each sequence's family.
+        shared: tokens that a sequence does not take in a bin with another one of its family; equal in a family.
+        budget: most tokens in a bin.
+        min_bins: at least so many bins, where that many come out.
+        max_rows: most sequences in a bin.
+
+    Raises:
+        ValueError: a sequence alone exceeds the budget.
+    """
+    _check_each(lengths, budget)
+    order = sorted(range(len(lengths)), key=lambda i: families[i])
+
+    def filled(limit: int) -> list[list[int]]:
+        bins: list[list[int]] = []
+        load = 0
+        for i in order:
+            last = bins[-1] if bins else []
+            cost = lengths[i] - (shared[i] if last and families[last[-1]] == families[i] else 0)
+            if last and load + cost <= limit and (max_rows is None or len(last) < max_rows):
+                last.append(i)
+                load += cost
+            else:
+                bins.append([i])
+                load = lengths[i]
+        return bins
+
+    count = max(len(filled(budget)), min(min_bins, len(lengths)))
+    # the smallest limit with so many bins makes their sums close; a higher one never needs more of them
+    low, high = max(lengths, default=0), budget
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(filled(middle)) <= count else (middle + 1, high)
+    return [sorted(part) for part in filled(high)]
+
+
 def pad_within_budget(lengths: Sequence[int], budget: int, *, max_rows: int | None = None) -> list[list[int]]:
     """Puts sequences of similar length together, so that rows x longest exceeds the budget in no part.
 

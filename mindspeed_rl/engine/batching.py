@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rl import platform
-from mindspeed_rl.engine.balance import pack_within_budget, pad_within_budget
-from mindspeed_rl.engine.sequence_layout import PackedLayout, zigzag_positions
+from mindspeed_rl.engine.balance import pack_families, pack_within_budget, pad_within_budget
+from mindspeed_rl.engine.sequence_layout import PackedLayout, SharedPrefixes, runs, zigzag_positions
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class BatchShape:
             sequence parallelism).
         fixed_width: padded layout only: pad every sequence to this width; 0 pads to the longest.
         pad_id: token that fills padding.
+        shares_prefixes: sequences of a micro-batch that have a prompt in common have its tokens computed once, but for the last
+            one, which predicts in each of them. Packed layout without context parallelism only.
     """
 
     packed: bool
@@ -112,6 +114,7 @@ class BatchShape:
     total_multiple: int = 1
     fixed_width: int = 0
     pad_id: int = 0
+    shares_prefixes: bool = False
 
     def padded_length(self, length: int) -> int:
         """Tokens that a sequence of this length takes in a packed micro-batch."""
@@ -144,7 +147,7 @@ class MicroBatch:
         predicted_mask: [rows, width] bool, True on real predicted tokens, whoever they come from.
         columns: name -> [rows, width] or [rows].
         indexes: rows of the batch this micro-batch was cut from.
-        num_tokens: real tokens, prompts included.
+        num_tokens: real tokens that are computed, prompts included.
         tokens: [n] int64 on the host; which token of the rows, end to end, lies at each position of the hidden states as
             `hidden_index` counts them; -1 for padding.
         routing: [n, routed layers, experts a token] int16, the rows' routing in that order, -1 for padding; None without.
@@ -189,12 +192,35 @@ def _align(values: list[Tensor], width: int) -> Tensor:
     return functional.pad(out, (0, width - out.size(1)))
 
 
-def _runs(starts: Tensor, lengths: Sequence[int]) -> Tensor:
-    """start, start + 1, ..., start + length - 1 of one row after the other; int64."""
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    ends = counts.cumsum(0)
-    # ends - counts is where a row's run begins in the flat result
-    return torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
+def _beginning(ids: Tensor, prompt: int) -> bytes:
+    """What a sequence may share: its prompt without the last token."""
+    return ids[: prompt - 1].numpy().tobytes()
+
+
+def _shared_prefixes(rows: Rows, shape: BatchShape) -> list[tuple[int, int]]:
+    """(number of the first sequence with its beginning, tokens that both begin with) of each sequence of a micro-batch.
+
+    The count is 0 for that first sequence itself, and for all where this run shares nothing.
+    """
+    prompts = [prompt for parts in rows.parts for prompt, _ in parts]
+    if not shape.shares_prefixes:
+        return [(number, 0) for number in range(len(prompts))]
+    sequences = [ids for row, lengths in zip(rows.input_ids, rows.sequence_lengths) for ids in row.split(lengths)]
+    firsts: dict[bytes, int] = {}
+    owners = [firsts.setdefault(_beginning(*one), number) for number, one in enumerate(zip(sequences, prompts))]
+    return [(owner, 0 if owner == number else prompts[number] - 1) for number, owner in enumerate(owners)]
+
+
+def _computed(rows: Rows, shared: Sequence[tuple[int, int]]) -> list[int]:
+    """Tokens of each sequence that are computed for it."""
+    lengths = [length for one in rows.sequence_lengths for length in one]
+    return [length - count for length, (_, count) in zip(lengths, shared)]
+
+
+def width_of(batch: Rows, indexes: Sequence[int], shape: BatchShape) -> int:
+    """`BatchShape.width` of the micro-batch of the rows at these indexes."""
+    rows = batch.select(indexes)
+    return shape.width(_computed(rows, _shared_prefixes(rows, shape)))
 
 
 def build_micro_batch(
@@ -213,32 +239,36 @@ def build_micro_batch(
     lengths = [length for one in rows.sequence_lengths for length in one]
     parts = [part for one in rows.parts for part in one]
     count = len(lengths)
-    full_width = max(shape.width(lengths), least_width)
+    shared = _shared_prefixes(rows, shape)
+    computed = _computed(rows, shared)
+    full_width = max(shape.width(computed), least_width)
     if shape.packed:
         padded = [shape.padded_length(length) for length in lengths]
-        tail = full_width - sum(padded)
+        tail = full_width - (sum(padded) - sum(count for _, count in shared))
         if tail:
             padded.append(tail)  # a sequence of its own: nothing attends to it
+            shared.append((0, 0))
     else:
         padded = [full_width] * count
     total = sum(padded)
     ids = torch.full((total,), shape.pad_id, dtype=torch.int64)
-    positions = _runs(torch.zeros(len(padded), dtype=torch.int64), padded)
+    positions = runs(torch.zeros(len(padded), dtype=torch.int64), padded)
     labels = torch.zeros(total, dtype=torch.int64)
     # -1: a position that predicts nothing
     slots = torch.full((total,), -1, dtype=torch.int64)
     # [:count] leaves out the tail of padding
     starts = torch.tensor([0, *padded]).cumsum(0)[:count]
-    ids[_runs(starts, lengths)] = torch.cat(rows.input_ids)
+    ids[runs(starts, lengths)] = torch.cat(rows.input_ids)
     # a token is predicted by the position before it
-    predicting = _runs(starts + torch.tensor([prompt for prompt, _ in parts]) - 1, [response for _, response in parts])
+    predicting = runs(starts + torch.tensor([prompt for prompt, _ in parts]) - 1, [response for _, response in parts])
     labels[predicting] = torch.cat(predicted)
-    slots[predicting] = _runs(torch.arange(len(rows)) * width, predicted_lengths)
+    slots[predicting] = runs(torch.arange(len(rows)) * width, predicted_lengths)
     tokens = torch.full((total,), -1, dtype=torch.int64)
-    tokens[_runs(starts, lengths)] = torch.arange(sum(lengths))
+    tokens[runs(starts, lengths)] = torch.arange(sum(lengths))
     if shape.packed:
-        held = _held_positions(padded, shape)
-        layout = PackedLayout.build(padded, device, shape.cp_size)
+        prefixes = SharedPrefixes.build(padded, shared, device) if any(count for _, count in shared) else None
+        held = _held_positions(padded, shape) if prefixes is None else prefixes.computed
+        layout = PackedLayout.build(padded, device, shape.cp_size, prefixes)
         input_ids, position_ids = ids[held][None], positions[held][None]
         held_slots, held_labels, held_tokens = slots[held], labels[held], tokens[held]  # hidden states are [t, 1, h]
     else:
@@ -270,7 +300,7 @@ def build_micro_batch(
         predicted_mask=mask,
         columns=dict(zip(columns, held_columns)),
         indexes=tuple(indexes),
-        num_tokens=sum(lengths),
+        num_tokens=sum(computed),
         tokens=held_tokens,
         routing=None if rows.routing is None else _routing_of(rows.routing, held_tokens).to(device),
     )
@@ -297,6 +327,8 @@ def split_rows(rows: Rows, shape: BatchShape, **limits: Any) -> list[list[int]]:
     Args:
         limits: those of `split_micro_batches`.
     """
+    if shape.shares_prefixes and limits["token_budget"] is not None:
+        return _split_families(rows, shape, limits["token_budget"], limits["max_rows"], limits["min_count"])
     if rows.sequences is None:
         return split_micro_batches(rows.lengths, shape, group_sizes=rows.group_sizes, **limits)
     assert rows.group_sizes is None  # pairs and packs are of the supervised stages
@@ -305,6 +337,21 @@ def split_rows(rows: Rows, shape: BatchShape, **limits: Any) -> list[list[int]]:
     sizes = [len(parts) for parts in rows.sequences]
     chosen = split_micro_batches(lengths, shape, group_sizes=sizes, **limits)
     return [list(dict.fromkeys(owners[number] for number in numbers)) for numbers in chosen]
+
+
+def _split_families(rows: Rows, shape: BatchShape, budget: int, max_rows: int | None, min_count: int) -> list[list[int]]:
+    """`split_rows` for a run in which rows with the same prompt take fewer tokens in one micro-batch than in several."""
+    prompts = [parts[0][0] for parts in rows.parts]
+    numbers: dict[bytes, int] = {}
+    families = [numbers.setdefault(_beginning(*one), len(numbers)) for one in zip(rows.input_ids, prompts)]
+    return pack_families(
+        rows.lengths,
+        families,
+        [prompt - 1 for prompt in prompts],
+        budget - budget % shape.packed_multiple,
+        min_bins=min_count,
+        max_rows=max_rows,
+    )
 
 
 def split_micro_batches(

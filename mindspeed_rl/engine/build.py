@@ -48,7 +48,9 @@ class BuiltModel:
     models: list[GPTModel]
 
 
-def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0) -> BatchShape:
+def batch_shape(
+    config: MegatronConfig, *, packed: bool, pad_id: int, fixed_width: int = 0, shares_prefixes: bool = False
+) -> BatchShape:
     """How this rank lays micro-batches out. Needs Megatron's process groups."""
     cp_size = config.context_parallel_size
     tp_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -61,6 +63,8 @@ def batch_shape(config: MegatronConfig, *, packed: bool, pad_id: int, fixed_widt
         total_multiple=tp_multiple,
         fixed_width=fixed_width,
         pad_id=pad_id,
+        # a zigzag slice of a sequence is cut at other places than its prompt's end
+        shares_prefixes=shares_prefixes and packed and cp_size == 1,
     )
 
 

@@ -189,6 +189,12 @@ class RoutedLayers:
         if group.size() > 1 and whole.numel():
             # a place is filled by one rank and 0 on the others
             dist.all_reduce(whole, group=group)
+        for micro_batch in recording.micro_batches:
+            if micro_batch.packed is not None and micro_batch.packed.shared is not None:
+                # a prompt that was computed once went the same way in every row
+                numbers = torch.cat([torch.arange(int(lengths[i])) + starts[i] for i in micro_batch.indexes])
+                stand_ins = micro_batch.tokens[micro_batch.packed.shared.stand_ins[: len(numbers)]]
+                whole[numbers.to(device)] = whole[numbers[stand_ins].to(device)]
         return list(whole.to(torch.int16).cpu().split(rows.lengths))
 
     # ------------------------------------------------------------------ shared

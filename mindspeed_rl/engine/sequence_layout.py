@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.adaptors import packed_rope
 
 #: a group of sequences is padded to its longest when that wastes at most this share of it
 _MAX_PADDING = 0.25
@@ -74,6 +75,62 @@ def dense_view(lengths: Sequence[int]) -> DenseView:
     return DenseView(groups=tuple(groups), restore=restore)
 
 
+def runs(starts: Tensor, lengths: Sequence[int]) -> Tensor:
+    """start, start + 1, ..., start + length - 1 of one run after the other; int64."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    ends = counts.cumsum(0)
+    # ends - counts is where a run begins in the flat result
+    return torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Which tokens of packed sequences are computed, where sequences begin with the same ones (arXiv 2506.05433).
+
+    A token's hidden state depends on what stands before it alone, so one sequence's stands for that of all others with the same
+    beginning; only inside attention every sequence has all its tokens.
+
+    Attributes:
+        computed: [n] int64 on the host; which of all tokens, sequences end to end, the computed ones are.
+        stand_ins: [tokens] int64 on the host; which of the computed ones stands for each token.
+        device: where hidden states are.
+    """
+
+    computed: Tensor
+    stand_ins: Tensor
+    device: torch.device
+
+    @classmethod
+    def build(cls, lengths: Sequence[int], shared: Sequence[tuple[int, int]], device: torch.device) -> SharedPrefixes:
+        """Of sequences with these lengths.
+
+        Args:
+            shared: (number of an earlier sequence, how many tokens both begin with) for each; (any, 0) where none is shared.
+        """
+        counts = [count for _, count in shared]
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+        computed = runs(starts + torch.tensor(counts), [length - count for length, count in zip(lengths, counts)])
+        stand_ins = torch.empty(sum(lengths), dtype=torch.int64)
+        stand_ins[computed] = torch.arange(len(computed))
+        first = starts[torch.tensor([number for number, _ in shared])]
+        # an earlier sequence that shares itself would have no stand-in here yet; nobody names one
+        stand_ins[runs(starts, counts)] = stand_ins[runs(first, counts)]
+        return cls(computed, stand_ins, device)
+
+    @cached_property
+    def _there(self) -> tuple[Tensor, Tensor]:
+        computed, stand_ins = platform.current().to_device([self.computed, self.stand_ins], self.device)
+        return computed, stand_ins
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[tokens, ...] of all tokens from that of the computed ones."""
+        return x.index_select(0, self._there[1])
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[n, ...] of the computed ones from that of all tokens."""
+        return x.index_select(0, self._there[0])
+
+
 def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
     """[tokens / cp_size] int64 positions, in natural packed order, of the tokens a context-parallel rank holds.
 
@@ -106,23 +163,33 @@ class PackedLayout(PackedSeqParams):
         device: where the tokens are.
         to_natural: with context parallelism, [tokens] int64: index into the rank-major order of each token in natural order.
         to_rank_major: the inverse.
+        shared: which tokens are computed, where not all are; hidden states, queries and keys are of those alone, while
+            `lengths` and boundaries are of whole sequences. Never with context parallelism.
     """
 
     lengths: tuple[int, ...]
     device: torch.device
     to_natural: Tensor | None = None
     to_rank_major: Tensor | None = None
+    shared: SharedPrefixes | None = None
 
     @cached_property
     def view(self) -> DenseView:
-        """The dense view of the natural packed order; made when it is asked for, which fused attention does not do."""
+        """The dense view of the natural packed order, or of the computed tokens; made when it is asked for, which fused
+        attention does not do."""
         view = dense_view(self.lengths)
-        restore, *gathers = platform.current().to_device([view.restore, *(group.gather for group in view.groups)], self.device)
+        restore, gathers = view.restore, [group.gather for group in view.groups]
+        if self.shared is not None:
+            restore = restore[self.shared.computed]
+            gathers = [self.shared.stand_ins[gather] for gather in gathers]
+        restore, *gathers = platform.current().to_device([restore, *gathers], self.device)
         groups = (DenseGroup(group.rows, group.width, gather) for group, gather in zip(view.groups, gathers))
         return DenseView(tuple(groups), restore)
 
     @classmethod
-    def build(cls, lengths: Sequence[int], device: torch.device, cp_size: int = 1) -> PackedLayout:
+    def build(
+        cls, lengths: Sequence[int], device: torch.device, cp_size: int = 1, shared: SharedPrefixes | None = None
+    ) -> PackedLayout:
         """The layout of sequences with these padded lengths, in this order."""
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         longest = max(lengths)
@@ -137,7 +204,10 @@ class PackedLayout(PackedSeqParams):
             max_seqlen_kv=longest,
             lengths=tuple(lengths),
             device=device,
+            shared=shared,
         )
+        if shared is not None:
+            packed_rope.place(cu_seqlens, packed_rope.packed_positions(cu_seqlens, 1, 0)[shared.computed])
         if cp_size > 1:
             rank_major = torch.cat([zigzag_positions(lengths, cp_size, rank) for rank in range(cp_size)])
             # sorting a permutation inverts it

@@ -23,7 +23,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, read_together
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_rows
+from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_rows, width_of
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
@@ -355,8 +355,7 @@ class TrainEngine:
         config = self.model.transformer_config
         if config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather":
             return [0] * len(groups)
-        lengths = rows.sequence_lengths
-        widths = [self.shape.width([one for i in group for one in lengths[i]]) if group else 0 for group in groups]
+        widths = [width_of(rows, group, self.shape) if group else 0 for group in groups]
         widest = torch.tensor(widths, device=self.device)
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
         dist.all_reduce(widest, op=dist.ReduceOp.MAX, group=group)

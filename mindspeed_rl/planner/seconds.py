@@ -178,7 +178,7 @@ class _Passes:
     def __init__(self, run: RunShape, model: Model, efficiency: Efficiency, drawn: Samples) -> None:
         self._run, self._model, self._efficiency = run, model, efficiency
         self._links = Links.of(run.chip, efficiency.collective)
-        self._mean, square = drawn.tokens, drawn.squared_tokens
+        self._mean, square = drawn.tokens - _shared(run, model, drawn), drawn.squared_tokens
         flops = _flops(model.plan.architecture, model.plan.network)
         self._operations = flops.per_token * self._mean + flops.per_squared_token * square
 
@@ -218,6 +218,16 @@ class _Passes:
             # it comes before each step and leaves after it
             found["swapping"] = count * 2 * state / (run.chip.host * self._efficiency.host)
         return found
+
+
+def _shared(run: RunShape, model: Model, drawn: Samples) -> float:
+    """Tokens of a sample, in the mean, that another one of its prompt computes for it."""
+    rl = run.cfg.rl_config
+    if rl is None or not (rl.use_prefix_grouper and rl.use_remove_padding) or model.config.context_parallel_size > 1:
+        return 0.0
+    # in the same micro-batch, whose rows are of one prompt as far as they go
+    together = min(rl.n_samples_per_prompt, max(1.0, run.tokens("update") / drawn.tokens))
+    return max(0.0, drawn.prompt - 1) * (1 - 1 / together)
 
 
 def _pushed(run: RunShape) -> int:

@@ -80,7 +80,12 @@ class ModelWorker(DeviceWorker):
             # lengths of the whole step: all replicas divide the same rows in the same way
             batch = self.replica.fetch("actor_train", ["sequence_lengths"], rows)
             lengths = [int(one.sum()) for one in batch["sequence_lengths"]]
-        return self.replica.share(rows, lengths)
+        return self.replica.share(rows, lengths, self._group_size)
+
+    @property
+    def _group_size(self) -> int:
+        """Adjacent rows that are better computed by one replica."""
+        return self.run.rl.n_samples_per_prompt if self.run.rl.use_prefix_grouper else 1
 
 
 def critic_loss(inputs: LossInputs, *, clip_range: float | None) -> LossOutput:

@@ -56,9 +56,19 @@ def mini_batches(
     return steps
 
 
-def share_of(rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None) -> list[int]:
-    """This data-parallel rank's rows of a step: consecutive ones, or with lengths a share of equal count and close tokens."""
+def share_of(
+    rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None, group_size: int = 1
+) -> list[int]:
+    """This data-parallel rank's rows of a step: consecutive ones, or with lengths a share of equal count and close tokens.
+
+    Args:
+        group_size: with lengths, so many adjacent rows stay together where that leaves every rank equally many groups.
+    """
     if lengths is None:
         size = len(rows) // num_ranks
         return list(rows[rank * size : (rank + 1) * size])
-    return [rows[position] for position in balance_ranks(lengths, num_ranks)[rank]]
+    if len(rows) % (group_size * num_ranks):
+        group_size = 1
+    sums = [sum(lengths[first : first + group_size]) for first in range(0, len(rows), group_size)]
+    groups = balance_ranks(sums, num_ranks)[rank]
+    return [rows[group * group_size + place] for group in groups for place in range(group_size)]

@@ -68,9 +68,9 @@ class Replica:
         if self.is_output:
             self._plane.put(dict(columns), rows)
 
-    def share(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> list[int]:
-        """This replica's rows; with lengths, every replica gets about the same tokens."""
-        return share_of(rows, self.count, self.number, lengths)
+    def share(self, rows: Sequence[int], lengths: Sequence[int] | None = None, group_size: int = 1) -> list[int]:
+        """This replica's rows; with lengths, every replica gets about the same tokens, whole groups where they can be dealt."""
+        return share_of(rows, self.count, self.number, lengths, group_size)
 
     def dispatches(self, count: int, size: int | None = None) -> list[list[int]]:
         """This replica's share of the first `count` rows in pieces of `size`; in one piece without."""

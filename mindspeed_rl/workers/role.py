@@ -40,12 +40,14 @@ class PassSettings:
         pad_id: token of the padding.
         temperature: logits are divided by it.
         fixed_width: tokens to which padded rows are padded; 0 for the longest of their micro-batch.
+        shares_prefixes: see `BatchShape`.
     """
 
     packed: bool
     pad_id: int
     temperature: float
     fixed_width: int = 0
+    shares_prefixes: bool = False
 
 
 class Role:
@@ -81,7 +83,13 @@ class Role:
         self.engine = TrainEngine(
             config,
             self.model,
-            batch_shape(config, packed=passes.packed, pad_id=passes.pad_id, fixed_width=passes.fixed_width),
+            batch_shape(
+                config,
+                packed=passes.packed,
+                pad_id=passes.pad_id,
+                fixed_width=passes.fixed_width,
+                shares_prefixes=passes.shares_prefixes,
+            ),
             temperature=passes.temperature,
         )
         self._load(steps_per_iteration, iteration)

@@ -70,6 +70,7 @@ def shared_settings(run: Run, tokenizer: Any) -> PassSettings:
         pad_id=tokenizer.pad_token_id,
         # greedy sampling has 0, by which nothing can be divided
         temperature=run.generate.sampling_config.temperature or 1.0,
+        shares_prefixes=run.rl.use_prefix_grouper,
     )
 
 

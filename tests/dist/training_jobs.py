@@ -51,7 +51,7 @@ class Setting:
     Attributes:
         folder: Hugging Face folder.
         keys: of MegatronConfig, on top of KEYS.
-        packed, micro_batch_size, token_budget: how rows become micro-batches.
+        packed, shares_prefixes, micro_batch_size, token_budget: how rows become micro-batches.
     """
 
     folder: str
@@ -59,6 +59,7 @@ class Setting:
     packed: bool = True
     micro_batch_size: int = 2
     token_budget: int | None = None
+    shares_prefixes: bool = False
 
     @property
     def batching(self) -> MicroBatching:
@@ -101,7 +102,7 @@ def engine_of(setting: Setting) -> Iterator[TrainEngine]:
         parallel.seed_all(1)
         model = build_model(config, plan, trainable=True)
         load_weights(model, HfFolder(setting.folder))
-        shape = batch_shape(config, packed=setting.packed, pad_id=0)
+        shape = batch_shape(config, packed=setting.packed, pad_id=0, shares_prefixes=setting.shares_prefixes)
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
         yield engine

@@ -22,6 +22,8 @@ ROWS = (
     ("Fused attention: dense, packed, ring", "融合注意力：稠密、打包、环形", ("test_attention.",)),
     ("Engine in fp32 equal to the CPU: TP2, PP2, DP2, CP2", "引擎 fp32 与 CPU 一致：TP2、PP2、DP2、CP2",
      ("test_engine.test_training", "test_engine.test_padded")),
+    ("A prompt computed once for its samples", "一个 prompt 的所有样本只计算一次 prompt",
+     ("test_engine.test_a_prompt", "test_mindspeed.test_a_prompt")),
     ("Offload with measured memory", "卸载并测量显存", ("test_engine.test_offloading",)),
     ("Checkpoint saved under TP2, continued under DP2", "TP2 下保存、DP2 下续训", ("test_engine.test_a_checkpoint",)),
     ("Resharding over HCCL, bit-equal", "通过 HCCL 重切分，逐位一致", ("test_engine.test_weights_gathered",)),

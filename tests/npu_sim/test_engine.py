@@ -59,6 +59,14 @@ def test_padded_batches_equal_packed_ones(expected: list[tuple[float, float]]) -
     assert losses(reports) == [pytest.approx(step, rel=2e-5) for step in expected]
 
 
+def test_a_prompt_that_is_computed_once_for_two_samples_changes_no_number() -> None:
+    settings = {"steps": 2, "pairs": True}
+    reference = losses(run_ranks("engine", 1, {"mode": "cpu", **settings}))
+    shared = run_ranks("engine", 1, {"mode": "npu", "shares_prefixes": True, **settings})
+    for got, want in zip(losses(shared), reference, strict=True):
+        assert got == pytest.approx(want, rel=2e-5)
+
+
 def test_offloading_frees_the_training_state_and_changes_no_number(expected: list[tuple[float, float]]) -> None:
     (report,) = run_ranks("engine", 1, {"mode": "npu", "steps": 4, "offload": True})
     before, during, after = (gib - MASK_GIB for gib in report["memory"])

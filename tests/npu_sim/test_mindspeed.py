@@ -88,3 +88,14 @@ def test_experts_on_the_grouped_matrix_product_equal_the_cpu(model: str) -> None
     for got, want in zip(on_npu, on_cpu, strict=True):
         assert got[0] == pytest.approx(want[0], rel=BF16)
         assert got[1] == pytest.approx(want[1], rel=5 * BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen2", "deepseek3"])
+def test_a_prompt_that_is_computed_once_for_two_samples_trains_like_one_for_each(model: str) -> None:
+    settings = {"steps": 2, "model": model, "bf16": True, "pairs": True, "layout": {"moe_grouped_gemm": model == "deepseek3"}}
+    on_cpu = losses(run_ranks("engine", 1, {"mode": "cpu", **settings}))
+    on_npu = losses(run_ranks("engine", 1, {"mode": "mindspeed", "shares_prefixes": True, **settings}))
+    for got, want in zip(on_npu, on_cpu, strict=True):
+        assert got[0] == pytest.approx(want[0], rel=BF16)
+        assert got[1] == pytest.approx(want[1], rel=5 * BF16)

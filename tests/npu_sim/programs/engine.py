@@ -117,10 +117,15 @@ def main() -> None:
         return 1.0 + 0.1 * noise if len(shape) == 1 and "norm" in name else 0.08 * noise
 
     def rows() -> Rows:
-        """Sixteen sequences of different lengths."""
+        """Sixteen sequences of different lengths; on request every two of them begin with the same prompt."""
         generator = torch.Generator().manual_seed(11)
         lengths = [int(n) for n in torch.randint(6, 30, (16,), generator=generator)]
-        return Rows([torch.randint(0, 128, (n,), generator=generator) for n in lengths], [3] * len(lengths))
+        ids = [torch.randint(0, 128, (n,), generator=generator) for n in lengths]
+        prompt = 5 if settings.get("pairs") else 3
+        if settings.get("pairs"):
+            for first, second in zip(ids[::2], ids[1::2]):
+                second[:prompt] = first[:prompt]
+        return Rows(ids, [prompt] * len(lengths))
 
     def negative_log_likelihood(inputs: LossInputs) -> LossOutput:
         loss = -torch.where(inputs.mask, inputs.outputs[0], 0.0).sum()
@@ -140,7 +145,10 @@ def main() -> None:
     shapes = {name: shape for op in model_ops(model) for name, shape in zip(op.hf, op.shapes)}
     hf_tensors = {name: tensor(name, tuple(shape)) for name, shape in shapes.items()}
     load_weights(model, MemorySource(hf_tensors))
-    engine = TrainEngine(config, model, batch_shape(config, packed=settings.get("packed", True), pad_id=0))
+    shape = batch_shape(
+        config, packed=settings.get("packed", True), pad_id=0, shares_prefixes=settings.get("shares_prefixes", False)
+    )
+    engine = TrainEngine(config, model, shape)
     engine.start_training(1)
     first_step = 0
     if settings.get("load"):

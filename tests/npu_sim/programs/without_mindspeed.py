@@ -1,7 +1,7 @@
 """The least that Megatron needs on an NPU when there is no MindSpeed: for tests of the engine on machines that lack it.
 
 torch.cuda means torch.npu and the device's tensor types have a GPU's names (as MindSpeed does both), and the engine uses its
-own norm. Attention is the fused one.
+own norm. Attention is the fused one, rotation of packed sequences the suite's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def install() -> None:
     from torch_npu.contrib import transfer_to_npu  # noqa: F401
 
     from mindspeed_rl import adaptors
-    from mindspeed_rl.adaptors import megatron_cpu
+    from mindspeed_rl.adaptors import megatron_cpu, packed_rope
     from mindspeed_rl.platform.npu import NpuPlatform
 
     torch.cuda.get_device_capability = lambda device=None: (0, 0)  # torch's broadcast asks for it
@@ -36,3 +36,4 @@ def install() -> None:
     distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE, distrib_optimizer.USING_APEX_OPTIMIZER = (
         megatron_cpu.AdamW, True, True,
     )  # fmt: skip
+    packed_rope.apply()

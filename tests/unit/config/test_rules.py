@@ -165,6 +165,14 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "turns_are_packed",
         ["use_dynamic_bsz", "use_remove_padding"],
     ),
+    (
+        {
+            M: {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo", "no_pad_to_seq_lengths": True},
+            R: {"use_remove_padding": True, "use_prefix_grouper": True},
+        },
+        "prefixes_are_whole",
+        ["use_prefix_grouper", "context_parallel_size (2)"],
+    ),
     ({R: {"mini_batch_size": 12}}, "whole_mini_batches", ["global_batch_size (32)", "mini_batch_size (12)"]),
     ({R: {"mini_batch_size": 1}}, "mini_batch_in_micro_batches", ["1 x 8 = 8", "4 x 4 = 16"]),
     ({R: {"reward_dispatch_size": 48}}, "dispatch_divides", ["reward_dispatch_size (48)", "256 rows"]),

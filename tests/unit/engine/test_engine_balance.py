@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mindspeed_rl.engine.balance import balance_ranks, karmarkar_karp, pack_within_budget
+from mindspeed_rl.engine.balance import balance_ranks, karmarkar_karp, pack_families, pack_within_budget
 
 LENGTHS = [10, 9, 8, 7, 6, 5, 4, 3]
 
@@ -113,3 +113,51 @@ def test_a_sample_above_the_budget_is_an_error_that_names_it() -> None:
 
 def test_nothing_to_pack_gives_no_bins() -> None:
     assert pack_within_budget([], 8) == []
+
+
+def test_families_follow_each_other_and_a_prompt_counts_once_a_bin() -> None:
+    # prompts of 4 tokens that leave 3 of 5 to the second and third
+    lengths, families, shared = [9, 9, 9, 9, 9, 9], [0, 1, 0, 1, 0, 1], [4] * 6
+    assert pack_families(lengths, families, shared, 38) == [[0, 1, 2, 3, 4, 5]]  # 9 + 5 + 5 each
+    assert pack_families(lengths, families, shared, 37) == [[0, 2, 4], [1, 3, 5]]
+    assert pack_families(lengths, families, shared, 18) == [[0, 2], [1, 4], [3, 5]]  # 14, 9 + 9, 14
+    assert pack_families(lengths, families, shared, 100, max_rows=4) == [[0, 2, 4], [1, 3, 5]]
+    assert pack_families(lengths, families, shared, 100, min_bins=3) == [[0, 2], [1, 4], [3, 5]]
+    assert pack_families([], [], [], 5) == []
+    with pytest.raises(ValueError, match="sample 1 has 6 tokens"):
+        pack_families([5, 6], [0, 0], [4, 4], 5)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bins_of_families_hold_the_budget_and_are_as_few_as_cuts_of_the_order_allow(seed: int) -> None:
+    source = random.Random(seed)
+    prompts = [source.randint(1, 9) for _ in range(4)]
+    families = [source.randrange(4) for _ in range(source.randint(1, 9))]
+    lengths = [prompts[family] + source.randint(0, 9) for family in families]
+    shared = [prompts[family] - 1 for family in families]
+    budget, most = source.randint(max(lengths), 60), source.choice([None, 1, 2, 3])
+
+    def tokens(part: list[int]) -> int:
+        seen: set[int] = set()
+        total = 0
+        for i in part:
+            total += lengths[i] - (shared[i] if families[i] in seen else 0)
+            seen.add(families[i])
+        return total
+
+    def best(order: list[int], bins: int) -> int:
+        """The smallest possible largest bin, by trying every place to cut."""
+        found = [10**9]
+        for cuts in itertools.combinations(range(1, len(order)), bins - 1):
+            parts = [order[first:end] for first, end in zip((0, *cuts), (*cuts, len(order)))]
+            if most is None or max(map(len, parts)) <= most:
+                found.append(max(map(tokens, parts)))
+        return min(found)
+
+    parts = pack_families(lengths, families, shared, budget, max_rows=most)
+    assert_partition(parts, len(lengths))
+    assert max(map(tokens, parts)) <= budget
+    assert most is None or max(map(len, parts)) <= most
+    order = sorted(range(len(lengths)), key=lambda i: families[i])
+    assert max(map(tokens, parts)) == best(order, len(parts))
+    assert len(parts) == 1 or best(order, len(parts) - 1) > budget

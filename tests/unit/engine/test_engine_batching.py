@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_micro_batches, split_rows
+from mindspeed_rl.engine.batching import (
+    BatchShape,
+    MicroBatch,
+    Rows,
+    build_micro_batch,
+    split_micro_batches,
+    split_rows,
+    width_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -195,3 +203,62 @@ def test_a_padded_micro_batch_holds_the_budget_too(total_multiple: int) -> None:
         assert all(build_micro_batch(rows, part, shape, CPU).input_ids.numel() <= 32 for part in parts)
     with pytest.raises(ValueError, match="sample 1 has 9 tokens"):
         split_micro_batches([3, 9], BatchShape(False), micro_batch_size=1, token_budget=8)
+
+
+def rows_of_prompts(seed: int) -> Rows:
+    """Nine rows of three prompts, mixed, the first two of which begin alike."""
+    source = random.Random(seed)
+
+    def draw(count: int) -> list[int]:
+        return [source.randint(1, 999) for _ in range(count)]
+
+    first = draw(4)
+    prompts = [first, [*first, *draw(2)], draw(1)]
+    chosen = [prompts[number % 3] for number in range(9)]
+    return Rows([torch.tensor(prompt + draw(source.randint(0, 6))) for prompt in chosen], [len(prompt) for prompt in chosen])
+
+
+def test_a_prompt_in_common_is_computed_once_but_for_its_last_token() -> None:
+    rows = Rows([torch.tensor([5, 6, 7, 11, 12]), torch.tensor([5, 6, 7, 13]), torch.tensor([5, 6, 8, 14])], [3, 3, 3])
+    micro_batch = build_micro_batch(rows, [0, 1, 2], BatchShape(True, total_multiple=4, pad_id=1, shares_prefixes=True), CPU)
+    # all that predict stand on their own, what comes before them is the same: 5 6, though two prompts end otherwise
+    assert micro_batch.input_ids.tolist() == [[5, 6, 7, 11, 12, 7, 13, 8, 14, 1, 1, 1]]
+    assert micro_batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 2, 3, 0, 1, 2]]
+    assert micro_batch.tokens.tolist() == [0, 1, 2, 3, 4, 7, 8, 11, 12, -1, -1, -1]
+    assert micro_batch.hidden_index.tolist() == [2, 3, 5, 7]
+    assert micro_batch.labels.tolist() == [11, 12, 13, 14]
+    assert micro_batch.packed.lengths == (5, 4, 4, 3)
+    assert micro_batch.num_tokens == 9
+    whole = micro_batch.packed.shared.spread(micro_batch.input_ids[0])
+    assert whole.tolist() == [5, 6, 7, 11, 12, 5, 6, 7, 13, 5, 6, 8, 14, 1, 1, 1]
+    assert micro_batch.packed.shared.cut(whole).tolist() == micro_batch.input_ids[0].tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_micro_batch_of_shared_prompts_predicts_what_one_of_whole_rows_does(seed: int) -> None:
+    rows = rows_of_prompts(seed)
+    for total_multiple in (1, 2, 4):
+        plain = build_micro_batch(rows, range(9), BatchShape(True, total_multiple=total_multiple, pad_id=7), CPU)
+        shape = BatchShape(True, total_multiple=total_multiple, pad_id=7, shares_prefixes=True)
+        shared = build_micro_batch(rows, range(9), shape, CPU)
+        assert sorted(predictions(shared)) == sorted(predictions(plain))
+        assert shared.input_ids.size(1) == width_of(rows, range(9), shape) < plain.input_ids.size(1)
+        assert shared.input_ids.size(1) % total_multiple == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_one_prompt_meet_in_a_micro_batch_and_hold_the_budget(seed: int) -> None:
+    rows, shape = rows_of_prompts(seed), BatchShape(True, total_multiple=2, shares_prefixes=True)
+    parts = split_rows(rows, shape, micro_batch_size=1, token_budget=31, max_rows=None, min_count=1)
+    assert sorted(sum(parts, [])) == list(range(9))
+    assert all(build_micro_batch(rows, part, shape, CPU).input_ids.size(1) <= 31 for part in parts)
+    assert sum(len({row % 3 for row in part}) for part in parts) <= 3 + len(parts) - 1  # a cut splits one prompt's rows at most
+
+
+def test_sequences_of_one_row_share_too() -> None:
+    rows = rows_of_sequences(3)
+    shape = BatchShape(True, shares_prefixes=True)
+    plain, shared = (build_micro_batch(rows, range(6), one, CPU) for one in (BatchShape(True), shape))
+    assert sorted(predictions(shared)) == sorted(predictions(plain))
+    twice = Rows([torch.tensor([5, 6, 7, 8, 5, 6, 9])], [2], sequences=[[(2, 2), (2, 1)]])
+    assert build_micro_batch(twice, [0], shape, CPU).input_ids.tolist() == [[5, 6, 7, 8, 6, 9]]

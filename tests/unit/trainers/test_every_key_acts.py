@@ -141,7 +141,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/groups.py": "num_cpus_for_placement_group",
     "workers/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
     "workers/role.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter",
-    "workers/roles.py": "share_backbone process_reward_aggregation use_remove_padding",
+    "workers/roles.py": "share_backbone process_reward_aggregation use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance",
     "workers/responses.py": "temperature top_p top_k min_p ignore_eos seed max_tokens",
     "workers/routing.py": "router_replay",

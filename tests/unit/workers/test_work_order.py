@@ -36,6 +36,14 @@ def test_balanced_shares_have_equal_counts_and_close_tokens() -> None:
     assert max(sum(tokens[row] for row in share) for share in shares) <= 102
 
 
+def test_balanced_groups_stay_whole_where_every_rank_gets_as_many() -> None:
+    rows, lengths = list(range(10, 22)), [9, 9, 9, 1, 1, 1, 5, 6, 4, 5, 5, 5]
+    shares = [share_of(rows, 2, rank, lengths, group_size=3) for rank in range(2)]
+    assert shares == [[10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21]]  # 27 + 3 and 15 + 15
+    uneven = [share_of(rows, 4, rank, lengths, group_size=2) for rank in range(4)]  # six groups
+    assert [len(share) for share in uneven] == [3] * 4 and sorted(sum(uneven, [])) == rows
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_shares_are_a_partition_of_the_step(num_ranks: int) -> None:
     rows = [7, 2, 5, 0, 1, 3, 6, 4]

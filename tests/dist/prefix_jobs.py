@@ -1,0 +1,72 @@
+"""Jobs on rows of which several have a prompt in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from replay_jobs import ROUTED_LAYERS, sorted_experts
+from training_jobs import Setting, engine_of, full_weights, my_rows, parallel_state, summary, weighted_loss
+
+from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.router_replay import RoutedLayers
+
+#: tokens of each prompt, and of its responses; one prompt has a single token, one response none
+GROUPS = ((9, (5, 1, 12, 7)), (1, (3, 6)), (6, (0, 8, 2)), (4, (10,)))
+
+
+def grouped_rows() -> Rows:
+    """Ten rows with a weight for every response token, group after group."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randint(2, 128, (count,), generator=generator)
+
+    rows = [(prompt, draw(length)) for size, lengths in GROUPS for prompt in [draw(size)] for length in lengths]
+    return Rows(
+        input_ids=[torch.cat(row) for row in rows],
+        prompt_lengths=[len(prompt) for prompt, _ in rows],
+        # around 2: a loss whose terms cancel would show nothing but rounding
+        columns={"weights": [2.0 + torch.randn(len(response), generator=generator) for _, response in rows]},
+    )
+
+
+def train(setting: Setting, steps: int = 3) -> dict[str, Any]:
+    """Trains and reports each step's metrics and gradient norm, the weights at the end, and the tokens of a pass."""
+    with engine_of(setting) as engine:
+        rows = my_rows(grouped_rows())
+        results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
+        return summary(results, full_weights(engine))
+
+
+def forward(setting: Setting) -> list[Any]:
+    """Log-probs of all rows, in one process."""
+    with engine_of(setting) as engine:
+        output = engine.forward(grouped_rows(), setting.batching)
+        assert output is not None
+        return [one.numpy() for one in output[0]]
+
+
+def record(setting: Setting) -> dict[str, Any]:
+    """What a forward pass chose, by row and layer of this rank's stage, and how much of it a pass with it agreed with."""
+    with engine_of(setting) as engine:
+        engine.routed = RoutedLayers(engine.model)
+        rows = my_rows(grouped_rows())
+        with engine.routed.recording() as recording:
+            engine.forward(rows, setting.batching)
+        routing = engine.routed.recorded_rows(recording, rows)
+        engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
+        first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        numbers = range(first, len(grouped_rows()), step)
+        assert set(layers) <= set(ROUTED_LAYERS)
+        return {
+            "routing": {
+                (number, layer): sorted_experts(one[:, place])
+                for number, one in zip(numbers, routing)
+                for place, layer in enumerate(layers)
+            },
+            "agreement": engine.routed.take_agreement(),
+        }
