@@ -4,9 +4,9 @@
     python -m benchmarks.all [--only NAME ...] [--trl-python /tmp/trl/bin/python] [--profile] [--write]
 
 Each benchmark is a process of its own with settings that take minutes; its own command has more. --write puts the table into
-benchmarks/README.md, with memory and versions, and the load that each benchmark found; lines of others, and
-tables of other processors, stay as they were. --profile runs each once more under py-spy (PyPI) and puts into
-benchmarks/profiles.md in which functions most samples were taken: of its processes in what it compares, without imports.
+benchmarks/README.md, with memory and versions, and the load that each benchmark found; lines of others, and tables of other
+processors, stay as they were. --profile runs each once more under py-spy (PyPI) and puts into benchmarks/profiles.md in which
+functions most samples were taken: of its processes in what it compares, without imports.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ BENCHMARKS = {
         profiled="train_step.py --sizes 10M --precisions float32 --rounds 2",
         sides=STEP_SIDES,
     ),
+    "prompts": benchmark("prompts.py", profiled="prompts.py --precisions float32 --prompts 64 --rounds 2"),
     "modes": benchmark(
         "async_rollout.py --rounds 1", profiled="async_rollout.py --rounds 1 --at-once 64 --iterations 3 --mean 24"
     ),

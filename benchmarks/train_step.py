@@ -156,7 +156,7 @@ def answer_loss(inputs: LossInputs) -> LossOutput:
     return LossOutput(-torch.where(inputs.mask, inputs.outputs[0], 0.0).sum(), inputs.mask.sum())
 
 
-def engine_step(folder: Path, size: Size, rows: Rows, precision: str, *, packed: bool) -> Step:
+def engine_step(folder: Path, size: Size, rows: Rows, precision: str, *, packed: bool, shares_prefixes: bool = False) -> Step:
     """One step of this engine, which returns its loss."""
     config = MegatronConfig(
         bf16=precision == "bfloat16",
@@ -170,7 +170,7 @@ def engine_step(folder: Path, size: Size, rows: Rows, precision: str, *, packed:
     plan = plan_model(config, folder)
     model = build_model(config, plan, trainable=True)
     load_weights(model, HfFolder(folder))
-    engine = TrainEngine(config, model, batch_shape(config, packed=packed, pad_id=0))
+    engine = TrainEngine(config, model, batch_shape(config, packed=packed, pad_id=0, shares_prefixes=shares_prefixes))
     engine.start_training(1)
     count = sum(rows.response_lengths)
 

@@ -105,7 +105,10 @@ def fused_attention() -> ModuleType | None:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """Causal attention of [b, s, n, d] tensors with grouped key/value heads, by the current platform's fastest kernels.
+    """Causal attention of [b, s, n, d] queries, by the current platform's fastest kernels.
+
+    Args:
+        key, value: [b, t, n_kv, d], [b, t, n_kv, d_v]; queries are those of the last s of t tokens.
 
     Returns:
         [b, s, n, d_v]
@@ -118,8 +121,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
     """`causal_attention` by torch's kernel."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    s, t = q.size(2), k.size(2)
+    # torch's own mask begins with the first key
+    seen = None if s == t else torch.ones(s, t, dtype=torch.bool, device=q.device).tril(t - s)
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        q, k, v, attn_mask=seen, is_causal=s == t, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
     return out.transpose(1, 2)
 

@@ -27,15 +27,21 @@ _BLOCK = 64
 _SCORES = 1 << 18
 
 
-def _blocks(keys: Tensor, shared: int) -> Iterator[tuple[slice, slice, slice]]:
-    """(sequences' heads, rows of queries, positions they see) of each block; keys [b * g, s, d], shared by so many heads."""
-    length = keys.size(1)
+def _blocks(queries: Tensor, keys: Tensor, shared: int) -> Iterator[tuple[slice, slice, slice]]:
+    """(sequences' heads, rows of queries, positions they see) of each block.
+
+    Args:
+        queries: [b * g, s * shared, d], of the last s of t positions.
+        keys: [b * g, t, d], each shared by so many heads.
+    """
+    length = queries.size(1) // shared
+    before = keys.size(1) - length
     count = -(-length // _BLOCK)
     bounds = [length * number // count for number in range(count + 1)]
     for first, end in zip(bounds, bounds[1:]):
-        heads = max(1, _SCORES * torch.get_num_threads() // ((end - first) * shared * end))
+        heads = max(1, _SCORES * torch.get_num_threads() // ((end - first) * shared * (before + end)))
         for head in range(0, keys.size(0), heads):
-            yield slice(head, head + heads), slice(first * shared, end * shared), slice(end)
+            yield slice(head, head + heads), slice(first * shared, end * shared), slice(before + end)
 
 
 def _probabilities(query: Tensor, key: Tensor, shared: int) -> Tensor:
@@ -48,39 +54,41 @@ def _probabilities(query: Tensor, key: Tensor, shared: int) -> Tensor:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """query [h, s * r, d], position by position and scaled; key [h, s, d], value [h, s, d_v]; out [h, s * r, d_v]."""
+    """query [h, s * r, d], position by position and scaled; key [h, t, d], value [h, t, d_v], r; out [h, s * r, d_v]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: int) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
         ctx.save_for_backward(query, key, value)
-        shared = query.size(1) // key.size(1)
+        ctx.shared = shared
         out = query.new_empty(*query.shape[:2], value.size(-1))
-        for heads, rows, seen in _blocks(key, shared):
+        for heads, rows, seen in _blocks(query, key, shared):
             probs = _probabilities(query[heads, rows], key[heads, seen], shared)
             out[heads, rows] = torch.bmm(probs, value[heads, seen])
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyrefly: ignore[bad-override]  (as above)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyrefly: ignore[bad-override]  (as above)
         query, key, value = ctx.saved_tensors
-        shared = query.size(1) // key.size(1)
+        shared = ctx.shared
         grad = grad.contiguous()
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for heads, rows, seen in _blocks(key, shared):
+        for heads, rows, seen in _blocks(query, key, shared):
             probs = _probabilities(query[heads, rows], key[heads, seen], shared)
             of_probs = torch.bmm(grad[heads, rows], value[heads, seen].transpose(1, 2))
             of_scores = torch._softmax_backward_data(of_probs, probs, -1, probs.dtype)
             grad_query[heads, rows] = torch.bmm(of_scores, key[heads, seen])
             grad_key[heads, seen].baddbmm_(of_scores.transpose(1, 2), query[heads, rows])
             grad_value[heads, seen].baddbmm_(probs.transpose(1, 2), grad[heads, rows])
-        return grad_query, grad_key, grad_value
+        return grad_query, grad_key, grad_value, None
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """Causal attention of [b, s, n, d] tensors with grouped key/value heads; [b, s, n, d_v]. Computed in float32."""
+    """Causal attention of the last s of t tokens: [b, s, n, d], [b, t, g, d], [b, t, g, d_v]; [b, s, n, d_v]. In float32."""
     q, k, v = query.float(), key.float(), value.float()
-    if dropout or q.size(1) >= _LONG or not cpu_products.has_avx512():
+    # where keys come before the first query torch's kernel has a mask, and computes what that hides
+    fast = q.size(1) >= _LONG and q.size(1) == k.size(1)
+    if dropout or fast or not cpu_products.has_avx512():
         return torch_attention(q, k, v, scale, dropout).to(query.dtype)
     return attention_in_blocks(q, k, v, scale).to(query.dtype)
 
@@ -91,5 +99,5 @@ def attention_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float)
     shared = n // groups
     q = (query * scale).unflatten(2, (groups, shared)).transpose(1, 2).reshape(b * groups, s * shared, d)
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-    out = _CausalAttention.apply(q, k, v)
+    out = _CausalAttention.apply(q, k, v, shared)
     return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3)

@@ -42,20 +42,28 @@ def _pad_value(query: Tensor, value: Tensor) -> Tensor:
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    dropout: float = 0.0,
+    *,
+    query_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Causal attention inside each of the packed sequences.
 
     Args:
-        query, key, value: [t, n, d], [t, n_kv, d], [t, n_kv, d_v].
+        query, key, value: [q, n, d], [t, n_kv, d], [t, n_kv, d_v].
         lengths: tokens of each sequence in order; they sum to t.
+        query_lengths: how many of them, its last ones, have a query; they sum to q. None: all, so q is t.
 
     Returns:
-        [t, n, d_v].
+        [q, n, d_v].
     """
     import torch_npu
 
-    ends = _ends([length for length in lengths if length])
+    kept = [(whole, asked) for whole, asked in zip(lengths, lengths if query_lengths is None else query_lengths) if whole]
     out = torch_npu.npu_fusion_attention(
         query,
         key,
@@ -65,8 +73,8 @@ def packed_attention(
         atten_mask=_compressed_mask(query.device),
         scale=scale,
         keep_prob=1.0 - dropout,
-        actual_seq_qlen=ends,
-        actual_seq_kvlen=ends,
+        actual_seq_qlen=_ends([asked for _, asked in kept]),
+        actual_seq_kvlen=_ends([whole for whole, _ in kept]),
         sparse_mode=_CAUSAL,
     )[0]
     return out[..., : value.size(-1)]

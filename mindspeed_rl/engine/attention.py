@@ -39,10 +39,8 @@ def packed_attention(
     """Block-diagonal causal attention of [t, n, d] tensors in natural packed order, computed tokens alone; [t, n, d_v]."""
     blocks = []
     for group in layout.view.groups:
-        q, k, v = (
-            tensor.index_select(0, group.gather).view(group.rows, group.width, *tensor.shape[1:])
-            for tensor in (query, key, value)
-        )
+        q = query.index_select(0, group.gather).unflatten(0, (group.rows, group.width))
+        k, v = (x.index_select(0, group.keys).unflatten(0, (group.rows, group.key_width)) for x in (key, value))
         blocks.append(adaptors.causal_attention(q, k, v, scale, dropout).flatten(0, 1))
     return torch.cat(blocks).index_select(0, layout.view.restore)
 
@@ -273,10 +271,11 @@ class CoreAttention(nn.Module):
         """Attention of whole packed sequences in natural order."""
         if self.fused is None:
             return packed_attention(query, key, value, layout, self.scale, dropout)
-        if layout.shared is None:
+        shared = layout.shared
+        if shared is None:
             return self.fused.packed_attention(query, key, value, layout.lengths, self.scale, dropout)
-        whole = (layout.shared.spread(x) for x in (query, key, value))
-        return layout.shared.cut(self.fused.packed_attention(*whole, layout.lengths, self.scale, dropout))
+        key, value = shared.spread(key), shared.spread(value)
+        return self.fused.packed_attention(query, key, value, layout.lengths, self.scale, dropout, query_lengths=shared.lengths)
 
     def _packed_ring(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, group: dist.ProcessGroup) -> Tensor:
         """Packed sequences as [sequences, 2 * w]: each of the two zigzag chunks padded to the widest chunk."""

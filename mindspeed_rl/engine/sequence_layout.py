@@ -19,17 +19,22 @@ _MAX_PADDING = 0.25
 
 @dataclass(frozen=True)
 class DenseGroup:
-    """Sequences of similar length, seen as one right-padded [rows, width] block.
+    """Sequences of similar length, seen as a right-padded block [rows, width] of queries and one of keys.
 
     Attributes:
-        rows, width: shape of the block.
-        gather: [rows * width] int64 positions in the packed order; padding repeats the row's last token, which is
+        rows: of both blocks.
+        width: queries of a row, which are its last tokens.
+        gather: [rows * width] int64; which of the tokens with queries each is. Padding repeats the row's last token, which is
             harmless under a causal mask because no real token looks at it.
+        key_width: tokens of a row.
+        keys: [rows * key_width] int64; the same for the tokens with keys.
     """
 
     rows: int
     width: int
     gather: Tensor
+    key_width: int
+    keys: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,38 +43,51 @@ class DenseView:
 
     Attributes:
         groups: the blocks, each ready for one attention call.
-        restore: [tokens] int64; position of each packed token in the concatenation of the flattened blocks.
+        restore: [tokens] int64; position of each packed token that has a query in the concatenation of the flattened blocks.
     """
 
     groups: tuple[DenseGroup, ...]
     restore: Tensor
 
 
-def dense_view(lengths: Sequence[int]) -> DenseView:
-    """Groups packed sequences so that attention needs a few dense calls instead of one call a sequence."""
-    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+def _block(starts: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """[rows, width] int64; rows of tokens that lie one after the other, the last of which is repeated."""
+    return starts[:, None] + torch.minimum(torch.arange(width)[None, :], lengths[:, None] - 1)
+
+
+def dense_view(lengths: Sequence[int], unasked: Sequence[int] | None = None) -> DenseView:
+    """Groups packed sequences so that attention needs a few dense calls instead of one call a sequence.
+
+    Args:
+        lengths: tokens of each sequence, which have keys.
+        unasked: how many at the beginning of each have no query; None: all have one. Rows of a group have as many, so that
+            their queries see equally many keys.
+    """
+    counts = torch.tensor([0] * len(lengths) if unasked is None else list(unasked))
+    whole = torch.tensor(lengths)
+    asked = whole - counts
+    starts, key_starts = asked.cumsum(0) - asked, whole.cumsum(0) - whole
     # longest first: a group is as wide as its first member
-    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
-    restore = torch.empty(sum(lengths), dtype=torch.int64)
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (int(counts[i]), -lengths[i]))
+    restore = torch.empty(int(asked.sum()), dtype=torch.int64)
     groups: list[DenseGroup] = []
     offset = 0
     first = 0
     while first < len(order):
-        width, last, real = lengths[order[first]], first, 0
-        while last < len(order):
-            candidate = real + lengths[order[last]]
+        width, last, real = int(asked[order[first]]), first, 0
+        while last < len(order) and counts[order[last]] == counts[order[first]]:
+            candidate = real + int(asked[order[last]])
             if candidate < (1.0 - _MAX_PADDING) * width * (last - first + 1):
                 break
             real, last = candidate, last + 1
-        members = order[first:last]
-        begin = torch.tensor([starts[i] for i in members])[:, None]
-        length = torch.tensor([lengths[i] for i in members])[:, None]
-        column = torch.arange(width)[None, :]
-        gather = begin + torch.minimum(column, length - 1)
-        real_cells = column < length
+        members = torch.tensor(order[first:last])
+        key_width = lengths[order[first]]
+        gather = _block(starts[members], asked[members], width)
+        real_cells = torch.arange(width)[None, :] < asked[members][:, None]
         flat = offset + torch.arange(len(members) * width).view(len(members), width)
         restore[gather[real_cells]] = flat[real_cells]
-        groups.append(DenseGroup(rows=len(members), width=width, gather=gather.flatten()))
+        keys = gather if unasked is None else _block(key_starts[members], whole[members], key_width)
+        groups.append(DenseGroup(len(members), width, gather.flatten(), key_width, keys.flatten()))
         offset += len(members) * width
         first = last
     return DenseView(groups=tuple(groups), restore=restore)
@@ -88,14 +106,16 @@ class SharedPrefixes:
     """Which tokens of packed sequences are computed, where sequences begin with the same ones (arXiv 2506.05433).
 
     A token's hidden state depends on what stands before it alone, so one sequence's stands for that of all others with the same
-    beginning; only inside attention every sequence has all its tokens.
+    beginning. Only computed tokens have queries; keys and values are those of whole sequences.
 
     Attributes:
+        lengths: computed tokens of each sequence, its last ones.
         computed: [n] int64 on the host; which of all tokens, sequences end to end, the computed ones are.
         stand_ins: [tokens] int64 on the host; which of the computed ones stands for each token.
         device: where hidden states are.
     """
 
+    lengths: tuple[int, ...]
     computed: Tensor
     stand_ins: Tensor
     device: torch.device
@@ -105,30 +125,27 @@ class SharedPrefixes:
         """Of sequences with these lengths.
 
         Args:
-            shared: (number of an earlier sequence, how many tokens both begin with) for each; (any, 0) where none is shared.
+            shared: (number of a sequence that shares nothing itself, how many tokens both begin with) for each; (any, 0) where
+                none is shared.
         """
         counts = [count for _, count in shared]
+        left = tuple(length - count for length, count in zip(lengths, counts))
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-        computed = runs(starts + torch.tensor(counts), [length - count for length, count in zip(lengths, counts)])
+        computed = runs(starts + torch.tensor(counts), left)
         stand_ins = torch.empty(sum(lengths), dtype=torch.int64)
         stand_ins[computed] = torch.arange(len(computed))
         first = starts[torch.tensor([number for number, _ in shared])]
-        # an earlier sequence that shares itself would have no stand-in here yet; nobody names one
         stand_ins[runs(starts, counts)] = stand_ins[runs(first, counts)]
-        return cls(computed, stand_ins, device)
+        return cls(left, computed, stand_ins, device)
 
     @cached_property
-    def _there(self) -> tuple[Tensor, Tensor]:
-        computed, stand_ins = platform.current().to_device([self.computed, self.stand_ins], self.device)
-        return computed, stand_ins
+    def _there(self) -> Tensor:
+        (stand_ins,) = platform.current().to_device([self.stand_ins], self.device)
+        return stand_ins
 
     def spread(self, x: Tensor) -> Tensor:
         """[tokens, ...] of all tokens from that of the computed ones."""
-        return x.index_select(0, self._there[1])
-
-    def cut(self, x: Tensor) -> Tensor:
-        """[n, ...] of the computed ones from that of all tokens."""
-        return x.index_select(0, self._there[0])
+        return x.index_select(0, self._there)
 
 
 def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
@@ -175,15 +192,22 @@ class PackedLayout(PackedSeqParams):
 
     @cached_property
     def view(self) -> DenseView:
-        """The dense view of the natural packed order, or of the computed tokens; made when it is asked for, which fused
-        attention does not do."""
-        view = dense_view(self.lengths)
-        restore, gathers = view.restore, [group.gather for group in view.groups]
-        if self.shared is not None:
-            restore = restore[self.shared.computed]
-            gathers = [self.shared.stand_ins[gather] for gather in gathers]
-        restore, *gathers = platform.current().to_device([restore, *gathers], self.device)
-        groups = (DenseGroup(group.rows, group.width, gather) for group, gather in zip(view.groups, gathers))
+        """The dense view of the natural packed order; made when it is asked for, which fused attention does not do."""
+        shared = self.shared
+        if shared is None:
+            view = dense_view(self.lengths)
+        else:
+            view = dense_view(self.lengths, [whole - own for whole, own in zip(self.lengths, shared.lengths)])
+        indexes = [view.restore]
+        for group in view.groups:
+            indexes += [group.gather] if shared is None else [group.gather, shared.stand_ins[group.keys]]
+        restore, *there = platform.current().to_device(indexes, self.device)
+        # without sharing a token's key is where its query is
+        step = 1 if shared is None else 2
+        groups = (
+            DenseGroup(group.rows, group.width, queries, group.key_width, keys)
+            for group, queries, keys in zip(view.groups, there[::step], there[step - 1 :: step])
+        )
         return DenseView(tuple(groups), restore)
 
     @classmethod

@@ -120,16 +120,16 @@ class WindowedAttention(nn.Module):
         bounds = packed_seq_params.cu_seqlens_q_padded
         bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
         lengths = bounds.diff().tolist()
-        # of the engine's layouts: where not every token of the sequences is computed
+        # of the engine's layouts: where the first tokens of some sequences are computed elsewhere, the others have queries
         shared = getattr(packed_seq_params, "shared", None)
         if shared is not None:
-            query, key, value = (shared.spread(tensor) for tensor in (query, key, value))
+            key, value = shared.spread(key), shared.spread(value)
         # the output has a row for every token, padding behind the last sequence included
-        if (tail := query.size(0) - sum(lengths)) > 0:
+        if (tail := key.size(0) - sum(lengths)) > 0:
             lengths.append(tail)
-        parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)))
-        out = torch.cat([self._attend(*part) for part in parts if part[0].size(0)])
-        return out if shared is None else shared.cut(out)
+        asked = lengths if shared is None else list(shared.lengths)
+        parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor, sizes in ((query, asked), (key, lengths), (value, lengths))))
+        return torch.cat([self._attend(*part) for part in parts if part[0].size(0)])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, n, s, d]

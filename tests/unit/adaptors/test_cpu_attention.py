@@ -9,12 +9,12 @@ from mindspeed_rl.adaptors import cpu_attention, cpu_products
 
 
 def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """[b, s, n, d], [b, s, g, d], [b, s, g, d_v] -> [b, s, n, d_v]: the formula, all at once in float64."""
+    """[b, s, n, d], [b, t, g, d], [b, t, g, d_v] -> [b, s, n, d_v]: the formula, all at once in float64."""
     shared = query.size(2) // key.size(2)
     q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
     k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + key.size(1) - query.size(1))
     return (scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
@@ -49,6 +49,23 @@ def test_attention_and_gradients_are_those_of_float64(
     wanted.backward(direction.double())
     for mine, theirs in zip(ours, exact):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["blocks", "torch"])
+@pytest.mark.parametrize("last", [1, 7, 40, 65, 900])
+def test_the_last_queries_of_a_sequence_have_the_attention_and_gradients_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, last: int, wide: bool
+) -> None:
+    monkeypatch.setattr(cpu_products, "has_avx512", lambda: wide)
+    query, key, value, direction = inputs(2, last + 30, 4, 2, 8, 6)
+    query, direction = query[:, -last:], direction[:, -last:]
+    ours, exact = ([x.clone().requires_grad_() for x in (query, key, value)] for _ in range(2))
+    got, wanted = cpu_attention.causal_attention(*ours, 0.4), exact_attention(*exact, 0.4)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+    got.backward(direction)
+    wanted.backward(direction.double())
+    for mine, theirs in zip(ours, exact):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_long_sequences_go_to_torch_and_are_the_same() -> None:

@@ -45,6 +45,27 @@ def test_padding_is_at_most_a_quarter_of_every_block(seed: int) -> None:
         assert group.rows * group.width - real <= 0.25 * group.rows * group.width
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_whose_first_tokens_have_no_query_see_all_their_keys(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = [length + 1 for length in some_lengths(seed)]
+    unasked = [source.choice([0, 0, min(3, length - 1), source.randrange(length)]) for length in lengths]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    asked = [length - count for length, count in zip(lengths, unasked)]
+    rows = {sum(asked[:i]): i for i in range(len(lengths))}  # by their first query
+    view = dense_view(lengths, unasked)
+    for group in view.groups:
+        assert group.key_width - group.width == unasked[rows[int(group.gather[0])]]
+        queries, keys = group.gather.view(group.rows, group.width), group.keys.view(group.rows, group.key_width)
+        for mine, seen in zip(queries.tolist(), keys.tolist()):
+            row = rows[mine[0]]
+            last = starts[row] + lengths[row] - 1
+            assert mine == [*range(mine[0], mine[0] + asked[row]), *[mine[0] + asked[row] - 1] * (group.width - asked[row])]
+            assert seen == [*range(starts[row], last + 1), *[last] * (group.key_width - lengths[row])]
+    order = torch.cat([group.gather for group in view.groups])
+    assert order[view.restore].tolist() == list(range(sum(asked)))
+
+
 def test_sequences_of_equal_length_need_one_block() -> None:
     assert [(group.rows, group.width) for group in dense_view([6, 6, 6]).groups] == [(3, 6)]
 
