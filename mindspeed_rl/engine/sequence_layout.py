@@ -63,20 +63,20 @@ def dense_view(lengths: Sequence[int], unasked: Sequence[int] | None = None) -> 
         unasked: how many at the beginning of each have no query; None: all have one. Rows of a group have as many, so that
             their queries see equally many keys.
     """
-    counts = torch.tensor([0] * len(lengths) if unasked is None else list(unasked))
-    whole = torch.tensor(lengths)
-    asked = whole - counts
+    counts = [0] * len(lengths) if unasked is None else unasked
+    num_asked = [length - count for length, count in zip(lengths, counts)]
+    asked, whole = torch.tensor(num_asked), torch.tensor(lengths)
     starts, key_starts = asked.cumsum(0) - asked, whole.cumsum(0) - whole
     # longest first: a group is as wide as its first member
-    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (int(counts[i]), -lengths[i]))
-    restore = torch.empty(int(asked.sum()), dtype=torch.int64)
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (counts[i], -lengths[i]))
+    restore = torch.empty(sum(num_asked), dtype=torch.int64)
     groups: list[DenseGroup] = []
     offset = 0
     first = 0
     while first < len(order):
-        width, last, real = int(asked[order[first]]), first, 0
+        width, last, real = num_asked[order[first]], first, 0
         while last < len(order) and counts[order[last]] == counts[order[first]]:
-            candidate = real + int(asked[order[last]])
+            candidate = real + num_asked[order[last]]
             if candidate < (1.0 - _MAX_PADDING) * width * (last - first + 1):
                 break
             real, last = candidate, last + 1
