@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 from headline import Headline
-from train_step import SIZES, TOLERANCE, Rows, Size, engine_step, join_world
+from train_step import SIZES, TOLERANCE, Rows, Size, engine_step, join_world, take_turns
 from transformers import Qwen2ForCausalLM
 
 GROUP = 8
@@ -34,8 +32,8 @@ def draw_rows(size: Size, prompt: int, response: int) -> Rows:
     return Rows(ids, [prompt] * len(ids))
 
 
-def measure(size: Size, precision: str, prompt: int, response: int, rounds: int) -> dict[bool, float]:
-    """Seconds of a step, with and without sharing.
+def measure(size: Size, precision: str, prompt: int, response: int, rounds: int) -> tuple[float, float]:
+    """Seconds of a step with prompts computed once, and once a sample.
 
     Raises:
         SystemExit: the losses differ, so the two did not do the same work.
@@ -45,20 +43,11 @@ def measure(size: Size, precision: str, prompt: int, response: int, rounds: int)
         torch.manual_seed(0)
         Qwen2ForCausalLM(size.config()).save_pretrained(folder)
         steps = {
-            shares: engine_step(Path(folder), size, rows, precision, packed=True, shares_prefixes=shares)
-            for shares in (False, True)
+            name: engine_step(Path(folder), size, rows, precision, packed=True, shares_prefixes=shares)
+            for name, shares in (("apart", False), ("shared", True))
         }
-    seconds: dict[bool, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        losses = {}
-        for shares, step in steps.items():
-            start = time.perf_counter()
-            losses[shares] = step()
-            if number:  # the first round warms up
-                seconds[shares].append(time.perf_counter() - start)
-        if abs(losses[True] - losses[False]) > TOLERANCE[precision]:
-            sys.exit(f"round {number}: the losses differ: {losses}")
-    return {shares: statistics.median(values) for shares, values in seconds.items()}
+    seconds = take_turns(steps, rounds, TOLERANCE[precision])
+    return statistics.median(seconds["shared"]), statistics.median(seconds["apart"])
 
 
 def main() -> None:
@@ -73,14 +62,14 @@ def main() -> None:
     join_world()
     for precision in options.precisions:
         for prompt in options.prompts:
-            found = measure(SIZES[options.size], precision, prompt, options.response, options.rounds)
+            shared, apart = measure(SIZES[options.size], precision, prompt, options.response, options.rounds)
             what = f"an optimizer step of {options.size} parameters, {precision}, eight responses of {options.response} tokens"
             Headline(
                 f"{what} to each prompt of {prompt}, prompts computed once, s",
-                f"{found[True]:.2f}",
+                f"{shared:.2f}",
                 "once a sample",
-                f"{found[False]:.2f}",
-                found[False] / found[True],
+                f"{apart:.2f}",
+                apart / shared,
             ).say()
 
 

@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,16 +199,25 @@ def measure(size: Size, precision: str, rounds: int) -> dict[str, list[float]]:
             "padded": engine_step(Path(folder), size, rows, precision, packed=False),
             "packed": engine_step(Path(folder), size, rows, precision, packed=True),
         }
+    return take_turns(steps, rounds, TOLERANCE[precision])
+
+
+def take_turns(steps: Mapping[str, Step], rounds: int, tolerance: float) -> dict[str, list[float]]:
+    """Seconds of each round by variant; one more round before them warms up.
+
+    Raises:
+        SystemExit: a loss is further from the first variant's, so they did not do the same work.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         losses = {}
         for name, step in steps.items():
             start = time.perf_counter()
             losses[name] = step()
-            if number:  # the first round warms up
+            if number:
                 seconds[name].append(time.perf_counter() - start)
-        worst = max(abs(loss - losses["transformers"]) for loss in losses.values())
-        if worst > TOLERANCE[precision]:
+        first = next(iter(losses.values()))
+        if max(abs(loss - first) for loss in losses.values()) > tolerance:
             sys.exit(f"round {number}: the losses differ: {losses}")
     return seconds
 

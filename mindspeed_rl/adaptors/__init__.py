@@ -119,7 +119,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
 
 
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
-    """`causal_attention` by torch's kernel."""
+    """`causal_attention` by torch's kernel, in the format of the tensors."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     s, t = q.size(2), k.size(2)
     # torch's own mask begins with the first key

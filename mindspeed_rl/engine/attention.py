@@ -15,22 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.sequence_layout import PackedLayout
-
-
-def cached_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of the last tokens [b, s, n, d] to themselves and all before them [b, t, n, d]; [b, s, n, d_v]."""
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    s, t = query.size(2), key.size(2)
-    seen = torch.ones(s, t, dtype=torch.bool, device=query.device).tril(t - s)
-    out = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scale, enable_gqa=query.size(1) != key.size(1)
-    )
-    return out.transpose(1, 2)
 
 
 def packed_attention(
@@ -218,7 +206,7 @@ class CoreAttention(nn.Module):
         """
         if key.size(0) > query.size(0):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            return cached_attention(q, k, v, self.scale).transpose(0, 1).flatten(2)
+            return adaptors.torch_attention(q, k, v, self.scale).transpose(0, 1).flatten(2)
         dropout = self.dropout if self.training else 0.0
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         if dropout and group is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch, Rows
 from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.sequence_layout import runs
 
 
 class _Router(RouterReplay):
@@ -170,6 +171,12 @@ class RoutedLayers:
         """The routing of rows that were passed once, as `Rows.routing` has it; collective over the pipeline stage."""
         lengths = torch.tensor(rows.lengths)
         starts = lengths.cumsum(0) - lengths
+
+        def numbers_of(micro_batch: MicroBatch) -> Tensor:
+            """Of its rows' tokens, end to end, among those of all rows."""
+            indexes = list(micro_batch.indexes)
+            return runs(starts[indexes], [rows.lengths[i] for i in indexes])
+
         device = recording.chosen[0][0].device if recording.chosen else torch.device("cpu")
         # int32 for the sum below: gloo and NCCL have none of int16
         whole = torch.zeros(int(lengths.sum()), self.num_layers, self._topk, dtype=torch.int32, device=device)
@@ -178,7 +185,7 @@ class RoutedLayers:
             for number, micro_batch in enumerate(recording.micro_batches):
                 if micro_batch.is_filler:
                     continue
-                numbers = torch.cat([torch.arange(int(lengths[i])) + starts[i] for i in micro_batch.indexes])
+                numbers = numbers_of(micro_batch)
                 tokens = self._own_part(micro_batch.tokens)
                 real = tokens >= 0
                 places, real = numbers[tokens[real]].to(device), real.to(device)
@@ -192,7 +199,7 @@ class RoutedLayers:
         for micro_batch in recording.micro_batches:
             if micro_batch.packed is not None and micro_batch.packed.shared is not None:
                 # a prompt that was computed once went the same way in every row
-                numbers = torch.cat([torch.arange(int(lengths[i])) + starts[i] for i in micro_batch.indexes])
+                numbers = numbers_of(micro_batch)
                 stand_ins = micro_batch.tokens[micro_batch.packed.shared.stand_ins[: len(numbers)]]
                 whole[numbers.to(device)] = whole[numbers[stand_ins].to(device)]
         return list(whole.to(torch.int16).cpu().split(rows.lengths))

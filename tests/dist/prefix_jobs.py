@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from replay_jobs import ROUTED_LAYERS, sorted_experts
-from training_jobs import Setting, engine_of, full_weights, my_rows, parallel_state, summary, weighted_loss
+from replay_jobs import ROUTED_LAYERS, by_row_and_layer
+from training_jobs import Setting, engine_of, full_weights, my_rows, summary, weighted_loss
 
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
@@ -33,7 +33,7 @@ def grouped_rows() -> Rows:
 
 
 def train(setting: Setting, steps: int = 3) -> dict[str, Any]:
-    """Trains and reports each step's metrics and gradient norm, the weights at the end, and the tokens of a pass."""
+    """Trains and reports each step's metrics and gradient norm, and the weights at the end."""
     with engine_of(setting) as engine:
         rows = my_rows(grouped_rows())
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
@@ -57,16 +57,9 @@ def record(setting: Setting) -> dict[str, Any]:
             engine.forward(rows, setting.batching)
         routing = engine.routed.recorded_rows(recording, rows)
         engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
-        first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        numbers = range(first, len(grouped_rows()), step)
-        assert set(layers) <= set(ROUTED_LAYERS)
+        found = by_row_and_layer(engine, routing, len(grouped_rows()))
+        assert {layer for _, layer in found} <= set(ROUTED_LAYERS)
         return {
-            "routing": {
-                (number, layer): sorted_experts(one[:, place])
-                for number, one in zip(numbers, routing)
-                for place, layer in enumerate(layers)
-            },
+            "routing": found,
             "agreement": engine.routed.take_agreement(),
         }

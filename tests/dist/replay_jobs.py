@@ -61,6 +61,20 @@ def forward_replayed(setting: Setting) -> list[Any]:
         return [one.numpy() for one in output[0]]
 
 
+def by_row_and_layer(
+    engine: TrainEngine, routing: Sequence[torch.Tensor], num_rows: int
+) -> dict[tuple[int, int], list[list[int]]]:
+    """Experts of each token by row and layer, of this rank's share of so many rows and the layers of its stage."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
+    first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return {
+        (number, layer): sorted_experts(one[:, place])
+        for number, one in zip(range(first, num_rows, step), routing)
+        for place, layer in enumerate(layers)
+    }
+
+
 def record(setting: Setting) -> dict[str, Any]:
     """What a forward pass chose, by row and layer of this rank's stage; then the loss with and without it."""
     with engine_of(setting) as engine:
@@ -71,16 +85,8 @@ def record(setting: Setting) -> dict[str, Any]:
         routing = engine.routed.recorded_rows(recording, rows)
         replay = engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
         plain = engine.measure(rows, setting.batching, weighted_loss)
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
-        first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        numbers = range(first, 8, step)
         return {
-            "routing": {
-                (number, layer): sorted_experts(one[:, place])
-                for number, one in zip(numbers, routing)
-                for place, layer in enumerate(layers)
-            },
+            "routing": by_row_and_layer(engine, routing, len(all_rows())),
             "losses": [[float(one.loss_sum) for one in losses] for losses in (replay, plain)],
             "agreement": engine.routed.take_agreement(),
         }
