@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
@@ -124,6 +124,15 @@ def _reduce_over_expert_ranks(model: nn.Module) -> None:
             parameter.allreduce = False  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
 
 
+def _in_plain_strides(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """[s, b, h], with the strides of a tensor of that shape where b is 1.
+
+    The embedding transposes [b, s, h], and torch takes the result for contiguous where b is 1, whatever its stride. Its
+    `matmul` (2.13) does not: it multiplies by a frozen weight token by token, with a copy of the weight for each.
+    """
+    return output.squeeze(1).unsqueeze(1) if output.size(1) == 1 else output
+
+
 def planned_config(config: MegatronConfig, plan: ModelPlan) -> TransformerConfig:
     """Megatron's config of a role's model; needs no process groups.
 
@@ -167,6 +176,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 lm_class=PolicyModel,
                 reward_class=ValueModel,
             )
+            if model.pre_process:
+                model.embedding.register_forward_hook(_in_plain_strides)
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = network.vocab_size
                 model.final_logit_softcapping = network.final_logit_softcapping

@@ -236,3 +236,12 @@ def test_log_probs_and_entropies_are_those_of_transformers(
         log_probs, entropy = (torch.tensor(values) for values in found[row])
         torch.testing.assert_close(log_probs, log_softmax.gather(1, ids[prompt:, None])[:, 0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy, -(log_softmax.exp() * log_softmax).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "keys"), [(1, {}), (2, TP), (2, SP)], ids=["one", "TP2", "TP2 SP"])
+def test_no_frozen_weight_is_copied_for_each_token(
+    ranks: Callable[[int], Ranks], models: dict[str, Path], size: int, keys: dict[str, Any]
+) -> None:
+    assert (
+        ranks(size).run(jobs.products_by_token, setting=Setting(str(models["untied"]), keys, micro_batch_size=8)) == [0] * size
+    )

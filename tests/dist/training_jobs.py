@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl import adaptors, platform
 
@@ -155,3 +156,25 @@ def forward(setting: Setting) -> dict[int, tuple[Any, Any]]:
         mine = range(parallel_state.get_data_parallel_rank(), 8, parallel_state.get_data_parallel_world_size())
         output = engine.forward(my_rows(all_rows()), setting.batching)
         return {} if output is None else {row: (a.numpy(), b.numpy()) for row, a, b in zip(mine, *output)}
+
+
+class _ProductsByToken(TorchDispatchMode):
+    """Counts batched products of which each has one row of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bmm.default and args[0].size(1) == 1:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def products_by_token(setting: Setting) -> int:
+    """How many products of a frozen model's pass over one packed micro-batch go token by token."""
+    with engine_of(setting) as engine, _ProductsByToken() as products:
+        for model in engine.model.models:
+            model.requires_grad_(False)
+        engine.forward(all_rows(), setting.batching)
+        return products.count
