@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -341,11 +342,17 @@ class TrainEngine:
             )
 
         groups = split()
+        count = len(groups)
         if batching.token_budget is not None:
             # experts of other ranks take part in every micro-batch, so all must run equally many
-            most = torch.tensor([len(groups)])  # on the host, which has to know it
+            most = torch.tensor([count])  # on the host, which has to know it
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group_gloo())
             count = int(most)
+        if len(self.chunks) > 1:
+            # Megatron's interleaved schedule takes as many in turn as there are stages
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            count = math.ceil(count / stages) * stages
+        if count > len(groups):
             groups = split(count)
             groups += [[]] * (count - len(groups))
         return [self._build(rows, group, width) for group, width in zip(groups, self._least_widths(rows, groups))]

@@ -128,6 +128,8 @@ TWO_PROCESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "PP2 noop layers": ("tied", {"keys": PP | {"noop_layers": "0,5"}}),
     "VPP2 tied": ("tied", {"keys": VPP}),
     "VPP2 untied": ("untied", {"keys": VPP}),
+    "VPP2 three micro-batches": ("tied", {"keys": VPP, "micro_batch_size": 3}),
+    "VPP2 token budget": ("tied", {"keys": VPP, "token_budget": 30}),
     "CP2 Ulysses": ("tied", {"keys": ULYSSES}),
     "CP2 Ulysses padded": ("tied", {"keys": ULYSSES, "packed": False}),
     "CP2 ring": ("tied", {"keys": RING}),
