@@ -145,7 +145,8 @@ class Command:
 
     def leftovers(self) -> list[str]:
         """Live processes and shared-memory files that nobody uses, after the command has ended."""
-        deadline = time.monotonic() + 15
+        # Ray's agents report a node's end to a control service that may have ended before it, and wait for that
+        deadline = time.monotonic() + 60
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.5)  # ends are on their way; what others put there meanwhile is in use soon
         return left
