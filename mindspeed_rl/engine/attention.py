@@ -200,7 +200,7 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """[s, b, n * d_v] (dense) or [t, 1, n * d_v] (packed); attention is causal, so no mask is taken.
+        """[s, b, n * d_v] (dense) or [t, n, d_v] (packed); attention is causal, so no mask is taken.
 
         Keys and values of earlier tokens may come before those of the queries, from a cache.
         """
@@ -243,17 +243,14 @@ class CoreAttention(nn.Module):
     def _packed(
         self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float, group: dist.ProcessGroup | None
     ) -> Tensor:
-        tokens = query.size(0)
         if group is None:
-            out = self._inside_sequences(query, key, value, layout, dropout)
-        elif self.ring:
-            out = self._packed_ring(query, key, value, layout, group)
-        else:
-            q, k, v = (x.unsqueeze(1) for x in (query, key, value))
-            q, k, v = (layout.natural(x.squeeze(1)) for x in self._split_heads(q, k, v, group))
-            out = self._inside_sequences(q, k, v, layout, 0.0)
-            out = _heads_to_sequence(layout.rank_major(out).unsqueeze(1), group)
-        return out.reshape(tokens, 1, -1)
+            return self._inside_sequences(query, key, value, layout, dropout)
+        if self.ring:
+            return self._packed_ring(query, key, value, layout, group)
+        q, k, v = (x.unsqueeze(1) for x in (query, key, value))
+        q, k, v = (layout.natural(x.squeeze(1)) for x in self._split_heads(q, k, v, group))
+        out = self._inside_sequences(q, k, v, layout, 0.0)
+        return _heads_to_sequence(layout.rank_major(out).unsqueeze(1), group).squeeze(1)
 
     def _inside_sequences(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, dropout: float) -> Tensor:
         """Attention of whole packed sequences in natural order."""
