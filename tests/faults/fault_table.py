@@ -137,7 +137,7 @@ LOST_NODE = Fault(
     "SIGKILL of all its processes",
     "recovers",
     240.0,
-    r"^error: (worker \d|data plane) failed in \w+: .*its (process died|node \S+ has died)",
+    r"^error: (worker \d|reward worker|data plane) failed in \w+: .*its (process died|node \S+ has died)",
 )
 
 #: in a cluster whose other node is in a mount namespace of its own
