@@ -118,7 +118,7 @@ class BatchShape:
 
     def padded_length(self, length: int) -> int:
         """Tokens that a sequence of this length takes in a packed micro-batch."""
-        return _round_up(length, self.sequence_multiple)
+        return round_up(length, self.sequence_multiple)
 
     @property
     def packed_multiple(self) -> int:
@@ -128,8 +128,8 @@ class BatchShape:
     def width(self, lengths: Sequence[int]) -> int:
         """Tokens of a packed micro-batch of these sequences, or tokens of each row of a padded one."""
         if self.packed:
-            return _round_up(sum(map(self.padded_length, lengths)), self.packed_multiple)
-        return _round_up(max(self.fixed_width, *lengths), self.total_multiple * self.sequence_multiple)
+            return round_up(sum(map(self.padded_length, lengths)), self.packed_multiple)
+        return round_up(max(self.fixed_width, *lengths), self.total_multiple * self.sequence_multiple)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ class MicroBatch:
         return self.indexes == (-1,)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below the value."""
     return -(-value // multiple) * multiple
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, read_together
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, split_rows, width_of
+from mindspeed_rl.engine.batching import BatchShape, MicroBatch, Rows, build_micro_batch, round_up, split_rows, width_of
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler
@@ -350,8 +349,7 @@ class TrainEngine:
             count = int(most)
         if len(self.chunks) > 1:
             # Megatron's interleaved schedule takes as many in turn as there are stages
-            stages = parallel_state.get_pipeline_model_parallel_world_size()
-            count = math.ceil(count / stages) * stages
+            count = round_up(count, parallel_state.get_pipeline_model_parallel_world_size())
         if count > len(groups):
             groups = split(count)
             groups += [[]] * (count - len(groups))
