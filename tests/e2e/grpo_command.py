@@ -67,6 +67,12 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+#: seconds in which whatever a command started has ended after it
+ENDS_S = 15
+#: Ray's agents report a node's end to a control service that may have ended before it, and wait for that; seconds they get
+AGENTS = ("DashboardAgent", "RuntimeEnvAgent", "dashboard/agent.py", "runtime_env/agent/main.py")
+AGENTS_S = 60
+
 ONE_PROCESS = ["rl_config.actor_resource.num_npus=1", "actor_config.tensor_model_parallel_size=1"]
 
 
@@ -145,9 +151,11 @@ class Command:
 
     def leftovers(self) -> list[str]:
         """Live processes and shared-memory files that nobody uses, after the command has ended."""
-        # Ray's agents report a node's end to a control service that may have ended before it, and wait for that
-        deadline = time.monotonic() + 60
-        while (left := self._left()) and time.monotonic() < deadline:
+        start = time.monotonic()
+        while left := self._left():
+            waited = time.monotonic() - start
+            if waited > AGENTS_S or (waited > ENDS_S and not all(any(agent in line for agent in AGENTS) for line in left)):
+                break
             time.sleep(0.5)  # ends are on their way; what others put there meanwhile is in use soon
         return left
 
