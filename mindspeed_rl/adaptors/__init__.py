@@ -34,6 +34,7 @@ ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_norm",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
         "mindspeed_rl.adaptors.vllm_cpu_steps",
+        "mindspeed_rl.adaptors.vllm_cpu_kernels",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",

@@ -61,10 +61,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
         ValueError: nothing loadable is there, or the tokenizer has no end token.
     """
     local = _is_folder(path)
-    from transformers import AutoTokenizer
+    from mindspeed_rl.adaptors.transformers_tokenizers import auto_tokenizer  # brings torch
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
+        tokenizer: Any = auto_tokenizer().from_pretrained(
             str(Path(path).expanduser()) if local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast
         )
     except (OSError, ValueError) as error:

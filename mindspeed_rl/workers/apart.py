@@ -29,7 +29,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timers import Interval, Timers
-from mindspeed_rl.resharding.spanning import Meeting
+from mindspeed_rl.resharding.meeting import Meeting
 from mindspeed_rl.rollout.pool import ServerPool
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.resharding.meeting import Meeting
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.spanning import Meeting, SpanningGroup, trainer_push
+from mindspeed_rl.resharding.spanning import SpanningGroup, trainer_push
 from mindspeed_rl.workers.actor_worker import ActorWorker
 from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.reports import WorkerReport

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
-from mindspeed_rl.resharding.spanning import Delivery, Meeting
+from mindspeed_rl.resharding.meeting import Delivery, Meeting
 from mindspeed_rl.rollout.pool import Server, ServerLost, ServerPool
 from mindspeed_rl.workers.waiting import LOST_PEER, WorkerFailed
 

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
-from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils import HAS_TRITON, dispatcher
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import cpu_model_runner, gpu_model_runner
@@ -47,6 +47,8 @@ print(
             # a turn of the scheduler is a step of the runner, and a token's seed a call of its own
             "steps ahead": "sample_tokens" not in vars(cpu_model_runner.CPUModelRunner),
             "seeds one by one": ".item()" in inspect.getsource(TopKTopPSampler.forward_cpu),
+            # for Triton's kernels, at every name of every module
+            "looks everywhere": "sys.modules.values()" in inspect.getsource(dispatcher),
             "norms from Python": RMSNorm.forward_cpu is CustomOp.forward_cpu,
             "KV release": not current_platform.is_sleep_mode_available(),
         }

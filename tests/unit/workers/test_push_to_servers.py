@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scripted_server import ScriptedServer
 
-from mindspeed_rl.resharding.spanning import Delivery
+from mindspeed_rl.resharding.meeting import Delivery
 from mindspeed_rl.rollout.pool import ServerPool
 from mindspeed_rl.workers.waiting import WorkerFailed
 from mindspeed_rl.workers.weight_push import LoopThread, WeightPush
