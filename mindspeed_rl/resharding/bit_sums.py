@@ -1,20 +1,19 @@
 """Exact integer sums over the bits of tensors, of which the proofs of delivery are made; `proof.py` says why these sums.
 
 A module of its own, because vLLM's workers need it and have no use for Megatron. In a processor's memory the loops are compiled
-(numba, which vLLM brings): torch makes three passes over eight bytes an element of what is one pass over the elements. One call
-sums many tensors, because a model has thousands of small ones and a call costs more than they do.
+where there is much to sum (`compiled_sums`). One call sums many tensors, because a model has thousands of small ones and a call
+costs more than they do.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -23,9 +22,12 @@ _IN_NUMPY = {2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
 #: sums are modulo 2^64
 MASK = (1 << 64) - 1
 # odd, with well mixed bits; as a signed number, because sums are made in int64, which wraps modulo 2^64
-_C = 0x9E3779B97F4A7C15 - (1 << 64)
-#: elements that exist as eight bytes each at a time on a device
-_CHUNK = 1 << 22
+C = 0x9E3779B97F4A7C15 - (1 << 64)
+#: elements that exist as eight bytes each at a time on a device, and in a processor's memory
+_CHUNK, _CHUNK_IN_CACHE = 1 << 22, 1 << 15
+_COMPILED = "mindspeed_rl.resharding.compiled_sums"
+#: elements of one call up to which the loops are not imported: torch needs some milliseconds for them
+_UNCOMPILED = 1 << 22
 #: bytes of tensors that are kept for one call of the compiled loops, as some are made only to be summed
 _KEPT_BYTES = 1 << 22
 
@@ -54,44 +56,61 @@ def ordered_sums(pieces: Iterable[Iterable[Tensor]]) -> Tensor:
 
 
 def _summed(pieces: Iterable[Iterable[Tensor]], *, ordered: bool) -> Tensor:
-    in_memory, on_device = _Stretches(ordered), list[Tensor]()
-    places: list[int] = []
-    count = 0
+    by_loops, by_torch = _Stretches(ordered), {True: _Sums(), False: _Sums()}
+    count = elements = 0
     for piece, views in enumerate(pieces):
         count, first = piece + 1, 0
         for view in views:
-            if view.is_cpu:
-                in_memory.add(piece, view.detach(), first)
+            elements += view.numel()
+            if view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules):
+                by_loops.add(piece, view.detach(), first)
             else:
-                on_device.append(_sum_on_device(view, first if ordered else None))
-                places.append(piece)
+                by_torch[view.is_cpu].add(piece, _sum_by_torch(view, first if ordered else None))
             first += view.numel()
-    totals = in_memory.totals(count)
-    if on_device:
-        totals.index_add_(0, torch.tensor(places), torch.stack(on_device).cpu())
+    totals = by_loops.totals(count)
+    for sums in by_torch.values():
+        sums.add_to(totals)
     return totals
 
 
-def _sum_on_device(view: Tensor, first: int | None) -> Tensor:
+def _sum_by_torch(view: Tensor, first: int | None) -> Tensor:
     """The sum of a tensor, weighed by the elements' places from the first one's on; None for unweighed."""
     patterns = view.detach().view(_INTEGERS[view.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=patterns.device)
-    for chunk in patterns.flatten().split(_CHUNK):
+    sums = []
+    for chunk in patterns.flatten().split(_CHUNK_IN_CACHE if view.is_cpu else _CHUNK):
         x = chunk.to(torch.int64)
-        terms = x * (x + _C)
+        terms = (x + C).mul_(x)
         if first is not None:
             # odd, because modulo 2^64 an even factor would lose the upper bits of a change
-            terms *= torch.arange(first, first + x.numel(), device=x.device) * _C * 2 + 1
+            terms *= torch.arange(first, first + x.numel(), device=x.device) * C * 2 + 1
             first += x.numel()
-        total += terms.sum()
-    return total
+        sums.append(terms.sum())
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+class _Sums:
+    """Sums of tensors that lie on one device."""
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._sums: list[Tensor] = []
+
+    def add(self, piece: int, value: Tensor) -> None:
+        """One more tensor of a piece."""
+        self._places.append(piece)
+        self._sums.append(value)
+
+    def add_to(self, totals: Tensor) -> None:
+        """All of them to those of their pieces; a device is waited for once."""
+        if self._sums:
+            totals.index_add_(0, torch.tensor(self._places), torch.stack(self._sums).cpu())
 
 
 class _Stretches:
     """Tensors in a processor's memory that wait to be summed by one call."""
 
     def __init__(self, ordered: bool) -> None:
-        self._loops: Any = _ordered_sums_of_rows if ordered else _sums_of_rows
+        self._loop = "ordered_sums_of_rows" if ordered else "sums_of_rows"
         self._rows: dict[int, list[tuple[int, int, int, int, int, int]]] = {width: [] for width in _INTEGERS}
         self._kept: list[Tensor] = []
         self._kept_bytes = 0
@@ -127,7 +146,8 @@ class _Stretches:
         for width, rows in self._rows.items():
             if rows:
                 self._make_room(rows[-1][0] + 1)
-                self._loops(np.array(rows, np.int64), _IN_NUMPY[width], self._totals)
+                loop = getattr(importlib.import_module(_COMPILED), self._loop)
+                loop(np.array(rows, np.int64), _IN_NUMPY[width], self._totals)
                 rows.clear()
         self._kept.clear()
         self._kept_bytes = 0
@@ -140,42 +160,3 @@ def _as_rows(view: Tensor) -> tuple[int, int, int] | None:
     if view.dim() == 2 and view.stride(1) == 1 and view.stride(0) >= view.size(1):
         return view.size(0), view.stride(0), view.size(1)
     return None
-
-
-@intrinsic
-def _pointer(_context: Any, _address: Any) -> Any:
-    """An address as something that numba makes an array of."""
-
-    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@numba.njit(cache=True, nogil=True)
-def _sums_of_rows(stretches: Any, like: Any, totals: Any) -> None:
-    for number in range(stretches.shape[0]):
-        piece, address, rows, step, columns, _ = stretches[number]
-        memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
-        plain, squares = np.int64(0), np.int64(0)  # apart, for the multiplication by C is as long as all the rest
-        for row in range(rows):
-            line = memory[row * step : row * step + columns]
-            for place in range(line.size):
-                x = np.int64(line[place])
-                plain += x
-                squares += x * x
-        totals[piece] += squares + plain * _C
-
-
-@numba.njit(cache=True, nogil=True)
-def _ordered_sums_of_rows(stretches: Any, like: Any, totals: Any) -> None:
-    for number in range(stretches.shape[0]):
-        piece, address, rows, step, columns, first = stretches[number]
-        memory = numba.carray(_pointer(address), ((rows - 1) * step + columns,), like.dtype)
-        total = np.int64(0)
-        for row in range(rows):
-            line = memory[row * step : row * step + columns]
-            for place in range(line.size):
-                x = np.int64(line[place])
-                total += x * (x + _C) * ((first + row * columns + place) * _C * 2 + 1)
-        totals[piece] += total

@@ -1,20 +1,22 @@
 """Which of its senders a message comes from, and in which exchange it travels: millions of them in seconds.
 
-Both choices are greedy and depend on all those before, so they are loops; numba compiles them. The messages are columns: a plan
-of a cluster has hundreds of thousands, and a rank looks at its own ones only.
+Both choices are greedy and depend on all those before, so they are loops, which numba compiles where there are many messages.
+The messages are columns: a plan of a cluster has hundreds of thousands, and a rank looks at its own ones only.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 Column = npt.NDArray[np.int64]
+#: messages up to which the loops run as they stand: to import numba takes longer
+_UNCOMPILED = 10_000
 
 
 @dataclass
@@ -42,7 +44,7 @@ class MessageList:
         ranks = np.array([rank for ranks in self.groups for rank in ranks], dtype=np.int64)
         # stable, because every rank makes the plan for itself and all must come to the same one
         largest_first = np.argsort(-self.size, kind="stable")
-        return _senders(self.group, self.size, largest_first, first.astype(np.int64), ranks)
+        return _loop(_senders, len(self.piece))(self.group, self.size, largest_first, first.astype(np.int64), ranks)
 
     def fill_buckets(self, source: Column, bucket_bytes: int, most_bytes: int) -> Column:
         """The exchange of each message: the first one with room on both its ranks.
@@ -54,7 +56,7 @@ class MessageList:
         if not len(self.piece):
             return self.piece
         num_ranks = 1 + max(int(source.max()), int(self.target.max()))
-        return _buckets(source, self.target, self.size, num_ranks, bucket_bytes, most_bytes)
+        return _loop(_buckets, len(self.piece))(source, self.target, self.size, num_ranks, bucket_bytes, most_bytes)
 
 
 class MessageBuilder:
@@ -100,7 +102,19 @@ class MessageBuilder:
         return MessageList(piece, box, target, group, sizes[box], list(self._groups))
 
 
-@numba.njit(cache=True)
+def _loop(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The function itself, or compiled for so many messages."""
+    return function if count <= _UNCOMPILED else _compiled(function)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    import numba  # brings LLVM
+
+    compiled: Callable[..., Any] = numba.njit(cache=True)(function)
+    return compiled
+
+
 def _senders(group: Column, size: Column, largest_first: Column, first: Column, ranks: Column) -> Any:
     load = np.zeros(ranks.max() + 1, dtype=np.int64)
     source = np.full(group.size, -1, dtype=np.int64)
@@ -138,7 +152,6 @@ def _senders(group: Column, size: Column, largest_first: Column, first: Column, 
     return source
 
 
-@numba.njit(cache=True)
 def _buckets(source: Column, target: Column, size: Column, num_ranks: int, bucket_bytes: int, most_bytes: int) -> Any:
     load = np.zeros((num_ranks, 64), dtype=np.int64)
     first_open = np.zeros(num_ranks, dtype=np.int64)

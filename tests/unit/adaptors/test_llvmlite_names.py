@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+_APPLY = "from mindspeed_rl.adaptors import llvmlite_names; llvmlite_names.apply()"
 _LOOK = "from llvmlite.binding import ffi; print(hasattr(ffi.lib, '__dict__'), callable(ffi.lib.LLVMPY_InitializeAllTargets))"
 
 
@@ -17,4 +18,8 @@ def test_the_patch_is_needed() -> None:
 
 
 def test_the_handle_has_no_dictionary_and_still_has_its_functions() -> None:
-    assert _said(f"from mindspeed_rl.adaptors import llvmlite_names; llvmlite_names.apply(); {_LOOK}") == "False True"
+    assert _said(f"import llvmlite.binding; {_APPLY}; {_APPLY}; {_LOOK}") == "False True"
+
+
+def test_a_library_that_is_not_there_is_not_brought() -> None:
+    assert _said(f"{_APPLY}; import sys; print('llvmlite' in sys.modules)") == "False"

@@ -15,7 +15,8 @@ import json, sys
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
 def brought():
-    return [name for name in ("transformers.modeling_utils", "transformers.generation.utils", "torch._dynamo") if name in sys.modules]
+    models = ("transformers.modeling_utils", "transformers.generation.utils", "torch._dynamo")
+    return [name for name in models if name in sys.modules]
 
 tokenizer = load_tokenizer(sys.argv[1])
 alone = [brought(), tokenizer("ba")["input_ids"], tokenizer.eos_token_id]
@@ -33,8 +34,9 @@ print(json.dumps([alone, list(drawn.shape), transformers.generation.GenerationMi
 def test_a_tokenizer_brings_no_models_and_they_can_still_come(tmp_path: Path) -> None:
     backend = Tokenizer(models.BPE({"<eos>": 0, "a": 1, "b": 2}, []))
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=8, **shape)).save_pretrained(tmp_path)
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, **heads)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 import torch
 
-from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, bit_sums
+from mindspeed_rl.resharding import bit_sums as module
+from mindspeed_rl.resharding.bit_sums import MASK, bit_sum, bit_sums, ordered_sums
+
+
+@pytest.fixture(params=["torch", "loops", "both"], autouse=True)
+def summing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are made by torch, by compiled loops, or by the one and, from so many elements of a call on, by the other."""
+    monkeypatch.delitem(sys.modules, module._COMPILED, raising=False)
+    monkeypatch.setattr(module, "_UNCOMPILED", {"torch": 1 << 60, "loops": -1, "both": 2_000}[request.param])
+    monkeypatch.setattr(module, "_CHUNK_IN_CACHE", 1 << 10)
+
+
+def test_places_count_where_sums_are_ordered() -> None:
+    tensors = [torch.arange(float(count)).sub(count // 2).to(torch.bfloat16) for count in (1, 700, 5000)]
+    bits = [[int(value) for value in tensor.view(torch.int16)] for tensor in tensors]
+    odd = 0x9E3779B97F4A7C15
+
+    def weighed(values: list[int]) -> int:
+        return sum(x * (x + odd) * (2 * place * odd + 1) for place, x in enumerate(values)) & MASK
+
+    found = [int(value) & MASK for value in ordered_sums([[tensor] for tensor in tensors] + [tensors])]
+    assert found == [*(weighed(values) for values in bits), weighed([x for values in bits for x in values])]
 
 
 def test_a_storage_that_was_summed_may_still_be_emptied_and_filled() -> None:

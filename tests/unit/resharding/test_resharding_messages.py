@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from mindspeed_rl.resharding import messages as messages_module
 from mindspeed_rl.resharding.messages import MessageBuilder, MessageList
 
 
@@ -66,7 +67,9 @@ def drawn(seed: int) -> tuple[MessageList, list[tuple[int, ...]], list[int], lis
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_messages_are_sent_as_the_plain_loops_say(seed: int) -> None:
+@pytest.mark.parametrize("uncompiled", [0, 1_000_000])
+def test_messages_are_sent_as_the_plain_loops_say(seed: int, uncompiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages_module, "_UNCOMPILED", uncompiled)
     messages, senders, targets, sizes = drawn(seed)
     assert messages.target.tolist() == targets and messages.size.tolist() == sizes
     source = messages.choose_senders()
