@@ -7,6 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.importing import auto_tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -61,8 +63,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
         ValueError: nothing loadable is there, or the tokenizer has no end token.
     """
     local = _is_folder(path)
-    from mindspeed_rl.adaptors.transformers_tokenizers import auto_tokenizer  # brings torch
-
     try:
         tokenizer: Any = auto_tokenizer().from_pretrained(
             str(Path(path).expanduser()) if local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast

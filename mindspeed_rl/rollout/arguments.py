@@ -25,6 +25,8 @@ from mindspeed_rl.models.kv_cache import cpu_cache_bytes
 from mindspeed_rl.rollout.requests import Sampling
 
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
+#: how the names of folders with sockets begin
+SOCKETS = "mindspeed-rl-vllm-"
 
 
 def engine_arguments(
@@ -117,19 +119,27 @@ def sampling_params(sampling: Sampling, seed: int, **more: Any) -> SamplingParam
 
 @contextmanager
 def own_socket_folder() -> Iterator[None]:
-    """Has vLLM make the sockets by which the processes of an engine meet in a folder that is removed when the block ends.
+    """Has vLLM make the sockets by which the parts of an engine meet in a folder that is removed when the block ends.
 
-    Once they have met the files are of no use, and those of a killed process would stay. vLLM may have kept the folder of an
-    earlier engine of this process in its copy of the environment, which is dropped.
+    Once they have met the files are of no use, and those of a killed process would stay.
+    """
+    with TemporaryDirectory(prefix=SOCKETS) as folder, sockets_in(folder):
+        yield
+
+
+@contextmanager
+def sockets_in(folder: str) -> Iterator[None]:
+    """Has vLLM make its sockets in this folder.
+
+    vLLM may have kept the folder of an earlier engine of this process in its copy of the environment, which is dropped.
     """
     before = os.environ.get(_SOCKET_FOLDER)
-    with TemporaryDirectory(prefix="mindspeed-rl-vllm-") as folder:
-        os.environ[_SOCKET_FOLDER] = folder
-        if hasattr(envs, "disable_envs_cache"):
-            envs.disable_envs_cache()
-        try:
-            yield
-        finally:
-            del os.environ[_SOCKET_FOLDER]
-            if before is not None:
-                os.environ[_SOCKET_FOLDER] = before
+    os.environ[_SOCKET_FOLDER] = folder
+    if hasattr(envs, "disable_envs_cache"):
+        envs.disable_envs_cache()
+    try:
+        yield
+    finally:
+        del os.environ[_SOCKET_FOLDER]
+        if before is not None:
+            os.environ[_SOCKET_FOLDER] = before

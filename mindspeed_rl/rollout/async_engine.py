@@ -5,16 +5,18 @@ Importing this imports vLLM, so `adaptors.apply("rollout")` must have run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl.adaptors import vllm_async
-from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
+from mindspeed_rl.rollout.arguments import SOCKETS, sampling_params, sockets_in
 from mindspeed_rl.rollout.engine import NOTHING, Finish, Generated, PauseMode, continuation
 from mindspeed_rl.rollout.requests import Sampling
 
@@ -52,8 +54,14 @@ class AsyncEngine:
         Args:
             arguments: from `engine_arguments`, with executor and worker extension.
         """
-        with own_socket_folder():
-            self.llm: Any = vllm_async.build_async_engine(arguments)
+        # until the first answer has come: the engine says that it is ready before it opens the socket of its answers
+        self._sockets = TemporaryDirectory(prefix=SOCKETS)
+        with contextlib.ExitStack() as unless_ready:
+            unless_ready.callback(self._sockets.cleanup)
+            with sockets_in(self._sockets.name):
+                self.llm: Any = vllm_async.build_async_engine(arguments)
+            unless_ready.pop_all()
+        self._answers = False
         self.version = -1
         self._numbers = itertools.count()
 
@@ -74,6 +82,7 @@ class AsyncEngine:
         params = sampling_params(asked.sampling, asked.seed, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": list(asked.prompt_ids)}
         async for output in self.llm.generate(prompt, params, f"rollout-{next(self._numbers)}"):
+            self._has_answered()
             sample = output.outputs[0]
             ended = bool(output.finished)
             finish = _FINISHES.get(sample.finish_reason, "aborted") if ended else None
@@ -102,6 +111,7 @@ class AsyncEngine:
     async def join(self, meeting: str, first_rank: int) -> None:
         """The engine's workers are members of the group that meets there."""
         await self.llm.collective_rpc("weights_join", args=(meeting, first_rank))
+        self._has_answered()
 
     async def leave(self) -> None:
         """The engine's workers are in no group."""
@@ -133,6 +143,13 @@ class AsyncEngine:
     def close(self) -> None:
         """The engine's processes are ended."""
         self.llm.shutdown()
+        self._has_answered()
+
+    def _has_answered(self) -> None:
+        """All sockets are open, so that nobody needs their files any more."""
+        if not self._answers:
+            self._answers = True
+            self._sockets.cleanup()
 
 
 def extended(whole: Generated, piece: Piece) -> Generated:
