@@ -50,9 +50,9 @@ def auto_tokenizer() -> type[AutoTokenizer]:
     """`transformers.AutoTokenizer`, without models, unless they are here already.
 
     The module that finds tokenizers' classes also finds models', and imports `GenerationMixin` for old models that bring their
-    own code; with it come generation, modelling and torch's compilers: 1.2 s and 82 MiB, where a tokenizer needs 1.1 s and 25 MiB.
-    Meanwhile there is a stand-in, so that whoever imports models later gets all of it then. What keeps it is the finding of
-    models with remote code from before transformers 4.45, which nothing here loads.
+    own code; with it come generation, modelling and torch's compilers: 1.2 s and 82 MiB, where a tokenizer needs 1.1 s and
+    25 MiB. Meanwhile there is a stand-in; whoever imports models later gets all of it then. What keeps it is the finding
+    of models with remote code from before transformers 4.45, which nothing here loads.
     """
     name = "GenerationMixin"
     generation: Any = importlib.import_module("transformers.generation")
