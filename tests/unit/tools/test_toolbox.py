@@ -277,7 +277,7 @@ def test_a_cancelled_call_ends_its_process_and_the_box_goes_on(tmp_path):
             tools = box.open({})
             await tools.call([call("misbehave", how="")])  # its process is there
             asked = asyncio.create_task(tools.call([call("misbehave", how="hang")]))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(1.0)
             before = {process.pid for process in me.children(recursive=True)}
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
