@@ -7,6 +7,7 @@ can go when either of the two has changed; `tests/unit/adaptors` fails then.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -14,10 +15,17 @@ _MODULE = "llvmlite.binding.ffi"
 
 
 def apply() -> None:
-    """Asked for `__dict__` and its like, the handle says that it has none; where there is no handle, nothing is imported."""
-    handle: Any = getattr(sys.modules.get(_MODULE), "_lib_wrapper", None)
-    if handle is None:
-        return
+    """Asked for `__dict__` and its like, the handle says that it has none; where there is no handle, nothing is imported.
+
+    Idempotent.
+    """
+    handle = getattr(sys.modules.get(_MODULE), "_lib_wrapper", None)
+    if handle is not None:
+        _patch(handle)
+
+
+@functools.cache
+def _patch(handle: Any) -> None:
     get = handle.__getattr__
 
     def find(self: Any, name: str) -> Any:

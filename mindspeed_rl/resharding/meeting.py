@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+_M = TypeVar("_M", bound="_Message")
 
 
 @dataclass(frozen=True)
-class Meeting:
+class _Message:
+    """What travels between the driver and the members of a group."""
+
+    def to_json(self) -> str:
+        """As it travels."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls: type[_M], text: str) -> _M:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Meeting(_Message):
     """Where the members of a group meet.
 
     Attributes:
@@ -26,18 +43,9 @@ class Meeting:
     size: int
     timeout_s: float
 
-    def to_json(self) -> str:
-        """As it travels to the members."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Meeting:
-        """What `to_json` wrote."""
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True)
-class Delivery:
+class Delivery(_Message):
     """What an engine's worker says after a push.
 
     Attributes:
@@ -51,12 +59,3 @@ class Delivery:
     differing: list[str]
     received_bytes: int
     needed_bytes: int
-
-    def to_json(self) -> str:
-        """As it travels to the driver."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Delivery:
-        """What `to_json` wrote."""
-        return cls(**json.loads(text))
