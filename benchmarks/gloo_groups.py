@@ -18,7 +18,7 @@ import torch.multiprocessing as multiprocessing
 from headline import Headline
 
 from mindspeed_rl.adaptors import gloo_devices
-from mindspeed_rl.workers.process import free_port
+from mindspeed_rl.runtime.process import free_port
 
 
 def measure(rank: int, port: int, shared: bool, groups: int, seconds: float, shares: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.service import RolloutService
+from mindspeed_rl.serving.service import RolloutService
 
 
 def token(prompt_ids: Iterable[int], seed: int, position: int) -> int:

@@ -72,7 +72,7 @@ def _tree(written: dict[str, Any]) -> dict[str, Any]:
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     # by name: it brings torch, Ray and transformers, which read the environment
-    compare_run = registry.load("mindspeed_rl.trainers.comparison:compare_run", "diff")
+    compare_run = registry.load("mindspeed_rl.diagnostics.train_vs_rollout:compare_run", "diff")
     with TemporaryDirectory(prefix="mindspeed-rl-diff-") as folder:
         found, cause, lines = compare_run(cfg, arguments.nodes, Path(folder), arguments.prompts, arguments.tokens)
     for line in lines:

@@ -8,10 +8,10 @@ import os
 import sys
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.explain import explain, failed, render
+from mindspeed_rl.config.explain.key_reference import matching
+from mindspeed_rl.config.explain.plan_page import explain, failed, render
+from mindspeed_rl.config.explain.warnings import learning_rate
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.notices import learning_rate
-from mindspeed_rl.config.reference import matching
 from mindspeed_rl.config.resolve import resolve
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
@@ -68,7 +68,7 @@ def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
     """The parts of the report that depend on how many prompts there are, as a run would read them."""
     os.environ.update(quiet_environment(os.environ))
     # they bring torch and Ray, which no other plan needs
-    from mindspeed_rl.trainers.rl_parts import count_prompts, with_length
+    from mindspeed_rl.trainers.rl_setup import count_prompts, with_length
 
     run = resolve(cfg, num_nodes, platform=cfg.platform)
     epochs = cfg.actor_config.train_epochs

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from mindspeed_rl.cli.failures import say_failure
+from mindspeed_rl.config.compat.importer import Import
+from mindspeed_rl.config.compat.swift import from_swift
+from mindspeed_rl.config.compat.verl import from_verl
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.imported import Import
-from mindspeed_rl.config.imported_swift import from_swift
-from mindspeed_rl.config.imported_verl import from_verl
 from mindspeed_rl.rewards import REWARDS
 
 #: project -> what reads its command lines

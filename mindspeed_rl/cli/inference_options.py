@@ -16,7 +16,7 @@ from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.workers.local_ray import local_ray_environment
+from mindspeed_rl.runtime.local_ray import local_ray_environment
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.agents import AgentEngine

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.config.megatron import is_weight
+from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.data.prompts import HUB, sliced
-from mindspeed_rl.workers.scratch import scratch_folder
+from mindspeed_rl.runtime.scratch import scratch_folder
 
 RANK_RESOURCE = "launch_rank_"
 _DONE_FILE = "MINDSPEED_RL_LAUNCH_DONE"

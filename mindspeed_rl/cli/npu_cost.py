@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
                 raise ValueError(f"--{name}: {getattr(arguments, name)} must be at least {least}.")
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         # by name: it brings torch, which --help does without
-        count = registry.load("mindspeed_rl.trainers.counted_iteration:count", "npu-cost")
+        count = registry.load("mindspeed_rl.diagnostics.cost_iteration:count", "npu-cost")
         print(
             count(cfg, arguments.config_name, arguments.layers, arguments.rows, arguments.tokens, as_json=arguments.json),
             flush=True,

@@ -25,10 +25,10 @@ from mindspeed_rl.algorithms.masks import entropy_threshold, overlong_filter
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch, load_rollout_batch
 from mindspeed_rl.config import Objective, RLConfig
+from mindspeed_rl.config.keys.schema import build
 from mindspeed_rl.config.loader import apply_second_spellings
 from mindspeed_rl.config.objective import objective_of, unusable_plugins
-from mindspeed_rl.config.objective_rules import algorithm_violations
-from mindspeed_rl.config.schema import build
+from mindspeed_rl.config.rules.objective_rules import algorithm_violations
 from mindspeed_rl.observability.metrics import merge
 from mindspeed_rl.rewards.samples import reward_functions
 

@@ -12,10 +12,11 @@ from typing import Any
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.expert_map import write_expert_map
 from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.config.sizes import rollout_is_apart
-from mindspeed_rl.config.validation import validate
+from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, best, modes_of, simulate
 from mindspeed_rl.observability.expert_load import read_folder
 from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.assumptions import of_memory, of_time
@@ -28,7 +29,6 @@ from mindspeed_rl.planner.run_file import read_block, run_file
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrated, plan_time
 from mindspeed_rl.planner.text import fit_json, fit_text, memory_json, memory_text, time_json, time_text
-from mindspeed_rl.trainers.mode_simulation import PhaseTimes, best, modes_of, simulate
 
 #: of an iteration in the simulation of modes; more of them make no other ratio
 _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8

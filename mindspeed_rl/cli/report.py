@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from mindspeed_rl.observability.alerts import find_signs
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.run_files import read_run
-from mindspeed_rl.observability.signs import find_signs
 
 
 def main(argv: list[str]) -> int:

@@ -137,7 +137,7 @@ def _serve(
     os.environ.update(quiet_environment(os.environ))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # it imports torch, which reads the environment
-    from mindspeed_rl.workers.hand_server import serve
+    from mindspeed_rl.serving.standalone import serve
 
     keys = generate.sampling_config
     whole = keys.top_p >= 1.0 and keys.top_k <= 0 and keys.min_p <= 0.0 and not args.cut_distribution

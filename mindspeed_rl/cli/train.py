@@ -13,8 +13,8 @@ from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import quiet_environment
-from mindspeed_rl.workers.fork_server import RL, TRAINING, fork_server
-from mindspeed_rl.workers.local_ray import local_ray_environment
+from mindspeed_rl.runtime.fork_server import RL, TRAINING, fork_server
+from mindspeed_rl.runtime.local_ray import local_ray_environment
 
 
 def main(argv: list[str]) -> int:
@@ -44,9 +44,9 @@ def main(argv: list[str]) -> int:
         with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
             run = _resolved(cfg, arguments.nodes)
             # as there, and Ray
-            from mindspeed_rl.trainers.ending import EXIT_CODE, Terminated
+            from mindspeed_rl.trainers.launch import started
             from mindspeed_rl.trainers.recovery import Recovery
-            from mindspeed_rl.trainers.start import started
+            from mindspeed_rl.trainers.termination import EXIT_CODE, Terminated
 
             recovery = Recovery(run)
             try:
@@ -79,7 +79,7 @@ def _say_how_to_go_on(run: Run | None, begun: float) -> None:
     """The last line of a run that ended before its time; none for one that never began."""
     if run is not None:
         # as in main: it brings torch
-        from mindspeed_rl.trainers.beginning import how_to_go_on
+        from mindspeed_rl.trainers.resume import how_to_go_on
 
         print(how_to_go_on(run, begun), file=sys.stderr)
 

@@ -3,16 +3,19 @@
 Importing it needs neither torch nor Ray nor Hydra.
 """
 
-from mindspeed_rl.config.deadlines import DeadlineKeys, Deadlines, FaultTolerance
-from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.generate import GenerateConfig, SamplingConfig
+from mindspeed_rl.config.keys.deadlines import DeadlineKeys, Deadlines, FaultTolerance
+from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
+from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
+from mindspeed_rl.config.keys.megatron import RL_STAGES, SUPERVISED_STAGES, MegatronConfig
+from mindspeed_rl.config.keys.rl import IntegratedModeConfig, Resource, RLConfig, RouterReplay
+from mindspeed_rl.config.keys.turns import agent_loop_of, response_limit
 from mindspeed_rl.config.loader import build_run_config, load_run_config
-from mindspeed_rl.config.megatron import RL_STAGES, SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.objective import Objective, formula, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
 from mindspeed_rl.config.resolve import Run, resolve
-from mindspeed_rl.config.rl import IntegratedModeConfig, Resource, RLConfig, RouterReplay
+from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
+from mindspeed_rl.config.rules.violation import Violation
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import (
     num_devices,
@@ -23,9 +26,6 @@ from mindspeed_rl.config.sizes import (
     rollout_is_apart,
     rollout_servers,
 )
-from mindspeed_rl.config.turns import agent_loop_of, response_limit
-from mindspeed_rl.config.validation import missing_for_training, unavailable, validate
-from mindspeed_rl.config.violation import Violation
 
 __all__ = [
     "RL_STAGES",

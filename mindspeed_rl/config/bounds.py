@@ -11,8 +11,8 @@ from typing import Any
 
 from mindspeed_rl.catalogue import SETTINGS
 from mindspeed_rl.catalogue.records import Bounds
+from mindspeed_rl.config.rules.violation import Violation, out_of_range
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.violation import Violation, out_of_range
 
 #: rows of a batch, tokens of a sequence or budget, devices, processes of this machine, layers, iterations
 _ROWS, _TOKENS, _DEVICES, _PROCESSES, _LAYERS, _ITERATIONS = 10**7, 10**8, 10**6, 4096, 10**4, 10**9

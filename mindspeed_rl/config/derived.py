@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from mindspeed_rl.config.engine_limits import engine_limits, shape_of_run, splits
+from mindspeed_rl.config.keys.turns import response_limit, response_limit_key
+from mindspeed_rl.config.rules.engine_limits import engine_limits, shape_of_run, splits
 from mindspeed_rl.config.run import Derivation, RunConfig
 from mindspeed_rl.config.sizes import own_rollout_devices, read_sizes, rollout_servers, world_size
-from mindspeed_rl.config.turns import response_limit, response_limit_key
 
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MOST_TENSOR = 8

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.other_projects import OTHERWISE, RENAMED, VALUES
+from mindspeed_rl.config.compat.names_elsewhere import OTHERWISE, RENAMED, VALUES
 
 
 class ConfigError(ValueError):

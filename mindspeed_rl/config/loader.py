@@ -8,19 +8,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.config.compat.aliases import apply_second_spellings
+from mindspeed_rl.config.compat.deprecated import in_present_names
 from mindspeed_rl.config.derived import derive
-from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
-from mindspeed_rl.config.earlier_names import in_present_names
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
-from mindspeed_rl.config.generate import ENGINE_SAMPLING, GenerateConfig, SamplingConfig
-from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
+from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig, SamplingConfig
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.schema import build, field_types, normalized
 from mindspeed_rl.config.model_facts import read_model_facts
 from mindspeed_rl.config.objective import unusable_plugins
-from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.config.schema import build, field_types, normalized
-from mindspeed_rl.config.spellings import apply_second_spellings
 
 ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "vit_config")
 TOP_LEVEL = ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "profiler_config", "msprobe_config")

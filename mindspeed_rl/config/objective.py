@@ -27,9 +27,9 @@ from mindspeed_rl.catalogue.records import (
     Scale,
     find,
 )
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.turns import response_limit
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.turns import response_limit
 
 
 @dataclass(frozen=True, kw_only=True)

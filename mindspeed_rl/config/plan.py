@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import Sizes, read_sizes, shown
-from mindspeed_rl.config.validation import validate
 
 
 @dataclass(frozen=True)

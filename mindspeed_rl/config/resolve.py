@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from mindspeed_rl.config.deadlines import Deadlines, FaultTolerance, resolve_deadlines
 from mindspeed_rl.config.derived import derive
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.keys.deadlines import Deadlines, FaultTolerance, resolve_deadlines
+from mindspeed_rl.config.keys.generate import GenerateConfig
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.objective import Objective, resolve_objective
 from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
 from mindspeed_rl.config.prediction import Prediction
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.rules.validation import unavailable
 from mindspeed_rl.config.run import PlatformName, RunConfig
-from mindspeed_rl.config.validation import unavailable
 
 
 @dataclass(frozen=True)

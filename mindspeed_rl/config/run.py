@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
-from mindspeed_rl.config.generate import GenerateConfig
-from mindspeed_rl.config.megatron import SUPERVISED_STAGES, MegatronConfig
+from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
+from mindspeed_rl.config.keys.generate import GenerateConfig
+from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.model_facts import ModelFacts
-from mindspeed_rl.config.rl import RLConfig
 
 #: what `platform` of a run file may say: auto, or a device kind that `mindspeed_rl.platform` knows
 PlatformName = Literal["auto", "npu", "cpu", "cuda"]

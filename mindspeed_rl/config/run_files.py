@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mindspeed_rl.config.errors import ConfigError, nearest
-from mindspeed_rl.config.megatron import SUPERVISED_STAGES
+from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES
 from mindspeed_rl.config.yaml_limits import check_yaml
 
 #: of file systems, less the ending

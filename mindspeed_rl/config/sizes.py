@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-from mindspeed_rl.config.megatron import MegatronConfig
-from mindspeed_rl.config.rl import Resource
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.rl import Resource
 from mindspeed_rl.config.run import RunConfig
 
 # no float: rules ask whether a share comes out whole

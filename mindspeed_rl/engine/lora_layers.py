@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.megatron import LORA_TARGETS
+from mindspeed_rl.config.keys.megatron import LORA_TARGETS
 from mindspeed_rl.engine.parallel import rng_tracker
 from mindspeed_rl.models.network import Network
 

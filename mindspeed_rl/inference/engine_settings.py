@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.engine_limits import engine_limits
+from mindspeed_rl.config.rules.engine_limits import engine_limits
 from mindspeed_rl.inference.model_files import ModelSettings
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16"}

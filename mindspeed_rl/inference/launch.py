@@ -15,12 +15,12 @@ from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.requests import Engine, Piece, Request
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.workers.cluster import cluster, worker_environment
-from mindspeed_rl.workers.fork_server import INFERENCE, TRAINING, fork_server
+from mindspeed_rl.runtime.cluster import cluster, worker_environment
+from mindspeed_rl.runtime.fork_server import INFERENCE, TRAINING, fork_server
+from mindspeed_rl.runtime.futures import WorkerFailed
+from mindspeed_rl.runtime.process import ProcessSettings
+from mindspeed_rl.runtime.scratch import scratch_folder
 from mindspeed_rl.workers.groups import WorkerGroup
-from mindspeed_rl.workers.process import ProcessSettings
-from mindspeed_rl.workers.scratch import scratch_folder
-from mindspeed_rl.workers.waiting import WorkerFailed
 
 #: pieces that one call to the workers brings for each running request
 _PIECES_PER_CALL = 8

@@ -17,7 +17,7 @@ from mindspeed_rl.checkpoint.lora import checked_scale, is_peft_folder, open_pef
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.models.network import Network
-from mindspeed_rl.workers.scratch import process_folder
+from mindspeed_rl.runtime.scratch import process_folder
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import __version__
+from mindspeed_rl.observability.alerts import Sign, find_signs
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.progress import clock
 from mindspeed_rl.observability.run_files import read_files
-from mindspeed_rl.observability.signs import Sign, find_signs
 
 # Packages whose versions decide what a run computes.
 PACKAGES = (

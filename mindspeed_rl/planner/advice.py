@@ -8,10 +8,10 @@ from typing import Any
 
 from mindspeed_rl.config import own_critic_devices, own_reference_devices, own_reward_devices
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.mend import with_values
+from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.validation import is_valid, unavailable
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config.effects import ROLE_GROUPS
+from mindspeed_rl.config.explain.effects import ROLE_GROUPS
+from mindspeed_rl.config.keys.network import NetworkKeys
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
-from mindspeed_rl.config.network import NetworkKeys
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.run_files import read_metrics

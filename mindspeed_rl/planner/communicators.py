@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mindspeed_rl.config.placement import rollout_layout
 from mindspeed_rl.config.process_groups import group_buffers
-from mindspeed_rl.config.rollout_layout import rollout_layout
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import rollout_is_apart
 from mindspeed_rl.planner.run_shape import RunShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.rollout_layout import engine_adapter_rank, rollout_layout
+from mindspeed_rl.config.placement import engine_adapter_rank, rollout_layout
 from mindspeed_rl.models.kv_cache import cpu_cache_bytes, kv_bytes_per_token
 from mindspeed_rl.planner.chips import GIB
 from mindspeed_rl.planner.run_shape import RunShape

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from mindspeed_rl.config.generate import GenerateConfig
+from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart

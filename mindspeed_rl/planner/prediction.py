@@ -102,7 +102,7 @@ def comparison(run: Run, medians: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _word(name: str) -> str:
-    """As names of metrics have it; see `workers/memory.py`."""
+    """As names of metrics have it; see `runtime/device_memory.py`."""
     return name.replace(" ", "_").lower()
 
 

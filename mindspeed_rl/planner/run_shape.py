@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from mindspeed_rl.config.generate import GenerateConfig
-from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.keys.generate import GenerateConfig
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.turns import response_limit
 from mindspeed_rl.config.objective import resolve_objective
-from mindspeed_rl.config.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import (
     Sizes,
@@ -19,7 +20,6 @@ from mindspeed_rl.config.sizes import (
     read_sizes,
     world_size,
 )
-from mindspeed_rl.config.turns import response_limit
 from mindspeed_rl.models.network_keys import reward_model_config, without_network_keys
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip

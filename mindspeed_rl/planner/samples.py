@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.config.keys.turns import agent_loop_of, response_limit
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.turns import agent_loop_of, response_limit
 from mindspeed_rl.planner.lengths import Lengths
 
 #: mean lengths where nobody says them: of the limit of responses, of that of prompts

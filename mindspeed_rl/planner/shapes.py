@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
-from mindspeed_rl.config.rollout_layout import PACKED_ELEMENTS, RolloutLayout
+from mindspeed_rl.config.placement import PACKED_ELEMENTS, RolloutLayout
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.keyed_network import network_of_keys
 from mindspeed_rl.models.network import Network

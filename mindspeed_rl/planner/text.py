@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.config.violation import written
+from mindspeed_rl.config.rules.violation import written
 from mindspeed_rl.planner.advice import Change
 from mindspeed_rl.planner.assumptions import Assumption
 from mindspeed_rl.planner.chips import GIB, Chip

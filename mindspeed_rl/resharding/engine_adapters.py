@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.config.rollout_layout import engine_adapter_rank
+from mindspeed_rl.config.placement import engine_adapter_rank
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sum
 from mindspeed_rl.rollout.loading import LoadsWeights
 

@@ -21,9 +21,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mindspeed_rl.rewards.answers.statements import EVALUATION, are_equal, comparisons
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
-from mindspeed_rl.rewards.statements import EVALUATION, are_equal, comparisons
 
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TEST_LIMIT_S = 5.0

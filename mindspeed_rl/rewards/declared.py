@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.rewards import REWARDS, find
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config.rl import RLConfig
+    from mindspeed_rl.config.keys.rl import RLConfig
 
 
 def reward_mistakes(rl: RLConfig) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.rewards.answers import tagged_answer
+from mindspeed_rl.rewards.answers.extraction import tagged_answer
 
 _ANSWER_OPENS = re.compile(r"</think>\s*<answer>")
 _ANSWER_CLOSES = re.compile(r"</answer>$", re.MULTILINE)

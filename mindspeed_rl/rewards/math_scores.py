@@ -9,11 +9,18 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, verify
 
-from mindspeed_rl.rewards.answers import accepted_answers, closed_boxed, final_answer, last_boxed, last_number, tagged_answer
-from mindspeed_rl.rewards.equality import same_answer
-from mindspeed_rl.rewards.formulas import TooCostly, cpu_limit, read_text, warm_up  # noqa: F401 (the spawner calls warm_up)
-from mindspeed_rl.rewards.grading import grade, minerva_normal_form
-from mindspeed_rl.rewards.quantities import read_quantity
+from mindspeed_rl.rewards.answers.equality import same_answer
+from mindspeed_rl.rewards.answers.extraction import (
+    accepted_answers,
+    closed_boxed,
+    final_answer,
+    last_boxed,
+    last_number,
+    tagged_answer,
+)
+from mindspeed_rl.rewards.answers.formulas import TooCostly, cpu_limit, read_text, warm_up  # noqa: F401 (the spawner calls warm_up)
+from mindspeed_rl.rewards.answers.grading import grade, minerva_normal_form
+from mindspeed_rl.rewards.answers.quantities import read_quantity
 
 _BEFORE_ASSISTANT = re.compile(r"^.*?<\|im_start\|>assistant", re.DOTALL)
 _STOP_WORDS = re.compile(r"</s>|<\|im_end\|>|<\|endoftext\|>")

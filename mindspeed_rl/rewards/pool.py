@@ -18,7 +18,7 @@ from mindspeed_rl.rewards.jobs import Batch
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, reward_functions
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config.rl import RLConfig
+    from mindspeed_rl.config.keys.rl import RLConfig
 
 _FAILURE_WINDOW, _FAILURE_MIN_SAMPLES = 1024, 64
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config.rl import RLConfig
+    from mindspeed_rl.config.keys.rl import RLConfig
 
 State = Literal["ok", "skipped", "failed", "timeout", "crashed", "memory"]
 FAILURES: tuple[State, ...] = ("failed", "timeout", "crashed", "memory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mindspeed_rl.rewards.answers import closed_boxed, tagged_answer
+from mindspeed_rl.rewards.answers.extraction import closed_boxed, tagged_answer
 
 _LETTERS = r"[(（]?([A-J](?:\s*[,、，和&]?\s*(?:and\s+)?[A-J])*)[)）]?(?![A-Za-z'’])"
 _STATED = re.compile(

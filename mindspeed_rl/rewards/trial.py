@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.rewards import REWARDS
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config.rl import RLConfig
+    from mindspeed_rl.config.keys.rl import RLConfig
 
 _TIMEOUT_S = 120.0
 

@@ -20,7 +20,7 @@ from vllm import EngineArgs, SamplingParams, envs
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.rollout_layout import RolloutLayout
+from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.models.kv_cache import cpu_cache_bytes
 from mindspeed_rl.rollout.requests import Sampling
 

@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import unlink_message_buffers
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
+from mindspeed_rl.config.placement import RolloutLayout, rollout_layout
 from mindspeed_rl.rollout.arguments import engine_arguments as engine_arguments_of
 from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
 from mindspeed_rl.rollout.loading import load_named

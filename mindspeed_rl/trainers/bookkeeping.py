@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
-from mindspeed_rl.trainers.ending import Ending
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.run_logger import RunLogger
-from mindspeed_rl.workers.reports import WorkerReport
+from mindspeed_rl.trainers.termination import Ending
 
 
 class Bookkeeping:

@@ -9,9 +9,9 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.workers.reports import WorkerReport
 
 
 class GreedyBaselines:

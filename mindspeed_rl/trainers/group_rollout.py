@@ -10,6 +10,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, take
 from mindspeed_rl.observability.lines import CONSUMED
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_filter import GroupFilter
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -25,7 +26,6 @@ from mindspeed_rl.trainers.prompt_groups import (
 )
 from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, PromptFeed
 from mindspeed_rl.trainers.services import Services
-from mindspeed_rl.workers.reports import WorkerReport
 
 _IN_FLIGHT = "in_flight"
 

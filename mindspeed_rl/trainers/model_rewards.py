@@ -12,8 +12,8 @@ from mindspeed_rl.dataplane.columns import objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import add_model_scores
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.groups import ScoringGroup
-from mindspeed_rl.workers.reports import WorkerReport
 
 
 class ModelRewards:

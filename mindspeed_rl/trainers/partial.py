@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.streaming import Requests
-from mindspeed_rl.workers.reports import WorkerReport
 
 #: (responses that go on, tokens that each may grow by) -> reports, and the responses in the same order
 Extend = Callable[[Sequence[Piece], int], tuple[list[WorkerReport], list[Generated]]]

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from mindspeed_rl.checkpoint.newest import LATEST_NAME
 from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.workers.waiting import WorkerFailed
+from mindspeed_rl.runtime.futures import WorkerFailed
 
 #: what a fault of a process, a machine or Ray itself looks like to the driver
 _FAULTS = (WorkerFailed, TimeoutError, RayError, ConnectionError)

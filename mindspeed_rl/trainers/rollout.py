@@ -11,12 +11,12 @@ from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, take
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.group_filter import GroupFilter
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.prompt_groups import prompt_rows
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.workers.columns import WORKER_COLUMNS, worker_columns
-from mindspeed_rl.workers.reports import WorkerReport
 
 #: what `PromptFeed` puts into the data plane
 PROMPT_COLUMNS = ("prompt_ids", "labels", "extra")

@@ -11,6 +11,7 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
@@ -20,7 +21,6 @@ from mindspeed_rl.trainers.rollout import FilteredRollout, PromptFeed, Rollout, 
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.trainers.streaming import Requests, StreamingSource
 from mindspeed_rl.workers.groups import ActorGroup
-from mindspeed_rl.workers.reports import WorkerReport
 from mindspeed_rl.workers.responses import sampling_seed
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.config import RLConfig, Run, response_limit
-from mindspeed_rl.config.schema import default_of
+from mindspeed_rl.config.keys.schema import default_of
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import ragged
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import Run, RunConfig
-from mindspeed_rl.config.megatron import is_weight
+from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import summary
 from mindspeed_rl.observability.logging import set_up_logging
@@ -24,10 +24,10 @@ from mindspeed_rl.planner.advice import changes_that_relieve
 from mindspeed_rl.planner.calibration import later_medians, run_tree
 from mindspeed_rl.planner.chips import chip_of
 from mindspeed_rl.planner.prediction import comparison
-from mindspeed_rl.trainers.ending import Terminated
+from mindspeed_rl.runtime.device_memory import memory_failure
+from mindspeed_rl.runtime.futures import WorkerFailed
 from mindspeed_rl.trainers.run_logger import RunLogger
-from mindspeed_rl.workers.memory import memory_failure
-from mindspeed_rl.workers.waiting import WorkerFailed
+from mindspeed_rl.trainers.termination import Terminated
 
 _MOST_SETTINGS = 3
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_rl.algorithms.kl import kl_controller
 from mindspeed_rl.config import Run
-from mindspeed_rl.config.megatron import evaluates
+from mindspeed_rl.config.keys.megatron import evaluates
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.admission import admission_of

@@ -16,9 +16,9 @@ from mindspeed_rl.rollout.agents.loop import Task
 from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.engine import RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
-from mindspeed_rl.workers.reports import WorkerReport
 
 Answer = TypeVar("Answer")
 #: how often a wait for responses looks whether the engine lives

@@ -28,14 +28,14 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.device_memory import PhaseMemory
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.kept_log_probs import KeptLogProbs
-from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.reports import WorkerReport
 from mindspeed_rl.workers.reward_model import RewardModel
 from mindspeed_rl.workers.role import Role
 from mindspeed_rl.workers.roles import build_roles

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config import RLConfig, Run, agent_loop_of, response_limit
-from mindspeed_rl.config.deadlines import DEFAULTS
+from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
 from mindspeed_rl.data.turns import ChatTurns

@@ -30,16 +30,16 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.meeting import Meeting
-from mindspeed_rl.rollout.pool import ServerPool
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.futures import Pending, WorkerFailed, wait_all
+from mindspeed_rl.runtime.reports import WorkerReport, add_bytes
+from mindspeed_rl.serving.engine_pool import ServerPool
+from mindspeed_rl.serving.server_process import ServerSettings
+from mindspeed_rl.serving.servers import RolloutServers
 from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
 from mindspeed_rl.workers.groups import ActorGroup, RunGroup
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
-from mindspeed_rl.workers.reports import WorkerReport, add_bytes
 from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
-from mindspeed_rl.workers.server_process import ServerSettings
-from mindspeed_rl.workers.servers import RolloutServers
-from mindspeed_rl.workers.waiting import Pending, WorkerFailed, wait_all
 
 #: how long finished responses are collected before they are put together
 _COLLECT_S = 0.02

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mindspeed_rl.config import Run
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.profiling import PhaseProfiler
-from mindspeed_rl.workers.reports import WorkerReport
 
 
 class DeviceWorker:

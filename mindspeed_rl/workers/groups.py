@@ -23,18 +23,18 @@ from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLCon
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network_keys import reward_model_config
-from mindspeed_rl.observability.standing import end_processes, forget
+from mindspeed_rl.observability.process_status import end_processes, forget
 from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.cluster import head_is_gone, is_own_cluster, process_environment, worker_environment
-from mindspeed_rl.workers.handles import actor_handle
+from mindspeed_rl.runtime.cluster import head_is_gone, is_own_cluster, process_environment, worker_environment
+from mindspeed_rl.runtime.futures import Pending, Watch, wait_all
+from mindspeed_rl.runtime.handles import actor_handle
+from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
+from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
+from mindspeed_rl.runtime.shared_filesystem import HostLook, check_hosts
 from mindspeed_rl.workers.order import UpdateOrder
-from mindspeed_rl.workers.process import ProcessSettings, WorkerProcess
-from mindspeed_rl.workers.reports import DataSummary, WorkerReport
-from mindspeed_rl.workers.same_files import HostLook, check_hosts
-from mindspeed_rl.workers.waiting import Pending, Watch, wait_all
 
 _LOG = logging.getLogger(__name__)
 

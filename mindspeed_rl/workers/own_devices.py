@@ -10,12 +10,12 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.device_memory import PhaseMemory
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.dumping import PhaseDumps
-from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.reports import WorkerReport
 from mindspeed_rl.workers.roles import build_critic, build_reference, shared_settings
 
 

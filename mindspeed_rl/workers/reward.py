@@ -18,7 +18,7 @@ from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.reports import WorkerReport
+from mindspeed_rl.runtime.reports import WorkerReport
 
 
 class RewardWorker:

@@ -13,14 +13,14 @@ from ray.actor import ActorHandle
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.observability.standing import end_processes, forget
+from mindspeed_rl.observability.process_status import end_processes, forget
 from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.cluster import process_environment, worker_environment
-from mindspeed_rl.workers.handles import actor_handle
+from mindspeed_rl.runtime.cluster import process_environment, worker_environment
+from mindspeed_rl.runtime.futures import Pending, Watch, wait_all
+from mindspeed_rl.runtime.handles import actor_handle
 from mindspeed_rl.workers.reward import RewardWorker
-from mindspeed_rl.workers.waiting import Pending, Watch, wait_all
 
 _LOG = logging.getLogger(__name__)
 #: reward workers that a run replaces before it gives up: what kills more of them is no accident

@@ -14,12 +14,12 @@ from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.models.network_keys import reward_model_config
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.device_memory import PhaseMemory
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.replica import Replica
-from mindspeed_rl.workers.reports import WorkerReport
 from mindspeed_rl.workers.role import Role
 from mindspeed_rl.workers.roles import build_reward_model, shared_settings
 from mindspeed_rl.workers.scoring import Scoring

@@ -43,9 +43,9 @@ from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.loading import LoadsWeights
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.runtime.reports import add_bytes
 from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
 from mindspeed_rl.workers.model_source import ModelSource
-from mindspeed_rl.workers.reports import add_bytes
 from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
 from mindspeed_rl.workers.routing import rollout_routing
 

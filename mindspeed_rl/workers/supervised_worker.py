@@ -20,12 +20,12 @@ from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.models.flops import ModelFlops
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.observability.metrics import Metric, Metrics
+from mindspeed_rl.runtime.device_memory import PhaseMemory
+from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.memory import PhaseMemory
 from mindspeed_rl.workers.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
-from mindspeed_rl.workers.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.role import PassSettings, Role
 from mindspeed_rl.workers.stages.stage import make_stage, shares
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.network import Network
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.resharding.disaggregated import SpanningGroup, trainer_push
 from mindspeed_rl.resharding.meeting import Meeting
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.spanning import SpanningGroup, trainer_push
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.actor_worker import ActorWorker
 from mindspeed_rl.workers.model_source import ModelSource
-from mindspeed_rl.workers.reports import WorkerReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

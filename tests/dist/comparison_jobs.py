@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.config import load_run_config, resolve
+from mindspeed_rl.diagnostics.comparison_worker import ComparisonWorker
+from mindspeed_rl.diagnostics.train_vs_rollout import gather_evidence
 from mindspeed_rl.dumps.causes import Evidence, name_cause
 from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.trainers.comparison import gather_evidence
-from mindspeed_rl.workers.comparison import ComparisonWorker
 
 PROMPTS = [[5, 9, 40, 17, 22], [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38]]
 Tamper = Callable[["Sides"], None]

@@ -21,8 +21,8 @@ import torch
 from mindspeed_rl import platform
 from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.dataplane.columns import pack
+from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.workers.order import UpdateOrder
-from mindspeed_rl.workers.process import prepare_process
 
 ROWS = 8
 _COLUMNS = ("advantages", "rollout_log_probs", "scored_mask", "loss_mask", "old_log_probs", "ref_log_probs")

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from shared_forks import shared
 
-from mindspeed_rl.workers.fork_server import RL
+from mindspeed_rl.runtime.fork_server import RL
 
 MARK = "MINDSPEED_RL_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")

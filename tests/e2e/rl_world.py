@@ -24,12 +24,12 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.runtime.cluster import changed_environment, cluster
+from mindspeed_rl.runtime.fork_server import RL, fork_server
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rl_parts import Inputs, assemble, open_data_plane
+from mindspeed_rl.trainers.rl_setup import Inputs, assemble, open_data_plane
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.services import Services
-from mindspeed_rl.workers.cluster import changed_environment, cluster
-from mindspeed_rl.workers.fork_server import RL, fork_server
 from mindspeed_rl.workers.groups import ActorGroup
 from mindspeed_rl.workers.reward_group import RewardGroup
 

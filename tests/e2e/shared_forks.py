@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from mindspeed_rl.workers.fork_server import ForkServer, Libraries
+from mindspeed_rl.runtime.fork_server import ForkServer, Libraries
 
 _servers: dict[tuple[str, Libraries], tuple[ForkServer, Path]] = {}
 

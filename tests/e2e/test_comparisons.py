@@ -12,7 +12,7 @@ import pytest
 from shared_forks import shared
 
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.workers.fork_server import RL
+from mindspeed_rl.runtime.fork_server import RL
 
 pytestmark = pytest.mark.slow
 

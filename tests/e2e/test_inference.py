@@ -18,7 +18,7 @@ from shared_forks import shared
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.cli.convert import main as convert
-from mindspeed_rl.workers.fork_server import INFERENCE
+from mindspeed_rl.runtime.fork_server import INFERENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "unit" / "data"))

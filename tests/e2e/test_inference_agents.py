@@ -15,7 +15,7 @@ from test_inference import PROGRAM, TEST_DATA
 from test_inference import build_tokenizer as byte_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mindspeed_rl.workers.fork_server import INFERENCE
+from mindspeed_rl.runtime.fork_server import INFERENCE
 
 HERE = Path(__file__).parent
 REPLY = "ValueError: these are no digits"

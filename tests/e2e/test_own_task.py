@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from shared_forks import shared
 
-from mindspeed_rl.workers.fork_server import RL
+from mindspeed_rl.runtime.fork_server import RL
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/own_task.md"

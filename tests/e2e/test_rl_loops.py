@@ -14,7 +14,7 @@ from ray.actor import ActorMethod
 
 from mindspeed_rl.algorithms.rollout_file import load_rollout_batch
 from mindspeed_rl.cli.parity import replay
-from mindspeed_rl.trainers.rl_parts import DATA_PLANE_USERS
+from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.schedule import DisagreementError
 
 if TYPE_CHECKING:

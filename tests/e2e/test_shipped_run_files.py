@@ -16,7 +16,7 @@ from shared_forks import shared
 
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.config.run_files import project_configs
-from mindspeed_rl.workers.fork_server import RL, TRAINING
+from mindspeed_rl.runtime.fork_server import RL, TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 2

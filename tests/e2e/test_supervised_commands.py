@@ -20,7 +20,7 @@ import pytest
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
 from mindspeed_rl.config import RunConfig, load_run_config, resolve
-from mindspeed_rl.workers.memory import OutOfDeviceMemory
+from mindspeed_rl.runtime.device_memory import OutOfDeviceMemory
 
 # preprocessing imports Megatron into this process, which trains afterwards
 platform.select("cpu")
@@ -112,7 +112,7 @@ def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_pro
 
 def run(work: Path, *overrides: str) -> tuple[Path, list[dict]]:
     """Runs stage sft through Ray with two workers; returns the run folder and the lines of metrics.jsonl."""
-    from mindspeed_rl.trainers.start import started
+    from mindspeed_rl.trainers.launch import started
 
     sft = resolve(load(work, "sft", "megatron_training.split='95,5,0'", *overrides), platform="cpu")
     with started(sft) as trainer:

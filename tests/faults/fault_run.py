@@ -14,7 +14,7 @@ from typing import Any
 from fault_table import Fault
 from grpo_command import Command
 
-from mindspeed_rl.workers.cluster import changed_environment
+from mindspeed_rl.runtime.cluster import changed_environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

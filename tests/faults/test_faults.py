@@ -25,7 +25,7 @@ from fault_run import LONG, RESTARTED, TOLERANT, TWO, FaultRun, culprit_line, no
 from fault_table import ENDED, FAULTS, LOST_NODE, OTHER_DISK, RECOVERED, REFUSED, SERVED, SURVIVED, Fault
 from grpo_command import FIGURES, ONE_PROCESS, finished
 
-from mindspeed_rl.workers.cluster import changed_environment
+from mindspeed_rl.runtime.cluster import changed_environment
 
 PLUGIN = Path(__file__).parent / "site" / "faulty_reward.py"
 REWARD = [

@@ -18,7 +18,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_rl.cli.doctor import matrix, messages, variables
-from mindspeed_rl.workers.scratch import orphans, scratch_places
+from mindspeed_rl.runtime.scratch import orphans, scratch_places
 
 Status = Literal["ok", "warn", "fail", "absent"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_rl.observability.collectives import Stalled
 from mindspeed_rl.observability.heartbeat import FOLDER
-from mindspeed_rl.observability.standing import Standing, ask_standings, culprit, stalled
+from mindspeed_rl.observability.process_status import Standing, ask_standings, culprit, stalled
 
 
 @dataclass(frozen=True)

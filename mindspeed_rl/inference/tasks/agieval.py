@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.tasks.files import column, data_files, rows_of, split_files, subject_of
-from mindspeed_rl.rewards.answers import accepted_answers, final_answer
-from mindspeed_rl.rewards.equality import same_answer
+from mindspeed_rl.rewards.answers.equality import same_answer
+from mindspeed_rl.rewards.answers.extraction import accepted_answers, final_answer
 from mindspeed_rl.rewards.text_scores import chosen_letters, multiple_choice
 
 _LETTERS = "ABCDEFGHIJ"

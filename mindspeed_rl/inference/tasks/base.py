@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from mindspeed_rl.data.conversation import Conversation, Message, assistant, user
 from mindspeed_rl.rewards import find
-from mindspeed_rl.rewards.answers import final_answer
+from mindspeed_rl.rewards.answers.extraction import final_answer
 
 #: what an instruction template may name
 TEMPLATE_NAMES = ("prompt", "question", "subject", "few_shot_examples", "fewshot_template")

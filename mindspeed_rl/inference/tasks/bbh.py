@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of
-from mindspeed_rl.rewards.answers import closed_boxed
+from mindspeed_rl.rewards.answers.extraction import closed_boxed
 
 _STATED = re.compile(r"(?i)\banswer is:?\s*")
 _PROMPT_BAR = "-----"

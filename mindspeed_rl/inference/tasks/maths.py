@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mindspeed_rl.inference.tasks.base import Question, Shot, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of, split_files
-from mindspeed_rl.rewards.answers import closed_boxed
+from mindspeed_rl.rewards.answers.extraction import closed_boxed
 
 _SHOTS = Path(__file__).with_name("shots.json")
 

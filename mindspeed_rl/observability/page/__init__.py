@@ -15,9 +15,9 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from mindspeed_rl.observability.alerts import find_signs
 from mindspeed_rl.observability.curves import CHARTS, Chart, Curve, charted, curves
 from mindspeed_rl.observability.run_files import RunFiles
-from mindspeed_rl.observability.signs import find_signs
 
 #: iterations whose phases the timeline shows
 _TIMELINE_ITERATIONS = 12

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import BatchPlan, MegatronConfig
-from mindspeed_rl.config.megatron import split_shares
+from mindspeed_rl.config.keys.megatron import split_shares
 from mindspeed_rl.data.samplers import BatchSampler
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.order import share_of

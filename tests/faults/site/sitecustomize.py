@@ -178,14 +178,14 @@ def sources_module(module: ModuleType) -> None:
 
 
 PLACES: dict[str, Callable[[ModuleType], None]] = {
-    "mindspeed_rl.workers.process": process_module,
+    "mindspeed_rl.runtime.process": process_module,
     "mindspeed_rl.workers.reward": reward_module,
     "mindspeed_rl.dataplane.transfer_dock": dock_module,
     "mindspeed_rl.trainers.rl": loop_module,
     "mindspeed_rl.engine.train_engine": engine_module,
     "mindspeed_rl.engine.checkpoint": checkpoint_module,
     "mindspeed_rl.resharding.sources": sources_module,
-    "mindspeed_rl.workers.server_process": server_module,
+    "mindspeed_rl.serving.server_process": server_module,
 }
 
 

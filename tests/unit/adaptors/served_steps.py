@@ -20,8 +20,8 @@ adaptors.apply("rollout")  # before vLLM is imported
 
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.workers.server_process import ServerSettings
-from mindspeed_rl.workers.serving import open_engine
+from mindspeed_rl.serving.server_process import ServerSettings
+from mindspeed_rl.serving.serving import open_engine
 
 LENGTHS = (1, 2, 17, 40, 100)
 

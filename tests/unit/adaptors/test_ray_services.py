@@ -10,7 +10,7 @@ from mindspeed_rl.adaptors import ray_services
 
 PROGRAM = """
 import os
-from mindspeed_rl.workers.local_ray import local_ray_environment
+from mindspeed_rl.runtime.local_ray import local_ray_environment
 os.environ.update(local_ray_environment(os.environ))
 import psutil, ray
 from ray._private import node, parameter

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_rl.config import Objective, RLConfig
 from mindspeed_rl.config.objective import objective_of
-from mindspeed_rl.config.objective_rules import algorithm_violations
+from mindspeed_rl.config.rules.objective_rules import algorithm_violations
 
 _KEYS = {
     "kl_coef": "init_kl_coef",

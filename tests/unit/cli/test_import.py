@@ -10,8 +10,8 @@ from mindspeed_rl.cli import explain as explain_command
 from mindspeed_rl.cli import train
 from mindspeed_rl.cli.import_run import main
 from mindspeed_rl.config import ConfigError
-from mindspeed_rl.config.imported_swift import from_swift
-from mindspeed_rl.config.imported_verl import from_verl
+from mindspeed_rl.config.compat.swift import from_swift
+from mindspeed_rl.config.compat.verl import from_verl
 from mindspeed_rl.rewards import REWARDS
 
 #: every option that the guides' commands have; numbers are ours

@@ -4,7 +4,7 @@ import pytest
 
 from mindspeed_rl.cli import npu_cost
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.trainers.counted_iteration import count_order
+from mindspeed_rl.diagnostics.cost_iteration import count_order
 
 
 def test_without_a_device_one_sentence_says_what_it_needs(capsys):

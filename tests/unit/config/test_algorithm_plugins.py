@@ -19,8 +19,8 @@ from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import ConfigError, RunConfig, formula, resolve, resolve_objective, validate
-from mindspeed_rl.config.effects import keys_without_effect
-from mindspeed_rl.config.explain import explain
+from mindspeed_rl.config.explain.effects import keys_without_effect
+from mindspeed_rl.config.explain.plan_page import explain
 from mindspeed_rl.trainers.schedule import Schedule
 
 DOCS = Path(__file__).parents[3] / "docs"

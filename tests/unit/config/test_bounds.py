@@ -14,12 +14,12 @@ import pytest
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import ConfigError, load_run_config
 from mindspeed_rl.config.bounds import OWN_RULES, RANGES, bounds_of
-from mindspeed_rl.config.diagnostics import MsprobeConfig, ProfilerGroups
-from mindspeed_rl.config.generate import GenerateConfig
-from mindspeed_rl.config.megatron import MegatronConfig
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
+from mindspeed_rl.config.keys.generate import GenerateConfig
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.schema import default_of, field_types
 from mindspeed_rl.config.run_files import project_configs
-from mindspeed_rl.config.schema import default_of, field_types
 
 GROUPS = {
     "actor_config": MegatronConfig,

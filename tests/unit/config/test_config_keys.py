@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, ProfilerConfig, RLConfig, SamplingConfig
-from mindspeed_rl.config.schema import default_of, field_types
+from mindspeed_rl.config.keys.schema import default_of, field_types
 
 GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
 

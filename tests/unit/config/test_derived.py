@@ -10,9 +10,9 @@ import pytest
 
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import RunConfig, build_run_config, validate
-from mindspeed_rl.config.explain import explain, render
+from mindspeed_rl.config.explain.plan_page import explain, render
+from mindspeed_rl.config.explain.warnings import learning_rate, run_warnings
 from mindspeed_rl.config.model_facts import read_model_facts
-from mindspeed_rl.config.notices import learning_rate, run_warnings
 
 
 def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: str = "cpu", **actor: Any) -> RunConfig:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.config import RunConfig, build_run_config, validate
-from mindspeed_rl.config.engine_limits import EngineRequest, engine_limits, engine_obstacles
 from mindspeed_rl.config.model_facts import EngineShape, read_model_facts
 from mindspeed_rl.config.resolve import resolve
+from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
 
 
 def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int = 1, platform: str = "cpu") -> RunConfig:

@@ -13,9 +13,9 @@ from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import build_run_config, load_run_config
-from mindspeed_rl.config.effects import changed_keys, keys_without_effect
-from mindspeed_rl.config.explain import explain, render
-from mindspeed_rl.config.resources import parallel_groups
+from mindspeed_rl.config.explain.effects import changed_keys, keys_without_effect
+from mindspeed_rl.config.explain.plan_page import explain, render
+from mindspeed_rl.config.explain.resources import parallel_groups
 from mindspeed_rl.config.sizes import Layout
 
 

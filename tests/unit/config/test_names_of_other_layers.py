@@ -5,9 +5,9 @@ from __future__ import annotations
 from mindspeed_rl import platform
 from mindspeed_rl.catalogue import STAGES
 from mindspeed_rl.config import RL_STAGES, SUPERVISED_STAGES
-from mindspeed_rl.config.megatron import MegatronConfig
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.schema import field_types
 from mindspeed_rl.config.run import PLATFORMS
-from mindspeed_rl.config.schema import field_types
 from mindspeed_rl.workers import stages
 
 

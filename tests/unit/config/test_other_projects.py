@@ -7,11 +7,11 @@ import re
 import pytest
 
 from mindspeed_rl.config import ConfigError, build_run_config
+from mindspeed_rl.config.compat.names_elsewhere import OTHERWISE, RENAMED, VALUES
 from mindspeed_rl.config.errors import unknown_value
+from mindspeed_rl.config.explain.key_reference import GROUPS, TOP, entries
+from mindspeed_rl.config.keys.schema import field_types
 from mindspeed_rl.config.loader import ROLE_GROUPS
-from mindspeed_rl.config.other_projects import OTHERWISE, RENAMED, VALUES
-from mindspeed_rl.config.reference import GROUPS, TOP, entries
-from mindspeed_rl.config.schema import field_types
 
 PATHS = {entry.path for entry in entries()}
 

@@ -10,29 +10,22 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli import explain
-from mindspeed_rl.config import (
-    GenerateConfig,
-    MegatronConfig,
-    MsprobeConfig,
-    ProfilerConfig,
-    RLConfig,
-    SamplingConfig,
-    reference,
-)
+from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, ProfilerConfig, RLConfig, SamplingConfig
 from mindspeed_rl.config.bounds import RANGES
 from mindspeed_rl.config.errors import reference as pointer
+from mindspeed_rl.config.explain.plan_page import key_reference as reference
 from mindspeed_rl.config.loader import TOP_LEVEL
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
-CHINESE = json.loads((ROOT / "mindspeed_rl/config/keys.zh.json").read_text(encoding="utf-8"))
+CHINESE = json.loads((ROOT / "mindspeed_rl/config/keys/keys.zh.json").read_text(encoding="utf-8"))
 PAGES = {"en": ROOT / "docs/keys.md", "zh": ROOT / "docs/zh/keys.md"}
 
 
 @pytest.mark.parametrize("language", PAGES)
 def test_the_committed_page_is_what_the_generator_makes(language: reference.Language) -> None:
     made = PAGES[language].read_text(encoding="utf-8") == reference.page(language)
-    assert made, "run python -m mindspeed_rl.config.reference"
+    assert made, "run python -m mindspeed_rl.config.explain.key_reference"
 
 
 def test_every_field_of_every_group_has_an_entry() -> None:

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from mindspeed_rl.config.batch_rules import breaches
-from mindspeed_rl.config.repair import is_sound, nearest_single, nearest_together
+from mindspeed_rl.config.rules.batch_rules import breaches
+from mindspeed_rl.config.rules.nearest import is_sound, nearest_single, nearest_together
 from mindspeed_rl.config.sizes import Layout, Sizes
 
 

@@ -10,7 +10,7 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import RunConfig, Violation, build_run_config, unavailable, validate
-from mindspeed_rl.config.notices import run_warnings
+from mindspeed_rl.config.explain.warnings import run_warnings
 
 
 def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mindspeed_rl.config import build_batch_plan, build_run_config, load_run_config, unavailable, validate
-from mindspeed_rl.config.effects import keys_without_effect
+from mindspeed_rl.config.explain.effects import keys_without_effect
 from mindspeed_rl.config.run_files import project_configs
 
 CONFIGS = project_configs()

@@ -11,8 +11,8 @@ import pytest
 from published import ALL, DATA, name_of
 
 from mindspeed_rl.config import ConfigError, load_run_config, unavailable, validate
-from mindspeed_rl.config.effects import keys_without_effect
-from mindspeed_rl.config.notices import run_warnings
+from mindspeed_rl.config.explain.effects import keys_without_effect
+from mindspeed_rl.config.explain.warnings import run_warnings
 
 RUN_FILES = DATA / "run_files"
 README = Path(__file__).parents[3] / "README.md"

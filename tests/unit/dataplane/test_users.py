@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mindspeed_rl
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.trainers.rl_parts import DATA_PLANE_USERS
+from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
 SOURCES = [

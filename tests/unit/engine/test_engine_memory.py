@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.resources import parallel_groups
+from mindspeed_rl.config.explain.resources import parallel_groups
 from mindspeed_rl.config.sizes import Layout
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows

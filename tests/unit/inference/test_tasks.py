@@ -98,7 +98,7 @@ def test_gsm8k_counts_right_answers(engine: ScriptedEngine) -> None:
 
 
 def test_the_projects_examples_are_right_by_the_projects_scorers() -> None:
-    from mindspeed_rl.rewards.answers import closed_boxed
+    from mindspeed_rl.rewards.answers.extraction import closed_boxed
     from mindspeed_rl.rewards.math_scores import gsm8k
 
     labels = {"gsm8k": [138, 41, 215, 600], "math": ["7", "\\frac{5}{14}", "54", "2"]}

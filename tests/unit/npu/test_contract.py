@@ -17,7 +17,7 @@ import contract
 from mindspeed_rl.adaptors import mindspeed, vllm_ascend
 from mindspeed_rl.cli.doctor import variables as doctor_variables
 from mindspeed_rl.config import MegatronConfig, load_run_config, validate
-from mindspeed_rl.config.rollout_layout import RolloutLayout, rollout_layout
+from mindspeed_rl.config.placement import RolloutLayout, rollout_layout
 
 #: set by configs/envs/runtime_env.yaml or named there, and read by torch_npu itself
 OF_TORCH_NPU = """

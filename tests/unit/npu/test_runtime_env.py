@@ -12,7 +12,7 @@ from mindspeed_rl.config import load_run_config
 from mindspeed_rl.platform.cpu import CpuPlatform
 from mindspeed_rl.platform.environment import load_runtime_env, worker_environment
 from mindspeed_rl.platform.npu import NpuPlatform
-from mindspeed_rl.workers import cluster
+from mindspeed_rl.runtime import cluster
 
 FILE = Path(__file__).parents[3] / "configs" / "envs" / "runtime_env.yaml"
 
@@ -147,7 +147,7 @@ def test_the_launcher_gives_npu_workers_the_fitted_file_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mindspeed_rl.config import load_run_config
-    from mindspeed_rl.workers import cluster
+    from mindspeed_rl.runtime import cluster
 
     monkeypatch.chdir(tmp_path)
     rl = cluster.worker_environment(load_run_config("grpo_qwen25_7b_A3"), "npu")

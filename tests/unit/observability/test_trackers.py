@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.spellings import apply_second_spellings
+from mindspeed_rl.config.compat.aliases import apply_second_spellings
 from mindspeed_rl.observability.trackers import TRACKERS, make_trackers
 
 

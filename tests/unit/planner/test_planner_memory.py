@@ -13,10 +13,10 @@ import yaml
 
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.mend import with_values
+from mindspeed_rl.config.rules.validation import is_valid, validate
 from mindspeed_rl.config.run_files import compose, locate, project_configs
-from mindspeed_rl.config.validation import is_valid, validate
 from mindspeed_rl.models.keyed_network import network_of_keys
 from mindspeed_rl.models.kv_cache import kv_bytes_per_token
 from mindspeed_rl.models.plan import placed

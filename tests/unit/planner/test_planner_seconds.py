@@ -12,8 +12,8 @@ import pytest
 from mindspeed_rl.cli import explain
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import resolve
+from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.mend import with_values
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.report import write_report

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards.declared import reward_mistakes
 from mindspeed_rl.rewards.trial import loading_mistakes
 

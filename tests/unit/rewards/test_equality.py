@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.rewards.answers import accepted_answers
-from mindspeed_rl.rewards.equality import same_answer
+from mindspeed_rl.rewards.answers.equality import same_answer
+from mindspeed_rl.rewards.answers.extraction import accepted_answers
 from mindspeed_rl.rewards.formats import json_format, step, strict_format, think_answer
 from mindspeed_rl.rewards.math_scores import (
     acc,

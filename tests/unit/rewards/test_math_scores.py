@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.rewards.answers import closed_boxed, final_answer, last_boxed
-from mindspeed_rl.rewards.grading import grade, hendrycks_normal_form, minerva_normal_form
+from mindspeed_rl.rewards.answers.extraction import closed_boxed, final_answer, last_boxed
+from mindspeed_rl.rewards.answers.grading import grade, hendrycks_normal_form, minerva_normal_form
 from mindspeed_rl.rewards.math_scores import (
     acc,
     acc_for_dapo,

@@ -4,7 +4,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards.process import AGGREGATIONS, aggregate, mark_steps, split_steps
 
 

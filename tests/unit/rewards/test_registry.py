@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config.rl import RLConfig
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards import ACCURACIES, REWARDS, find, register
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings, reward_functions

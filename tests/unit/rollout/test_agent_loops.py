@@ -13,7 +13,7 @@ from test_in_process import Stepped
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.config.rl import ToolKeys
+from mindspeed_rl.config.keys.rl import ToolKeys
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import AGENT_LOOPS, agent_loop_class

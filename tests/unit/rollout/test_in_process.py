@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 
-from mindspeed_rl.config.rollout_layout import RolloutLayout
+from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.engine import Generated, continued_seed
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.requests import Completion, Sampling

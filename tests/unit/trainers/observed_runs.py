@@ -11,17 +11,17 @@ from typing import Any
 
 from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
-from mindspeed_rl.config.notices import learning_rate
+from mindspeed_rl.config.explain.warnings import learning_rate
+from mindspeed_rl.config.keys.schema import field_types
 from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.plan import build_batch_plan
-from mindspeed_rl.config.schema import field_types
 from mindspeed_rl.engine.build import planned_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.models.network_keys import described, reward_model_config
 from mindspeed_rl.models.plan import plan_model, read_model
-from mindspeed_rl.trainers.rl_parts import _raw_prompts
-from mindspeed_rl.workers.cluster import worker_environment
+from mindspeed_rl.runtime.cluster import worker_environment
+from mindspeed_rl.trainers.rl_setup import _raw_prompts
 from mindspeed_rl.workers.limits import micro_batching
 
 Tree = dict[str, dict[str, Any]]

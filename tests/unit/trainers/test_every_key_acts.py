@@ -84,17 +84,17 @@ ELSEWHERE: dict[str, str] = {
     "adaptors/mindspeed.py": "hccl_group_buffer gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "coc_mode coc_parallel_num coc_fused_kernel recompute_activation_function swap_attention reuse_fp32_param",
     "adaptors/vllm_ascend.py": "expert_map_path",
-    "config/rollout_layout.py": "enable_expert_parallel infer_expert_parallel_size",
+    "config/placement.py": "enable_expert_parallel infer_expert_parallel_size",
     "config/sizes.py": "reference_resource reward_resource critic_resource rollout_resource use_integrated_worker "
     "vllm_server_port infer_pipeline_parallel_size num_npus "
     "filter_groups_train_batch_size num_generations generation_batch_size steps_per_generation",
-    "config/spellings.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
+    "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
-    "config/turns.py": "multi_turn_enable agent_loop environment multi_turn_scheduler max_total_response_length",
+    "config/keys/turns.py": "multi_turn_enable agent_loop environment multi_turn_scheduler max_total_response_length",
     "config/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     "rollout_importance_sampling_threshold_min",
     "config/loader.py": "model stage",
-    "config/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
+    "config/keys/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
     "config/resolve.py": "fault_tolerance",
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
@@ -120,24 +120,24 @@ ELSEWHERE: dict[str, str] = {
     "trust_remote_code enable_prefix_caching enforce_eager max_model_len",
     "trainers/admission.py": "max_off_policy_threshold max_off_policy_strategy parameter_sync_step",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
-    "trainers/beginning.py": "load_iteration load_previous",
+    "trainers/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
     "trainers/model_rewards.py": "reward_model_weight",
-    "trainers/rl_parts.py": "data_path eval_data_path split dataset_additional_keys no_shuffle train_epochs max_prompt_length "
+    "trainers/rl_setup.py": "data_path eval_data_path split dataset_additional_keys no_shuffle train_epochs max_prompt_length "
     "data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast",
     "trainers/group_filter.py": "max_resample_times filter_groups_enable filter_groups_metric filter_groups_max_batches",
     "trainers/rollout.py": "blocking",
     "trainers/rollout_modes.py": "trainer_mode dynamic_sample num_warmup_batches partial_rollout partial_rollout_max_split",
-    "trainers/start.py": "sigterm_grace_s",
+    "trainers/launch.py": "sigterm_grace_s",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
     "ref_model_mixup_alpha log_probs_diff_limit critic_warmup shuffle_mini_batch",
     "trainers/supervised.py": "skip_train",
-    "trainers/supervised_parts.py": "log_interval",
+    "trainers/sft_setup.py": "log_interval",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
     "max_tool_response_length tool_response_truncate_side",
     "workers/reward.py": "trajectory_reward trajectory_reward_weight verifier_reads",
-    "workers/cluster.py": "runtime_env_path",
+    "runtime/cluster.py": "runtime_env_path",
     "workers/groups.py": "num_cpus_for_placement_group",
     "workers/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
     "workers/role.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter",
@@ -148,8 +148,8 @@ ELSEWHERE: dict[str, str] = {
     "workers/rollout.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
-    "workers/server_links.py": "vllm_server_token_file",
-    "workers/servers.py": "rollout_server_restarts",
+    "serving/server_links.py": "vllm_server_token_file",
+    "serving/servers.py": "rollout_server_restarts",
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",
     "workers/stages/pretraining.py": "eval_iters",

@@ -16,13 +16,13 @@ from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission, admission_of
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import NoModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
-from mindspeed_rl.trainers.rl_parts import DATA_PLANE_USERS
+from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.schedule import Schedule
-from mindspeed_rl.workers.reports import WorkerReport
 
 PROMPTS, GROUP = 4, 2
 KEYS = [

@@ -14,12 +14,12 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.partial import PartialSource
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, response_rows, save_groups
 from mindspeed_rl.trainers.staleness import check_versions, staleness_metrics, young_tokens
 from mindspeed_rl.trainers.streaming import Requests
-from mindspeed_rl.workers.reports import WorkerReport
 
 BATCH, GROUP, MOST, SPLIT = 2, 2, 12, 3
 

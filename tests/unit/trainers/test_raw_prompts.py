@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
-from mindspeed_rl.trainers.rl_parts import open_run_prompts, run_prompts
+from mindspeed_rl.trainers.rl_setup import open_run_prompts, run_prompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MAP_KEYS = "map_keys={prompt: question, query: '', response: answer}"

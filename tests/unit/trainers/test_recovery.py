@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import Run, load_run_config, resolve
+from mindspeed_rl.runtime.futures import WorkerFailed
 from mindspeed_rl.trainers.recovery import Recovery, going_on
-from mindspeed_rl.workers.waiting import WorkerFailed
 
 
 def run_with(folder: Path, *changes: str) -> Run:

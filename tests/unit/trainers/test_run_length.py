@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.config import ConfigError, load_run_config, resolve
-from mindspeed_rl.trainers.rl_parts import with_length
+from mindspeed_rl.trainers.rl_setup import with_length
 
 
 def test_epochs_become_iterations_once_the_prompts_are_counted() -> None:

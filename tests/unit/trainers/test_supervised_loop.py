@@ -14,9 +14,9 @@ from supervised_samples import answers, instruction_row, write_columns
 from mindspeed_rl.config import MegatronConfig, RLConfig
 from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.sft_setup import check_data
 from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
-from mindspeed_rl.trainers.supervised_parts import check_data
-from mindspeed_rl.workers.reports import WorkerReport
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 

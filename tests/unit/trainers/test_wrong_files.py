@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError, load_run_config, resolve
-from mindspeed_rl.trainers.rl_parts import RLParts
-from mindspeed_rl.trainers.supervised_parts import SupervisedParts
+from mindspeed_rl.trainers.rl_setup import RLParts
+from mindspeed_rl.trainers.sft_setup import SupervisedParts
 
 
 def test_wrong_weights_hide_neither_tokenizer_nor_data_nor_rewards(tmp_path: Path) -> None:

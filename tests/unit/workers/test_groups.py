@@ -18,7 +18,7 @@ GROUPS = {
     "ReferenceGroup": ("mindspeed_rl.workers.apart", set()),
     "CriticGroup": ("mindspeed_rl.workers.apart", set()),
     "SupervisedGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
-    "ComparisonGroup": ("mindspeed_rl.trainers.comparison", {"set_up"}),
+    "ComparisonGroup": ("mindspeed_rl.diagnostics.train_vs_rollout", {"set_up"}),
     "InferenceGroup": ("mindspeed_rl.inference.launch", set()),
     "MegatronInferenceGroup": ("mindspeed_rl.inference.launch", set()),
 }

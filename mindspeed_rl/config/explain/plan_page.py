@@ -1,0 +1,192 @@
+"""The plan of a run, readable before any device is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl.config.explain.effects import changed_keys, keys_without_effect
+from mindspeed_rl.config.explain.resources import resources, short
+from mindspeed_rl.config.explain.suggestions import mended
+from mindspeed_rl.config.explain.warnings import learning_rate, run_warnings
+from mindspeed_rl.config.keys.turns import describe_samples
+from mindspeed_rl.config.objective import formula
+from mindspeed_rl.config.plan import batch_table
+from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
+from mindspeed_rl.config.rules.violation import written
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import read_sizes, shown, world_size
+
+
+def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return everything that can be said about a run from its file.
+
+    Keys: `valid`; `errors` (sentences) and `violations` (the same with keys and nearest values apart); `mended` (one set of
+    changes that together satisfy every rule; only where `tree`, the composed run file, is given); `batch`; `dispatch_sizes`;
+    `resources`; `formula`; `length` (of a run that counts passes over its prompts; whoever can read them fills it in);
+    `samples` (how they are made, where they have several turns); `learning_rate`; `derived` (keys that the file leaves out and
+    that follow from it, each with its value and from what); `earlier_names` (keys by names that later releases changed);
+    `warnings` (what costs time or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this
+    version) and `missing` (needed to start). Numbers that do not come out even are shown as fractions, so that an invalid plan
+    can be read too.
+    """
+    violations = validate(cfg, num_nodes)
+    known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
+    sizes = read_sizes(cfg, num_nodes) if known else None
+    # all tables divide by these numbers; the errors name those below 1
+    if sizes is not None and not sizes.can_divide:
+        sizes = None
+    rollout = None if sizes is None or sizes.counting == "samples" else sizes
+    return {
+        "valid": not violations,
+        "errors": [str(violation) for violation in violations],
+        "violations": [
+            {
+                "rule": item.rule,
+                "keys": dict(item.keys),
+                "message": item.message,
+                "nearest": [dict(option) for option in item.nearest],
+            }
+            for item in violations
+        ],
+        "mended": mended(tree, num_nodes) if violations and tree is not None else {},
+        "run": {
+            "config_name": cfg.config_name,
+            "config_dir": cfg.config_dir,
+            "stage": cfg.stage,
+            "model": cfg.actor_config.model,
+            "platform": cfg.platform,
+        },
+        "batch": {} if sizes is None else batch_table(sizes, cfg.actor_config.train_iters),
+        "dispatch_sizes": {} if rollout is None else {name: shown(size) for name, size in rollout.dispatch_sizes().items()},
+        "resources": {} if sizes is None else resources(cfg, sizes),
+        "formula": formula(cfg),
+        "length": "",
+        "samples": describe_samples(cfg),
+        "learning_rate": learning_rate(cfg),
+        "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
+        "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
+        "warnings": run_warnings(cfg, num_nodes),
+        "changed_keys": changed_keys(cfg),
+        "keys_without_effect": keys_without_effect(cfg),
+        "unavailable": unavailable(cfg),
+        "missing": missing_for_training(cfg),
+    }
+
+
+def failed(errors: list[str]) -> dict[str, Any]:
+    """Return the same object for a run file that could not be read."""
+    return {
+        "valid": False,
+        "errors": list(errors),
+        "violations": [],
+        "mended": {},
+        "run": {},
+        "batch": {},
+        "dispatch_sizes": {},
+        "resources": {},
+        "formula": "",
+        "length": "",
+        "samples": "",
+        "learning_rate": "",
+        "derived": {},
+        "earlier_names": {},
+        "warnings": [],
+        "changed_keys": {},
+        "keys_without_effect": {},
+        "unavailable": [],
+        "missing": [],
+    }
+
+
+_UNITS = {
+    "prompts": "prompts of one rollout (prompt-level counting)",
+    "completions": "completions of one optimizer step (completion-level counting)",
+    "samples": "samples of one optimizer step",
+}
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return the report of `explain` as text for a terminal, on which what is seen last is what it comes to."""
+    parts: list[str] = []
+    run = report["run"]
+    if run:
+        parts.append(f"{run['config_name']}: stage {run['stage']}, model {run['model']}, platform {run['platform']}")
+    if report["batch"]:
+        batch = dict(report["batch"])
+        counting = batch.pop("counting")
+        parts.append(f"Batch; global_batch_size counts {_UNITS[counting]}\n" + _table(batch))
+    if report["dispatch_sizes"]:
+        parts.append("Rows that leave the data plane at once\n" + _table(report["dispatch_sizes"]))
+    if report["resources"]:
+        parts.append(_resources(report["resources"]))
+    if report["formula"]:
+        parts.append("Objective\n" + "\n".join(f"  {line}" for line in report["formula"].splitlines()))
+    if report["length"]:
+        parts.append(f"Length\n  {report['length']}")
+    if report["samples"]:
+        parts.append(f"Samples\n  {report['samples']}")
+    if report["learning_rate"]:
+        parts.append(f"Learning rate\n  {report['learning_rate']}")
+    if report["derived"]:
+        rows = {name: f"{_cell(item['value'])}  from {item['from']}" for name, item in report["derived"].items()}
+        parts.append("Derived: keys that are not written\n" + _table(rows))
+    if report["changed_keys"]:
+        parts.append("Keys that differ from their defaults\n" + _table(report["changed_keys"]))
+    if report["keys_without_effect"]:
+        parts.append("Keys that are set but have no effect in this run\n" + _table(report["keys_without_effect"]))
+    if report["unavailable"]:
+        parts.append(
+            "Not available in this version; training refuses to start\n"
+            + "\n".join(f"  {line}" for line in report["unavailable"])
+        )
+    if report["missing"]:
+        parts.append("Still needed to start training\n" + "\n".join(f"  {line}" for line in report["missing"]))
+    if report["earlier_names"]:
+        parts.append("Keys by names of earlier releases\n" + _table(report["earlier_names"]))
+    if report["warnings"]:
+        parts.append("Warnings\n" + "\n".join(f"  - {line}" for line in report["warnings"]))
+    if report["mended"]:
+        values = {name: written(value) for name, value in report["mended"].items()}
+        parts.append("Changes that together satisfy every rule\n" + _table(values))
+    if report["errors"]:
+        parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
+    if report["valid"]:
+        parts.append(_verdict(report))
+    return "\n\n".join(parts)
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """ "valid", or why a file without a mistake does not start a run."""
+    reasons = []
+    if report["unavailable"]:
+        reasons.append("it asks for what this version does not have")
+    if report["missing"]:
+        reasons.append(f"{len(report['missing'])} key(s) are still needed")
+    return f"not ready: {' and '.join(reasons)}; see above" if reasons else "valid"
+
+
+def _table(rows: dict[str, Any]) -> str:
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  {name:<{width}}  {_cell(value)}" for name, value in rows.items())
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(_cell(item) for item in value) if isinstance(value, list) else str(value)
+
+
+def _resources(found: dict[str, Any]) -> str:
+    nodes = f"{found['num_nodes']} node(s) with {found['devices_per_node']} each"
+    lines = [f"Devices: {found['num_devices']} on {nodes}"]
+    width = max(len(phase["phase"]) for phase in found["phases"])
+    devices = max(len(phase["devices"]) for phase in found["phases"])
+    lines += [f"  {phase['phase']:<{width}}  {phase['devices']:<{devices}}  {phase['holds']}" for phase in found["phases"]]
+    groups = found.get("parallel_groups", {})
+    if groups:
+        lines.append("Parallel groups")
+        lines += [f"  {axis:<11}{short(ranks)}" for axis, ranks in groups.items() if len(ranks[0]) > 1 or axis == "rollout"]
+    return "\n".join(lines)

@@ -1,0 +1,311 @@
+"""Rules between a network and the way it is split over devices, for every role and for the rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl.config.keys.generate import GenerateConfig
+from mindspeed_rl.config.keys.megatron import MegatronConfig, joined
+from mindspeed_rl.config.keys.turns import response_limit
+from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles, shape_of_run
+from mindspeed_rl.config.rules.violation import Violation, broken
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import (
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    world_size,
+)
+
+
+def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
+    """Yield every broken layout rule of every role that has its own settings."""
+    yield from _role(cfg, "actor_config", cfg.actor_config, world_size(cfg))
+    own = {
+        "ref_config": own_reference_devices(cfg),
+        "reward_config": own_reward_devices(cfg),
+        "critic_config": own_critic_devices(cfg),
+    }
+    for name, devices in own.items():
+        if name in cfg.set_keys:
+            yield from _role(cfg, name, getattr(cfg, name), devices)
+    if not cfg.is_supervised:
+        yield from _rollout(cfg)
+
+
+def _key(cfg: RunConfig, group: str, name: str) -> str:
+    """Return where a key of a role is written: its own group, or the shared one."""
+    return f"{group if name in cfg.set_keys.get(group, ()) else 'megatron_training'}.{name}"
+
+
+def _role(cfg: RunConfig, group: str, role: MegatronConfig, world: int | None) -> Iterator[Violation]:
+    tp, pp, cp, ep = (
+        role.tensor_model_parallel_size,
+        role.pipeline_model_parallel_size,
+        role.context_parallel_size,
+        role.expert_model_parallel_size,
+    )
+    sizes = {
+        name: getattr(role, name)
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+        )
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            key = _key(cfg, group, name)
+            yield Violation("positive", {key: value}, f"{key} ({value}) must be at least 1", ({key: 1},))
+    if min(sizes.values()) < 1:
+        return
+
+    def divides(
+        rule: str, dimension: str, value: int | None, size: int, factors: tuple[str, ...], why: str
+    ) -> Iterator[Violation]:
+        if value is None or value % size == 0:
+            return
+        keys: dict[str, Any] = {_key(cfg, group, factor): getattr(role, factor) for factor in factors}
+        divisor = " x ".join(f"{factor}" for factor in keys)
+        numbers = " x ".join(str(number) for number in keys.values())
+        yield Violation(
+            f"{group}.{rule}",
+            {dimension: value, **keys},
+            f"{dimension} ({value}) must be divisible by {divisor} ({numbers}): {why}",
+        )
+
+    tensor = ("tensor_model_parallel_size",)
+    heads, kv_heads = role.num_attention_heads, role.num_query_groups if role.group_query_attention else None
+    yield from divides("heads", "num_attention_heads", heads, tp, tensor, "each tensor parallel rank holds whole heads")
+    # latent attention makes a key and a value for every query head
+    if not role.multi_latent_attention:
+        yield from divides("kv_heads", "num_query_groups", kv_heads, tp, tensor, "each rank holds whole key/value heads")
+    yield from divides("ffn", "ffn_hidden_size", role.ffn_hidden_size, tp, tensor, "the MLP is split evenly")
+    yield from divides("vocabulary", "padded_vocab_size", role.padded_vocab_size, tp, tensor, "the vocabulary is split evenly")
+    if cp > 1 and role.context_parallel_algo == "ulysses_cp_algo":
+        yield from divides(
+            "ulysses_heads",
+            "num_attention_heads",
+            heads,
+            tp * cp,
+            ("tensor_model_parallel_size", "context_parallel_size"),
+            "Ulysses exchanges whole heads",
+        )
+    yield from _layers(cfg, group, role)
+    yield from _recomputed(cfg, group, role)
+    if role.num_experts is not None:
+        ranks, inner = role.expert_sizes
+        factors = ("expert_model_parallel_size", *(tensor if role.moe_tp_extend_ep else ()))
+        yield from divides("experts", "num_experts", role.num_experts, ranks, factors, "each rank holds whole experts")
+        if tp > 1 and not role.sequence_parallel:
+            keys = {_key(cfg, group, "tensor_model_parallel_size"): tp, "megatron_training.sequence_parallel": False}
+            yield Violation(
+                f"{group}.expert_sequences",
+                keys,
+                # Megatron's expert layer raises without it, in the first training step
+                f"a mixture of experts with tensor_model_parallel_size {tp} needs "
+                "megatron_training.sequence_parallel (false) to be true",
+                ({"megatron_training.sequence_parallel": True},),
+            )
+        if role.moe_tp_extend_ep and role.expert_tensor_parallel_size not in (None, 1):
+            key, split = _key(cfg, group, "expert_tensor_parallel_size"), role.expert_tensor_parallel_size
+            yield Violation(
+                f"{group}.whole_experts",
+                {key: split, _key(cfg, group, "moe_tp_extend_ep"): True},
+                f"{key} ({split}) must be 1 or unset while moe_tp_extend_ep keeps experts whole",
+                ({key: 1},),
+            )
+        if world is not None and world % (ranks * inner * pp):
+            yield Violation(
+                f"{group}.expert_devices",
+                {_key(cfg, group, factor): getattr(role, factor) for factor in factors} | {"devices": world},
+                f"{world} devices must be divisible by expert ranks x expert tensor parallel size x "
+                f"pipeline_model_parallel_size ({ranks} x {inner} x {pp})",
+            )
+    elif ep > 1:
+        key = _key(cfg, group, "expert_model_parallel_size")
+        yield Violation(
+            f"{group}.experts", {key: ep, "num_experts": None}, f"{key} ({ep}) needs a model with num_experts", ({key: 1},)
+        )
+
+
+def _recomputed(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violation]:
+    """Modules that this network does not have, or not as one that can be computed again."""
+    if role.recompute_granularity != "selective" or role.num_layers is None:  # without the latter the checkpoint says it
+        return
+    modules = role.recompute_modules or []
+    has = {
+        "mla_up_proj": (role.multi_latent_attention, "multi_latent_attention"),
+        "moe": (role.num_experts is not None, "num_experts"),
+        "moe_act": (role.num_experts is not None and role.moe_grouped_gemm, "num_experts and moe_grouped_gemm"),
+        "shared_experts": (bool(role.n_shared_experts), "n_shared_experts"),
+    }
+    for module in modules:
+        there, needs = has.get(module, (True, ""))
+        if not there:
+            key = _key(cfg, group, "recompute_modules")
+            left = [other for other in modules if other != module] or None
+            yield broken(
+                f"{group}.recompute_modules",
+                {key: modules},
+                f"{key} ({', '.join(modules)}): {module} needs a model with {needs}",
+                {key: left},
+            )
+
+
+def layer_numbers(layers: str | int | list[int] | None) -> list[int] | None:
+    """Return the numbers of a comma-separated list, or None when the text is not such a list."""
+    text = joined(layers)
+    try:
+        return [int(item) for item in text.split(",")] if text else []
+    except ValueError:
+        return None
+
+
+def _layers(cfg: RunConfig, group: str, role: MegatronConfig) -> Iterator[Violation]:
+    pp, layers, chunk = role.pipeline_model_parallel_size, role.num_layers, role.num_layers_per_virtual_pipeline_stage
+    pp_key, list_key = _key(cfg, group, "pipeline_model_parallel_size"), _key(cfg, group, "num_layer_list")
+    for name in ("num_layer_list", "noop_layers"):
+        if layer_numbers(getattr(role, name)) is None:
+            key = _key(cfg, group, name)
+            yield Violation(
+                f"{group}.{name}",
+                {key: getattr(role, name)},
+                f"{key} ({getattr(role, name)}) must be whole numbers with commas",
+            )
+    per_stage, noop = layer_numbers(role.num_layer_list), layer_numbers(role.noop_layers)
+    if noop and layers is not None and not all(0 <= layer < layers for layer in noop):
+        key = _key(cfg, group, "noop_layers")
+        yield Violation(
+            f"{group}.noop_range",
+            {key: role.noop_layers, "num_layers": layers},
+            f"{key} ({role.noop_layers}) must lie in 0..{layers - 1}",
+        )
+    # it takes the place of the even split, whose rules follow
+    if per_stage:
+        if len(per_stage) != pp:
+            yield Violation(
+                f"{group}.layer_list_stages",
+                {list_key: role.num_layer_list, pp_key: pp},
+                f"{list_key} ({role.num_layer_list}) has {len(per_stage)} entries, but must have one for each of "
+                f"the {pp} pipeline stages "
+                f"({pp_key})",
+            )
+        if layers is not None and sum(per_stage) != layers:
+            yield Violation(
+                f"{group}.layer_list_sum",
+                {list_key: role.num_layer_list, "num_layers": layers},
+                f"{list_key} ({role.num_layer_list}) sums to {sum(per_stage)}, but must sum to num_layers ({layers})",
+            )
+        for name in ("num_layers_per_virtual_pipeline_stage", "noop_layers"):
+            if getattr(role, name):
+                key = _key(cfg, group, name)
+                yield Violation(
+                    f"{group}.layer_list_alone",
+                    {list_key: role.num_layer_list, key: getattr(role, name)},
+                    f"{list_key} ({role.num_layer_list}) and {key} ({getattr(role, name)}) exclude each other",
+                    ({key: None}, {list_key: None}),
+                )
+        return
+    if layers is None:
+        return
+    if layers % pp:
+        yield Violation(
+            f"{group}.layers",
+            {"num_layers": layers, pp_key: pp},
+            f"num_layers ({layers}) must be divisible by {pp_key} ({pp}), or num_layer_list must say the layers of each stage",
+        )
+    elif chunk is not None and (chunk < 1 or layers // pp % chunk or pp < 2):
+        key = _key(cfg, group, "num_layers_per_virtual_pipeline_stage")
+        rule = "needs at least two pipeline stages" if pp < 2 else f"must divide the {layers // pp} layers of a pipeline stage"
+        # not all layers of a stage: one chunk is no interleaving
+        options = [value for value in range(1, layers // pp) if layers // pp % value == 0] if pp > 1 else []
+        nearest = min(options, key=lambda value: abs(value - chunk), default=None)
+        yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: nearest},))
+
+
+def _needed_length(cfg: RunConfig) -> int:
+    """Tokens that the run file itself asks of the engine."""
+    assert cfg.rl_config is not None and cfg.generate_config is not None
+    longest = cfg.rl_config.max_prompt_length + response_limit(cfg)
+    return max(longest, cfg.actor_config.seq_length or 0)
+
+
+def _rollout(cfg: RunConfig) -> Iterator[Violation]:
+    generate = cfg.generate_config
+    if generate is None or cfg.rl_config is None:
+        return
+    length_key = "generate_config.max_model_len"
+    tp_key, tp = "generate_config.infer_tensor_parallel_size", generate.infer_tensor_parallel_size
+    if generate.infer_pipeline_parallel_size != 1:
+        key = "generate_config.infer_pipeline_parallel_size"
+        value = generate.infer_pipeline_parallel_size
+        yield Violation("rollout.pipeline", {key: value}, f"{key} ({value}) must be 1", ({key: 1},))
+    if tp < 1:
+        yield Violation("rollout.positive", {tp_key: tp}, f"{tp_key} ({tp}) must be at least 1", ({tp_key: 1},))
+        return
+    shape = shape_of_run(cfg)
+    concerned = {
+        "heads": {"num_attention_heads": shape.num_heads, tp_key: tp},
+        "kv_heads": {"num_query_groups": shape.num_kv_heads, tp_key: tp},
+        "ffn": {"ffn_hidden_size": shape.ffn_hidden_size, tp_key: tp},
+        "head_size": {"kv_channels": shape.head_size, "platform": cfg.platform},
+        "latent_size": {"kv_lora_rank": shape.latent_size, "platform": cfg.platform},
+        "length": {length_key: generate.max_model_len},
+    }
+    derived = cfg.derived.get(length_key)
+    origin = "" if derived is None else derived.source
+    for obstacle in engine_obstacles(
+        shape, EngineRequest(tp, generate.max_model_len, tp_key, length_key, origin), cfg.platform
+    ):
+        mends: tuple[dict[str, int], ...] = ()
+        if obstacle.rule == "length" and shape.max_length is not None and _needed_length(cfg) <= shape.max_length:
+            mends = ({length_key: shape.max_length},)
+        yield Violation(f"rollout.{obstacle.rule}", concerned[obstacle.rule], obstacle.message, mends)
+    world = own_rollout_devices(cfg) or world_size(cfg)
+    if generate.enable_expert_parallel:
+        yield from _rollout_experts(cfg, generate, world)
+
+
+def _rollout_experts(cfg: RunConfig, generate: GenerateConfig, world: int | None) -> Iterator[Violation]:
+    """Rules of an engine whose experts are spread over its replicas."""
+    key, tp_key = "generate_config.infer_expert_parallel_size", "generate_config.infer_tensor_parallel_size"
+    ep, tp = generate.infer_expert_parallel_size, generate.infer_tensor_parallel_size
+    if ep < 1 or (world is not None and world % (ep * tp)):
+        options = [value for value in range(1, (world or tp) // tp + 1) if world is None or world % (value * tp) == 0]
+        nearest = min(options, key=lambda value: abs(value - ep), default=1)
+        rule = "must be at least 1" if world is None else f"must divide the {world} devices"
+        yield Violation("rollout.experts", {key: ep, tp_key: tp}, f"{key} x {tp_key} ({ep} x {tp}) {rule}", ({key: nearest},))
+        return
+    actor, facts = cfg.actor_config, cfg.model_facts
+    experts, source = actor.num_experts, "num_experts"
+    if actor.num_layers is None:  # the shape is that of config.json
+        if facts is None:
+            return
+        experts, source = facts.shape.num_experts, f"the experts of {facts.folder}"
+    if experts is None:
+        switch = "generate_config.enable_expert_parallel"
+        yield Violation(
+            "rollout.no_experts",
+            {switch: True, "num_experts": None},
+            f"{switch} (true) needs a model with experts: the rollout engine refuses others",
+            ({switch: False},),
+        )
+        return
+    if experts % (ep * tp):
+        options = [
+            value
+            for value in range(1, experts // tp + 1)
+            if experts % (value * tp) == 0 and (world is None or world % (value * tp) == 0)
+        ]
+        nearest = min(options, key=lambda value: abs(value - ep), default=None)
+        yield Violation(
+            "rollout.whole_experts",
+            {"num_experts": experts, key: ep, tp_key: tp},
+            f"{source} ({experts}) must be divisible by {key} x {tp_key} ({ep} x {tp}): each of the {ep * tp} devices that "
+            "share a layer's experts holds as many whole ones",
+            () if nearest is None else ({key: nearest},),
+        )

@@ -1,0 +1,301 @@
+"""Rules between keys of a run file that concern rewards, losses and keys that say the same thing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
+from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.turns import earns, response_limit, response_limit_key
+from mindspeed_rl.config.objective import Objective, resolve_objective
+from mindspeed_rl.config.rules.violation import Violation, broken, out_of_range
+from mindspeed_rl.config.run import RunConfig
+
+
+def _rewards(cfg: RunConfig) -> Iterator[Violation]:
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    # reward_funcs and its weights were copied to verifier_*; sentences name the key that the file has
+    functions, weights = (
+        ("reward_funcs", "reward_weights") if rl.reward_funcs is not None else ("verifier_function", "verifier_weight")
+    )
+    if rl.rule_reward and len(rl.verifier_function) != len(rl.verifier_weight):
+        count = len(rl.verifier_function)
+        yield broken(
+            "one_weight_each",
+            {f"rl_config.{functions}": rl.verifier_function, f"rl_config.{weights}": rl.verifier_weight},
+            f"rl_config.{functions} ({count} entries: {', '.join(rl.verifier_function)}) and rl_config.{weights} "
+            f"({len(rl.verifier_weight)} entries) must have the same length",
+            {f"rl_config.{weights}": (rl.verifier_weight + [1.0] * count)[:count]},
+        )
+    scored_by_rules = rl.rule_reward and rl.verifier_function or earns(rl)
+    if not (scored_by_rules or cfg.reward_config is not None or rl.reward_model or rl.judge_url):
+        yield broken(
+            "some_reward",
+            {"rl_config.rule_reward": rl.rule_reward, "rl_config.reward_model": None, "reward_config": None},
+            "nothing scores the responses: rl_config.rule_reward is false and there is no reward_config, "
+            "reward_model or judge_url",
+            {"rl_config.rule_reward": True},
+        )
+    if rl.overlong_buffer_enable and cfg.generate_config is not None:
+        limit, key = response_limit(cfg), response_limit_key(cfg)
+        if rl.rollout_max_tokens != limit:
+            yield broken(
+                "overlong_limit",
+                {"rl_config.rollout_max_tokens": rl.rollout_max_tokens, key: limit},
+                f"rl_config.rollout_max_tokens ({rl.rollout_max_tokens}) must equal {key} ({limit}) "
+                f"while overlong_buffer_enable is true",
+                {"rl_config.rollout_max_tokens": limit},
+            )
+        if not 0 < rl.overlong_buffer < limit:
+            yield broken(
+                "overlong_buffer",
+                {"rl_config.overlong_buffer": rl.overlong_buffer, key: limit},
+                f"rl_config.overlong_buffer ({rl.overlong_buffer}) must be between 1 and {key} - 1 ({limit - 1})",
+                {"rl_config.overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
+            )
+    if rl.filter_groups_enable and rl.filter_groups_metric not in rl.verifier_function:
+        yield broken(
+            "filter_metric",
+            {"rl_config.filter_groups_metric": rl.filter_groups_metric, "rl_config.verifier_function": rl.verifier_function},
+            f"rl_config.filter_groups_metric ({rl.filter_groups_metric}) must be one of rl_config.{functions} "
+            f"({', '.join(rl.verifier_function)})",
+            *({"rl_config.filter_groups_metric": name} for name in rl.verifier_function[:1]),
+        )
+    if rl.filter_groups_enable and rl.dynamic_sample:
+        yield broken(
+            "one_filter",
+            {"rl_config.filter_groups_enable": True, "rl_config.dynamic_sample": True},
+            "rl_config.filter_groups_enable and rl_config.dynamic_sample replace groups in two ways; set only one of them",
+            {"rl_config.dynamic_sample": False},
+            {"rl_config.filter_groups_enable": False},
+        )
+    if "soft_overlong" in rl.verifier_function and rl.soft_cache_length is None:
+        yield broken(
+            "soft_cache_length",
+            {"rl_config.verifier_function": rl.verifier_function, "rl_config.soft_cache_length": None},
+            "rl_config.soft_cache_length is not set, but the reward function soft_overlong needs it",
+        )
+
+
+def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
+    if cfg.rl_config is None or cfg.is_supervised:
+        return
+    rl, objective = cfg.rl_config, resolve_objective(cfg)
+    yield from algorithm_violations(rl, objective)
+    n, least = rl.n_samples_per_prompt, objective.min_group_size
+    # with num_generations the batch rules say it, below 1 the bounds
+    if rl.num_generations is None and 0 < n < least:
+        yield broken(
+            "group_of_two",
+            {"rl_config.n_samples_per_prompt": n, "rl_config.adv_estimator": rl.adv_estimator},
+            f"rl_config.n_samples_per_prompt ({n}) must be at least {least} for adv_estimator {objective.adv_estimator}: "
+            "it compares the responses of a prompt",
+            {"rl_config.n_samples_per_prompt": least},
+        )
+
+
+def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
+    """Yield the broken rules between the keys of losses, estimators and corrections, whatever the size of a group."""
+    for name, bounds in SETTINGS.items():
+        value = getattr(rl, name)
+        if value is not None and not bounds.hold(value):
+            yield out_of_range(f"rl_config.{name}", value, bounds)
+    yield from _loss_violations(rl, objective)
+    if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
+        yield broken(
+            "gdpo_kl",
+            {"rl_config.use_kl_in_reward": True, "rl_config.adv_estimator": rl.adv_estimator},
+            f"rl_config.use_kl_in_reward has no place with {objective.adv_estimator}, which does not read the total reward",
+            {"rl_config.use_kl_in_reward": False},
+        )
+    low, high = rl.rollout_importance_sampling_threshold_min, rl.rollout_importance_sampling_threshold
+    if low is not None and low > high:
+        yield broken(
+            "correction_bounds",
+            {
+                "rl_config.rollout_importance_sampling_threshold_min": low,
+                "rl_config.rollout_importance_sampling_threshold": high,
+            },
+            f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) must be at most "
+            "rollout_importance_sampling_threshold "
+            f"({high:g})",
+            {"rl_config.rollout_importance_sampling_threshold_min": high},
+        )
+    correction, mode = objective.correction, objective.rollout_importance_sampling_mode
+    if low is not None and correction and not correction.may_read("rollout_importance_sampling_threshold_min"):
+        yield broken(
+            "correction_lower_bound",
+            {"rl_config.rollout_importance_sampling_threshold_min": low, "rl_config.rollout_importance_sampling_mode": mode},
+            f"rl_config.rollout_importance_sampling_threshold_min ({low:g}) bounds the masking modes only; "
+            f"it has no effect with {mode}",
+            {"rl_config.rollout_importance_sampling_threshold_min": None},
+        )
+
+
+def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
+    loss, loss_type = objective.loss, objective.loss_type
+    if objective.normalizer == "constant" and objective.max_response_length is None:
+        yield broken(
+            "constant_length",
+            {"rl_config.loss_type": loss_type, "generate_config.sampling_config.max_tokens": None},
+            f"rl_config.loss_type {loss_type} divides by max_response_length (generate_config.sampling_config.max_tokens), "
+            "which is not set",
+        )
+    # for losses that read both: of one that takes clip_ratio_high as a cap the order says nothing
+    if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
+        yield broken(
+            "clip_order",
+            {"rl_config.clip_ratio_low": rl.clip_ratio_low, "rl_config.clip_ratio_high": rl.clip_ratio_high},
+            f"rl_config.clip_ratio_low ({rl.clip_ratio_low:g}) must be at most rl_config.clip_ratio_high "
+            f"({rl.clip_ratio_high:g})",
+            {"rl_config.clip_ratio_low": rl.clip_ratio_high},
+            {"rl_config.clip_ratio_high": rl.clip_ratio_low},
+        )
+    for name, bounds in loss.bounds.items():
+        if not bounds.hold(getattr(objective, name)):
+            yield _out_of_loss_bounds(rl, loss_type, name, bounds)
+    if rl.clip_ratio_c is not None and rl.delta is not None:
+        yield broken(
+            "one_negative_bound",
+            {"rl_config.clip_ratio_c": rl.clip_ratio_c, "rl_config.delta": rl.delta},
+            f"rl_config.clip_ratio_c ({rl.clip_ratio_c:g}) and rl_config.delta ({rl.delta:g}) bound the same "
+            "branch; set only one",
+            {"rl_config.clip_ratio_c": None},
+            {"rl_config.delta": None},
+        )
+    upper = 1 + objective.clip_ratio_high
+    if rl.delta is not None and loss.may_read("delta") and rl.delta < upper:
+        yield broken(
+            "two_sided_clip",
+            {"rl_config.delta": rl.delta},
+            f"rl_config.delta ({rl.delta:g}) must be at least 1 + the upper clip ratio ({upper:g}): "
+            "below it the bound cuts ratios that the clip leaves alone",
+            {"rl_config.delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
+        )
+    for name in ("clip_ratio_c", "delta"):
+        value = getattr(rl, name)
+        if value is not None and not loss.may_read(name):
+            yield broken(
+                "bound_without_clip",
+                {f"rl_config.{name}": value, "rl_config.loss_type": loss_type},
+                f"rl_config.{name} ({value:g}) has no effect with loss_type {loss_type}, which does not clip this way",
+                {f"rl_config.{name}": None},
+            )
+    if objective.level not in loss.levels:
+        yield broken(
+            "gspo_level",
+            {"rl_config.loss_type": loss_type, "rl_config.importance_sampling_level": objective.level},
+            f"rl_config.importance_sampling_level {objective.level} contradicts loss_type {loss_type}, "
+            f"whose ratio is that of the {loss.level}",
+            {"rl_config.importance_sampling_level": loss.level},
+            *({"rl_config.loss_type": name} for name, other in POLICY_LOSSES.items() if _same_but_for_level(loss, other)),
+        )
+
+
+def _same_but_for_level(loss: PolicyLoss, other: PolicyLoss) -> bool:
+    """True for the loss that takes any level and is otherwise the same."""
+    return loss.levels != other.levels and replace(loss, level=other.level, levels=other.levels) == other
+
+
+def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds) -> Violation:
+    """The violation of a bound that one loss sets; clip_ratio_high says what it means only with clip_higher_enable."""
+    value = getattr(rl, name)
+    keys = {"rl_config.loss_type": loss_type, f"rl_config.{name}": value}
+    mended: dict[str, Any] = {f"rl_config.{name}": value if bounds.hold(value) else bounds.usual}
+    condition = ""
+    if name in ("clip_ratio_low", "clip_ratio_high"):
+        keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
+        mended["rl_config.clip_higher_enable"] = True
+        condition = f"needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) and "
+    return broken(
+        bounds.rule,
+        keys,
+        f"rl_config.loss_type {loss_type} {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
+        # a bound without a usual value proposes none
+        *([] if None in mended.values() else [mended]),
+        *([{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}] if bounds.otherwise else []),
+    )
+
+
+def _second_spellings(cfg: RunConfig) -> Iterator[Violation]:
+    """Two keys that say the same thing must say the same value."""
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    set_rl = cfg.set_keys.get("rl_config", frozenset())
+    # the values as written: second spellings have overwritten the first by now
+    original = cfg.spelled
+
+    def differ(first: str, second: str, a: Any, b: Any) -> Violation:
+        return broken(
+            "same_meaning",
+            {first: a, second: b},
+            f"{first} ({a}) and {second} ({b}) say the same thing and must have the same value",
+            {second: a},
+            {first: b},
+        )
+
+    pairs = [
+        ("rl_config.num_generations", "rl_config.n_samples_per_prompt"),
+        ("rl_config.num_iterations", "rl_config.epochs"),
+        ("rl_config.max_completion_length", "generate_config.sampling_config.max_tokens"),
+        ("rl_config.reward_funcs", "rl_config.verifier_function"),
+        ("rl_config.reward_weights", "rl_config.verifier_weight"),
+    ]
+    if rl.num_generations is not None:
+        # without num_generations it is upstream's beta, which nothing reads
+        pairs.append(("rl_config.beta", "rl_config.init_kl_coef"))
+    for first, second in pairs:
+        if first in original and second in original and original[first] != original[second]:
+            yield differ(first, second, original[first], original[second])
+    if rl.num_generations is None:
+        for name in ("steps_per_generation", "generation_batch_size"):
+            if name in set_rl and getattr(rl, name) is not None:
+                yield broken(
+                    "completion_counting",
+                    {f"rl_config.{name}": getattr(rl, name), "rl_config.num_generations": None},
+                    f"rl_config.{name} ({getattr(rl, name)}) belongs to completion-level counting, which needs "
+                    "rl_config.num_generations; "
+                    f"with n_samples_per_prompt the keys are global_batch_size and mini_batch_size, both in prompts",
+                    {f"rl_config.{name}": None},
+                )
+    elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None and rl.n_samples_per_prompt > 0:
+        step = cfg.actor_config.global_batch_size
+        if rl.mini_batch_size * rl.n_samples_per_prompt != step:
+            yield broken(
+                "same_meaning",
+                {"rl_config.mini_batch_size": rl.mini_batch_size, "megatron_training.global_batch_size": step},
+                f"rl_config.mini_batch_size ({rl.mini_batch_size} prompts x num_generations {rl.n_samples_per_prompt}) and "
+                f"megatron_training.global_batch_size ({step} completions) both say the size of an optimizer step "
+                "and must agree",
+                *(
+                    {"rl_config.mini_batch_size": size}
+                    for size in [step // rl.n_samples_per_prompt]
+                    if step % rl.n_samples_per_prompt == 0
+                ),
+            )
+    if rl.reward_weights is not None and rl.reward_funcs is None:
+        yield broken(
+            "weights_without_functions",
+            {"rl_config.reward_weights": rl.reward_weights, "rl_config.reward_funcs": None},
+            "rl_config.reward_weights is set without rl_config.reward_funcs; beside verifier_function the key is "
+            "verifier_weight",
+        )
+    if cfg.actor_config.lr_warmup_fraction and cfg.actor_config.lr_warmup_iters:
+        fraction, iters = cfg.actor_config.lr_warmup_fraction, cfg.actor_config.lr_warmup_iters
+        yield broken(
+            "one_warmup",
+            {"actor_config.lr_warmup_fraction": fraction, "actor_config.lr_warmup_iters": iters},
+            f"actor_config.lr_warmup_fraction ({fraction:g}) and actor_config.lr_warmup_iters ({iters}) exclude each other",
+            {"actor_config.lr_warmup_iters": 0},
+            {"actor_config.lr_warmup_fraction": None},
+        )
+
+
+OBJECTIVE_RULES = (_rewards, _algorithms, _second_spellings)

@@ -1,0 +1,103 @@
+"""Rules of what asks for the experts of tokens: what router replay and counts need, and what they cannot be used with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.rules.violation import Violation, broken
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.sizes import read_sizes, rollout_is_apart, world_size
+
+_MODE = "rl_config.router_replay.mode"
+_COUNTS = "generate_config.eplb_token_collects"
+#: switch of verl or slime -> modes in which it is on
+_SWITCHES = {
+    "use_routing_replay": ("R2", "R3"),  # slime's R3 is R2 as well
+    "use_rollout_routing_replay": ("R3",),
+    "enable_rollout_routing_replay": ("R3",),
+}
+
+
+def replay_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Rules of `rl_config.router_replay`."""
+    rl = cfg.rl_config
+    if rl is None or cfg.is_supervised:
+        return
+    mode = rl.router_replay.mode
+    for name, modes in _SWITCHES.items():
+        said = getattr(rl, name)
+        if said is not None and said != (mode in modes):
+            key = f"rl_config.{name}"
+            yield broken(
+                "replay_spelling",
+                {key: said, _MODE: mode},
+                f"{key} ({str(said).lower()}) says the same as {_MODE} ({mode}), and the two differ",
+                {key: None},
+            )
+    if mode == "disabled":
+        return
+    off = {_MODE: "disabled"} | {f"rl_config.{name}": None for name in _SWITCHES if getattr(rl, name)}
+    for reason in _reasons(cfg, _obstacles):
+        yield broken("router_replay", {_MODE: mode}, f"{_MODE} ({mode}) cannot be used here: {reason}", off)
+
+
+def expert_count_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Rules of `generate_config.eplb_token_collects`."""
+    if cfg.is_supervised or cfg.generate_config is None or not cfg.generate_config.eplb_token_collects:
+        return
+    for reason in _reasons(cfg, _obstacles_of_engine):
+        yield broken("expert_counts", {_COUNTS: True}, f"{_COUNTS} (true) cannot be used here: {reason}", {_COUNTS: False})
+
+
+def _reasons(cfg: RunConfig, obstacles: Callable[[RunConfig], Iterator[str]]) -> Iterator[str]:
+    if _is_dense(cfg):
+        yield "the model has no experts"
+    else:
+        yield from obstacles(cfg)
+
+
+def _is_dense(cfg: RunConfig) -> bool:
+    """True once it is known that the actor has no experts."""
+    actor, facts = cfg.actor_config, cfg.model_facts
+    if actor.num_layers is not None:  # the run file says the shape
+        return not actor.num_experts
+    return facts is not None and not facts.shape.num_experts
+
+
+def _obstacles(cfg: RunConfig) -> Iterator[str]:
+    if cfg.actor_config.moe_router_load_balancing_type == "sinkhorn":
+        yield "moe_router_load_balancing_type sinkhorn has a router that takes no experts from others"
+    assert cfg.rl_config is not None
+    if cfg.rl_config.router_replay.mode == "R3":
+        yield from (f"{reason}; R2 works there" for reason in _obstacles_of_engine(cfg))
+    else:
+        yield from _obstacles_of_recording(cfg)
+
+
+def _obstacles_of_recording(cfg: RunConfig) -> Iterator[str]:
+    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+        return
+    sizes = read_sizes(cfg)
+    if not sizes.can_divide:
+        return
+    on_policy = sizes.steps_per_rollout * sizes.epochs == 1
+    if not resolve_objective(cfg).needs_old_log_probs(on_policy=on_policy):
+        yield (
+            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is followed by "
+            "one optimizer step; R3 needs no such pass"
+        )
+
+
+def _obstacles_of_engine(cfg: RunConfig) -> Iterator[str]:
+    rl, generate = cfg.rl_config, cfg.generate_config
+    assert rl is not None
+    if rollout_is_apart(cfg):
+        yield "rollout servers do not hand out the experts of their tokens"
+    if rl.partial_rollout_max_split > 1:
+        yield (
+            f"partial_rollout_max_split ({rl.partial_rollout_max_split}) keeps responses over iterations, and not the experts "
+            "of their tokens"
+        )
+    if generate is not None and generate.expert_map_path is not None:
+        yield "with generate_config.expert_map_path vllm-ascend before 0.26 reports where an expert lies, not which one it is"

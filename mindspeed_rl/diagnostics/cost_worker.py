@@ -1,0 +1,209 @@
+"""One iteration of a rank's actor under a cost ledger, and the same model trained by Megatron as its own scripts train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor, nn
+
+from mindspeed_rl import platform
+from mindspeed_rl.algorithms.interfaces import PolicyBatch
+from mindspeed_rl.algorithms.policy_losses import policy_loss
+from mindspeed_rl.diagnostics.cost_ranks import CountOrder, micro_batch_rows
+from mindspeed_rl.engine import parallel, vocab
+from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.build import batch_shape, build_model, planned_config
+from mindspeed_rl.engine.optimizer import build_optimizer, ddp_config
+from mindspeed_rl.engine.policy_model import PolicyModel
+from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.models.builder import build_gpt_model, layer_spec
+from mindspeed_rl.platform.cost_ledger import CostLedger
+from mindspeed_rl.workers.limits import micro_batching
+
+
+def count(order: CountOrder) -> dict[str, Any]:
+    """What this rank's iteration cost; collective over all ranks."""
+    parallel.init_distributed(order.config, order.plan.layout.vpp)
+    return (_Plain(order) if order.plain else _Ours(order)).counted()
+
+
+def _rows(order: CountOrder) -> Rows:
+    """Equally long rows with every column that the policy loss may read."""
+    generator = torch.Generator().manual_seed(1)
+    prompt = order.tokens // 2
+    response = order.tokens - prompt
+    vocabulary = order.plan.network.vocab_size
+    ids = torch.randint(0, vocabulary, (order.rows, order.tokens), generator=generator)
+    # negative, as log-probs are, which most of these columns hold
+    numbers = dict.fromkeys(("advantages", "rollout_log_probs", *order.columns), torch.linspace(-1.0, -0.5, response))
+    masks = dict.fromkeys(("scored_mask", "loss_mask"), torch.ones(response, dtype=torch.bool))
+    columns = {name: [value.clone() for _ in range(order.rows)] for name, value in (numbers | masks).items()}
+    columns["row"] = [torch.tensor(number) for number in range(order.rows)]
+    return Rows(list(ids), [prompt] * order.rows, columns)
+
+
+def _second(iteration: Callable[[CostLedger], None], inner: Sequence[tuple[Any, str, str]]) -> dict[str, Any]:
+    """What the second iteration cost: the first one makes what stays.
+
+    Args:
+        inner: (owner, name of a method, phase of its calls), beside Megatron's forward and backward steps.
+    """
+    iteration(CostLedger())
+    platform.current().synchronize()
+    with CostLedger() as ledger:
+        for owner, name, phase in ((schedules, "forward_step", "forward"), (schedules, "backward_step", "backward"), *inner):
+            ledger.around(owner, name, phase)
+        iteration(ledger)
+    return ledger.record()
+
+
+class _Ours:
+    """The suite's engine: log-probs, an update, training state off the device and back."""
+
+    def __init__(self, order: CountOrder) -> None:
+        config, rl = order.config, order.rl
+        shape = batch_shape(config, packed=rl.use_remove_padding, pad_id=0)
+        self._order, self._rows = order, _rows(order)
+        self._engine = TrainEngine(
+            config, build_model(config, order.plan, trainable=True), shape, temperature=order.temperature
+        )
+        self._engine.start_training(1)
+        self._update = micro_batching(rl, "update", config.micro_batch_size or 1)
+        self._log_probs = micro_batching(rl, "actor", rl.actor_forward_micro_batch_size or config.micro_batch_size or 1)
+        self._loss = partial(policy_loss, objective=order.objective)
+
+    def _iteration(self, ledger: CostLedger) -> None:
+        engine = self._engine
+        with ledger.at("log-probs"):
+            engine.forward(self._rows, self._log_probs)
+        with ledger.at("update"):
+            engine.train_step(self._rows, self._update, self._loss, PolicyBatch.from_inputs)
+        with ledger.at("offload"):
+            engine.offloader.offload(optimizer=True, grads=True, params=True)
+        with ledger.at("onload"):
+            engine.offloader.onload(optimizer=True, grads=True, params=True)
+
+    def counted(self) -> dict[str, Any]:
+        """See `_second`."""
+        engine = self._engine
+        inner = [
+            (engine, "_micro_batches", "micro-batches"),
+            (PolicyModel, "_postprocess", "head"),
+            (vocab._VocabLogProbs, "backward", "head, backward"),
+            (engine, "loss_step", "loss"),
+            (engine.model.transformer_config, "finalize_model_grads_func", "gradients"),
+            (engine.optimizer, "step", "optimizer"),
+        ]
+        return _second(self._iteration, inner)
+
+
+class _Plain:
+    """Megatron's GPTModel, loss, data-parallel wrapper and optimizer, in the order of its own training script.
+
+    Tokens come from pinned memory and go from the first tensor-parallel rank to the others; the loss is read back once a step.
+    """
+
+    def __init__(self, order: CountOrder) -> None:
+        config, plan = order.config, order.plan
+        self._rows, self._device = _rows(order), platform.current().current_device()
+        transformer = planned_config(config, plan)
+        # rows are equally long, so stages need not tell each other shapes, as they do not in Megatron's script
+        transformer.variable_seq_lengths = False
+        stage, stages = parallel_state.get_pipeline_model_parallel_rank(), plan.layout.pp
+        # WrappedTorchNorm is no module itself, but makes one
+        norm = cast(type[nn.Module], WrappedTorchNorm)
+        spec = layer_spec(plan.network, transformer, norm=norm, core_attention=DotProductAttention, layout=plan.layout)
+        model = build_gpt_model(plan.network, transformer, spec, pre_process=stage == 0, post_process=stage == stages - 1)
+        model = model.to(self._device)
+        inner: MegatronModule = Float16Module(transformer, model) if config.bf16 else model
+        self._model = DistributedDataParallel(transformer, ddp_config(config), inner)
+        self._optimizer: MegatronOptimizer = build_optimizer(config, [self._model])
+        transformer.finalize_model_grads_func = finalize_model_grads
+        transformer.grad_scale_func = self._optimizer.scale_loss
+        self._transformer = transformer
+        ends = [*accumulate(micro_batch_rows(order))]
+        self._groups = [range(first, end) for first, end in zip([0, *ends], ends)]
+        self._tokens = order.tokens
+
+    def _batch(self, rows: range) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, labels, mask and positions [rows, tokens], broadcast as Megatron's scripts do."""
+        shape = len(rows), self._tokens
+        ids = torch.stack([self._rows.input_ids[row] for row in rows])
+        mask = torch.zeros(shape)
+        # on the places that predict a token of the response
+        mask[:, self._tokens // 2 - 1 : -1] = 1.0
+        parts = ids, ids.roll(-1, 1), mask, torch.arange(self._tokens).expand(shape).contiguous()
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        group = parallel_state.get_tensor_model_parallel_group()
+        found = []
+        for part in parts:
+            if first:
+                there = part.pin_memory().to(self._device, non_blocking=True)
+            else:
+                there = torch.empty(shape, dtype=part.dtype, device=self._device)
+            if group is not None and group.size() > 1:
+                dist.broadcast(there, dist.get_global_rank(group, 0), group=group)
+            found.append(there)
+        return found[0], found[1], found[2], found[3]
+
+    def _forward_step(self, groups: Iterator[range], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        tokens, labels, mask, positions = self._batch(next(groups))
+        return model(tokens, positions, None, labels=labels), partial(self._loss, mask)
+
+    def _loss(self, mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        losses, weights = output.view(-1).float(), mask.view(-1).float()
+        total, tokens = torch.sum(losses * weights), weights.sum().detach().to(torch.int)
+        return total, tokens, torch.cat([total.detach().view(1), tokens.view(1)])
+
+    def _pass(self, *, forward_only: bool) -> list[Tensor]:
+        return get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(self._groups),
+            model=self._model,
+            num_microbatches=len(self._groups),
+            seq_length=self._tokens,
+            micro_batch_size=len(self._groups[0]),
+            forward_only=forward_only,
+        )
+
+    def _iteration(self, ledger: CostLedger) -> None:
+        with ledger.at("log-probs"), torch.no_grad():
+            self._model.eval()
+            self._report(self._pass(forward_only=True))
+        with ledger.at("update"):
+            self._model.train()
+            self._model.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            losses = self._pass(forward_only=False)
+            self._optimizer.step()
+            self._report(losses)
+
+    def _report(self, losses: list[Tensor]) -> None:
+        if losses:
+            total = torch.vstack(losses).sum(0)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            (total[0] / total[1]).item()
+
+    def counted(self) -> dict[str, Any]:
+        """See `_second`."""
+        inner = [
+            (self, "_batch", "micro-batches"),
+            (GPTModel, "_postprocess", "head"),
+            (self, "_loss", "loss"),
+            (self._transformer, "finalize_model_grads_func", "gradients"),
+            (self._optimizer, "step", "optimizer"),
+        ]
+        return _second(self._iteration, inner)

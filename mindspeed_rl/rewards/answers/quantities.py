@@ -1,0 +1,271 @@
+r"""Numbers as answers write them: 1,000; 3e5; 3\times10^5; 3\frac12; 50\%; \$18; 5 cm; six.
+
+A `Quantity` is exact: a decimal keeps how many digits it was written with, because 1.732 is not \sqrt{3} and 99.99 is not 100.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mindspeed_rl.rewards.answers.number_words import SCALES, read_words
+
+#: longer literals are no answer to anything, and CPython refuses to read integers above 4,300 digits
+LONGEST_LITERAL = 400
+#: of two decimals one may be the other, rounded, when it has at least this many significant digits
+_ROUNDED_DIGITS = 4
+#: a decimal stands for a fraction with at least this many digits behind the point
+_FRACTION_DECIMALS = 6
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+_EXPONENT = r"(?:[eE]([+-]?\d{1,3})|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([+-]?\s*\d{1,3})\s*\}|(\d)))"
+_DECIMAL = re.compile(rf"({_DIGITS})?(?:\.(\d*))?{_EXPONENT}?")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?")
+_POWER_OF_TEN = re.compile(r"10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(\d))")
+_PART = r"(?:\{\s*([+-]?\d+)\s*\}|(\d))"
+_FRACTION = re.compile(rf"(?:(\d+)\s*)?\\?frac\s*{_PART}\s*{_PART}|(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
+
+#: dimension and size of the units that answers come in; names that are not here say nothing
+_UNITS: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _sizes in {
+    "length": {
+        "mm millimeter millimetre 毫米": "1/1000", "cm centimeter centimetre 厘米": "1/100", "m meter metre 米": "1",
+        "km kilometer kilometre 千米 公里": "1000", "in inch inches": "0.0254", "ft foot feet": "0.3048", "yd yard": "0.9144",
+        "mile mi": "1609.344",
+    },
+    "time": {
+        "s sec second 秒": "1", "min minute 分钟": "60", "h hr hour 小时": "3600", "day 天": "86400", "week 周": "604800",
+    },
+    "mass": {"mg milligram": "1/1000", "g gram 克": "1", "kg kilogram 千克 公斤": "1000", "lb pound": "453.59237"},
+    "volume": {"ml milliliter millilitre 毫升": "1/1000", "l liter litre 升": "1"},
+    "money": {"cent 分": "1/100", "dollar": "1"},
+    "yuan": {"yuan 元": "1"},
+    "angle": {"degree deg 度": "1"},
+    "arc": {"rad radian 弧度": "1"},
+}.items():  # fmt: skip
+    for _names, _size in _sizes.items():
+        for _name in _names.split():
+            _UNITS[_name] = (_dimension, Fraction(_size))
+            if _name.isascii() and len(_name) > 2:
+                _UNITS[f"{_name}s"] = _UNITS[_name]
+
+_SPEEDS = {"mph": "mile/h", "kph": "km/h", "kmh": "km/h"}
+
+_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?"
+_UNIT = re.compile(
+    rf"\s*((?:(?:square|cubic|sq|cu)\.?\s+)?{_WORD}(?:[\s/]+(?:per\s+)?{_WORD})*)\s*(?:\^\s*\{{?\s*([23])\s*\}}?)?"
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with what was written around it.
+
+    Attributes:
+        value: without percent sign and unit.
+        decimals: digits behind the point; None for integers and fractions.
+        percent: whether a percent sign stood behind it.
+        unit: (dimension, size in the dimension's base unit); None without one, or one that says nothing.
+    """
+
+    value: Fraction
+    decimals: int | None = None
+    percent: bool = False
+    unit: tuple[str, Fraction] | None = None
+
+
+def read_quantity(text: str) -> Quantity | None:
+    """Returns the number that an answer is, None for anything else. The answer has no delimiters any more."""
+    text = text.strip()
+    if not text or len(text) > LONGEST_LITERAL:
+        return None
+    return _read_one(text) or _read_sum(text)
+
+
+_TERM = re.compile(r"\s*(?:(?:,|and)\s+)?(\d+(?:\.\d+)?|\d+\s*/\s*\d+)\s*([A-Za-z]+|[\u4e00-\u9fff]+)\.?")
+_MOST_TERMS = 4
+
+
+def _read_sum(text: str) -> Quantity | None:
+    """1 hour 30 minutes, 5 ft 6 in: each unit smaller than the one before it, all of one dimension."""
+    terms, position = [], 0
+    while (match := _TERM.match(text, position)) is not None and len(terms) < _MOST_TERMS:
+        number, unit = _read_digits(match[1]), _read_unit(match[2], None)
+        if number is None or unit is None or (terms and (unit[0] != terms[-1][1][0] or unit[1] >= terms[-1][1][1])):
+            return None
+        terms.append((number[0], unit))
+        position = match.end()
+    if len(terms) < 2 or text[position:].strip():
+        return None
+    smallest = terms[-1][1]
+    return Quantity(sum((value * unit[1] for value, unit in terms), Fraction(0)) / smallest[1], None, False, smallest)
+
+
+_BEHIND = re.compile(
+    r"(.*?\S)\s+((?:(?:square|cubic|sq|cu)\.?\s+)?[A-Za-z]{2,}(?:\s*/\s*[A-Za-z]+)?)\s*(?:\^\s*\{?\s*([23])\s*\}?)?", re.DOTALL
+)
+_NAMELESS = re.compile(r"(?i)(?:(?:square|cubic|sq|cu)\.?\s+)?units?")
+
+
+def measured(text: str) -> tuple[str, tuple[str, Fraction] | None]:
+    """(formula, unit) of an answer that ends with a unit's name of two letters or more; (the answer, None) without one.
+
+    Single letters are variables more often: 2\\pi h is no time.
+    """
+    match = _BEHIND.fullmatch(text)
+    if match is None or match[2] == "in":
+        return text, None
+    if _NAMELESS.fullmatch(match[2]):
+        return match[1], None
+    unit = _read_unit(match[2], match[3])
+    return (text, None) if unit is None else (match[1], unit)
+
+
+def _read_one(text: str) -> Quantity | None:
+    """As `read_quantity`, of one number with one unit at most."""
+    sign, rest = 1, text
+    minus = _MINUS.match(text)
+    if minus is not None:
+        sign, rest = -1, text[minus.end() :]
+    elif rest[0] in "+-−":
+        sign, rest = (-1 if rest[0] != "+" else 1), rest[1:].lstrip()
+    money = None
+    if rest[:1] in ("$", "¥", "￥", "€", "£"):
+        money, rest = ("money" if rest[0] == "$" else rest[0], Fraction(1)), rest[1:].lstrip()
+    found = _read_number(rest)
+    if found is None:
+        return None
+    value, decimals, tail = found
+    percent = False
+    if (match := re.match(r"\s*(?:\\?%|percent\b)", tail)) is not None:
+        percent, tail = True, tail[match.end() :]
+    unit = money
+    if tail.strip():
+        match = _UNIT.fullmatch(tail)
+        # a letter right behind the digits is a variable: 5m is five times m
+        if match is None or (len(match[1]) == 1 and match[1].isascii() and not tail[:1].isspace()):
+            return None
+        unit = _read_unit(match[1], match[2]) or money
+    return Quantity(sign * value, decimals, percent, unit)
+
+
+_MINUS = re.compile(r"(?i)(?:negative|minus)\s+|负")
+_SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])")
+
+
+def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
+    """(value, digits behind the point, rest) of the number at the start of the text."""
+    in_words = read_words(text)
+    if in_words is not None:
+        return in_words[0], None, in_words[1]
+    found = _read_digits(text)
+    scale = None if found is None else _SCALE.match(found[2])
+    if found is None or scale is None:
+        return found
+    return found[0] * SCALES[scale[1]], None, found[2][scale.end() :]  # 1.5 million are no decimal
+
+
+def _read_digits(text: str) -> tuple[Fraction, int | None, str] | None:
+    """As `_read_number`, of one that begins with a digit, a point or a fraction."""
+    match = _FRACTION.match(text)
+    if match is not None:
+        whole, top, bottom = _fraction_parts(match)
+        return None if bottom == 0 else (whole + Fraction(top, bottom), None, text[match.end() :])
+    match = _POWER_OF_TEN.match(text)
+    if match is not None:
+        return Fraction(10) ** int(match[1] or match[2]), None, text[match.end() :]
+    match = _REPEATING.match(text)
+    if match is not None:
+        whole, fixed, repeated = match.groups()
+        period = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
+        return Fraction(f"{whole or 0}.{fixed or 0}") + period, None, text[match.end() :]
+    match = _DECIMAL.match(text)
+    if match is not None and (match[1] or match[2]):
+        exponent = int(next((part for part in match.groups()[2:] if part), "0").replace(" ", ""))
+        digits = re.sub(r"[, ]", "", match[1] or "0")
+        value = Fraction(f"{digits}.{match[2]}" if match[2] else digits) * Fraction(10) ** exponent
+        decimals = max(len(match[2]) - exponent, 0) if match[2] else None
+        return value, decimals or None, text[match.end() :]
+    return None
+
+
+def _fraction_parts(match: re.Match[str]) -> tuple[int, int, int]:
+    """Whole part, numerator and denominator of what `_FRACTION` found."""
+    whole, *parts = match.groups()
+    numbers = [int(part) for part in parts[:4] if part is not None]
+    if not numbers:
+        whole, numbers = parts[4], [int(part) for part in parts[5:] if part is not None]
+    return int(whole or 0), numbers[0], numbers[1]
+
+
+def _read_unit(name: str, power: str | None) -> tuple[str, Fraction] | None:
+    """(dimension, size) of a unit, or of one per another one; None for a name that says nothing."""
+    above, per, below = re.sub(r"\s+per\s+|\s*/\s*", "/", _SPEEDS.get(name.lower(), name)).partition("/")
+    if per:
+        over, under = _read_unit(above, None), _read_unit(below, power)
+        return None if over is None or under is None else (f"{over[0]}/{under[0]}", over[1] / under[1])
+    words = name.lower().replace(".", "").split()
+    exponent = int(power or 1)
+    if words[0] in ("square", "sq", "cubic", "cu"):
+        exponent, words = (2 if words[0] in ("square", "sq") else 3), words[1:]
+    if len(words) != 1 or words[0] not in _UNITS:
+        return None
+    dimension, size = _UNITS[words[0]]
+    return f"{dimension}^{exponent}", size**exponent
+
+
+def same_quantity(a: Quantity, b: Quantity) -> bool:
+    """True for equal numbers: exactly, as percentages, in other units of the same dimension, or one the other's rounding."""
+    if a.unit is not None and b.unit is not None:
+        if a.unit[0].removesuffix("^1") != b.unit[0].removesuffix("^1"):
+            return False
+        if a.unit[1] != b.unit[1]:
+            return a.value * a.unit[1] == b.value * b.unit[1]
+    scales = [Fraction(1)]
+    if a.percent != b.percent:
+        # 50% is written for 50 as well as for 0.5
+        scales.append(Fraction(1, 100) if a.percent else Fraction(100))
+    return any(_same_value(a, scale, b) for scale in scales)
+
+
+def _same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
+    x, y = a.value * scale, b.value
+    if x == y:
+        return True
+    if scale != 1:
+        return False
+    if a.decimals is None or b.decimals is None:
+        exact, decimal, decimals = (x, y, b.decimals) if a.decimals is None else (y, x, a.decimals)
+        if decimals is None:
+            return False
+        return exact.denominator != 1 and decimals >= _FRACTION_DECIMALS and _rounds_to(exact, decimal, decimals)
+    if a.decimals == b.decimals or x.denominator == 1 or y.denominator == 1:
+        return False
+    longer, shorter, decimals = (x, y, b.decimals) if a.decimals > b.decimals else (y, x, a.decimals)
+    return len(str(abs(shorter.numerator * 10**decimals // shorter.denominator))) >= _ROUNDED_DIGITS and _rounds_to(
+        longer, shorter, decimals
+    )
+
+
+_BASED = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
+
+
+def same_based(given: str, wanted: str) -> bool | None:
+    """Compares numbers with their base, as 1010_2; None unless one has it. Where the other has none, the digits decide."""
+    first, second = (_BASED.fullmatch(text.strip()) for text in (given, wanted))
+    # letters alone with an index are a name, unless a number is beside them
+    if not any(match is not None and re.search(r"\d", match[1]) for match in (first, second)):
+        return None
+    digits = [match[1] if match else text.strip() for match, text in ((first, given), (second, wanted))]
+    if first is None or second is None:
+        return digits[0].lstrip("0") == digits[1].lstrip("0")
+    try:
+        values = [int(match[1], int(match[2] or match[3])) for match in (first, second)]
+    except ValueError:  # a digit that the base has not: a name with an index
+        return None
+    return values[0] == values[1]
+
+
+def _rounds_to(value: Fraction, rounded: Fraction, decimals: int) -> bool:
+    return abs(value - rounded) <= Fraction(1, 2 * 10**decimals)

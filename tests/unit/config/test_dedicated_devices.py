@@ -1,0 +1,102 @@
+"""Roles with devices of their own: how many devices a run has, what contradicts, what is derived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sample_runs import prompt_level
+
+from mindspeed_rl.config import num_devices, rollout_is_apart, rollout_servers, unavailable, validate
+from mindspeed_rl.config.explain.plan_page import explain
+from mindspeed_rl.config.sizes import read_sizes
+
+R, G = "rl_config", "generate_config"
+SEPARATE = {"use_integrated_worker": False}
+
+
+def own(count: int) -> dict[str, int]:
+    return {"num_npus": count}
+
+
+def test_devices_of_all_roles_add_up_and_a_role_without_a_resource_shares_the_actors() -> None:
+    cfg = prompt_level(
+        rl_config={**SEPARATE, "rollout_resource": own(8), "reference_resource": own(4)},
+        ref_config={"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1},
+        generate_config={"infer_tensor_parallel_size": 2},
+    )
+    assert validate(cfg) == [] and unavailable(cfg) == []
+    assert num_devices(cfg) == 16 + 8 + 4 and rollout_is_apart(cfg)
+    sizes = read_sizes(cfg)
+    assert (sizes.rollout.dp_size, sizes.ref.dp_size if sizes.ref else None, sizes.actor.dp_size) == (4, 1, 4)
+    report = explain(cfg)["resources"]
+    assert report["num_devices"] == 28
+    devices = {phase["phase"]: phase["devices"] for phase in report["phases"]}
+    assert devices["generate"] == "8 of its own" and devices["ref_log_probs"] == "4 of its own"
+    assert devices["update_actor"] == "0-15"
+    shared = prompt_level(rl_config=SEPARATE)
+    assert validate(shared) == [] and num_devices(shared) == 16 and not rollout_is_apart(shared)
+
+
+def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
+    cfg = prompt_level(rl_config=SEPARATE, ref_config={"tensor_model_parallel_size": 4})
+    assert unavailable(cfg) == ["ref_config.tensor_model_parallel_size: is 4; roles share the actor's layout, 2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "words"),
+    [
+        ({R: {"rollout_resource": own(8)}}, "integrated_rollout", "must be left out while use_integrated_worker is true"),
+        (
+            {R: {**SEPARATE, "rollout_resource": own(6)}, G: {"infer_tensor_parallel_size": 4}},
+            "rollout_devices",
+            "(6) must be divisible by generate_config.infer_tensor_parallel_size (4)",
+        ),
+        ({R: {**SEPARATE, "rollout_resource": own(0)}}, "apart_positive", "rollout_resource.num_npus (0) must be at least 1"),
+        (
+            {R: {**SEPARATE, "reference_resource": own(4), "sync_ref_model": True}, "ref_config": {"lr": 1.0}},
+            "reference_beside_actor",
+            "rl_config.sync_ref_model needs the reference on the actor's devices",
+        ),
+        (
+            {R: {**SEPARATE, "rollout_resource": own(4)}, G: {"vllm_server_host": "a"}},
+            "one_kind_of_server",
+            "exclude each other",
+        ),
+        ({G: {"vllm_server_host": ["a", "b", "c"], "vllm_server_port": [1, 2]}}, "server_ports", "2 entries for 3 hosts"),
+        ({G: {"vllm_server_host": "a", "vllm_server_port": 70000}}, "server_port", "(70000) must lie in 1..65535"),
+    ],
+)
+def test_contradictions_are_named(changes: dict[str, dict[str, Any]], rule: str, words: str) -> None:
+    found = {violation.rule: violation.message for violation in validate(prompt_level(**changes))}
+    assert rule in found and words in found[rule]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ports", "servers"),
+    [
+        ("a", 8000, [("a", 8000)]),
+        (["a", "b"], 9, [("a", 9), ("b", 9)]),
+        (["a", "b"], [1, 2], [("a", 1), ("b", 2)]),
+        ("a", [1, 2], [("a", 1), ("a", 2)]),
+    ],
+)
+def test_servers_are_hosts_with_their_ports(hosts: Any, ports: Any, servers: list[tuple[str, int]]) -> None:
+    cfg = prompt_level(generate_config={"vllm_server_host": hosts, "vllm_server_port": ports})
+    assert rollout_servers(cfg) == servers and rollout_is_apart(cfg) and num_devices(cfg) == 16
+    assert read_sizes(cfg).rollout.dp_size == len(servers)
+
+
+def test_without_blocking_a_share_is_cut_into_dispatches_of_whole_micro_batches() -> None:
+    # 32 prompts x 8 responses; 4 replicas of the actor, 16 of the rollout; micro-batches of 4
+    whole = read_sizes(prompt_level()).dispatch_sizes()
+    cut = read_sizes(prompt_level(rl_config={"blocking": False})).dispatch_sizes()
+    assert (whole["ref_dispatch_size"], cut["ref_dispatch_size"]) == (64, 8)
+    assert (whole["actor_rollout_dispatch_size"], cut["actor_rollout_dispatch_size"]) == (16, 8)
+    assert (whole["reward_dispatch_size"], cut["reward_dispatch_size"]) == (256, 32)
+    assert cut["actor_update_dispatch_size"] == whole["actor_update_dispatch_size"]
+    written = prompt_level(rl_config={"blocking": False, "ref_dispatch_size": 64})
+    assert read_sizes(written).dispatch_sizes()["ref_dispatch_size"] == 64
+    # 64 / 4 replicas = 16 rows, micro-batches of 6: nothing is whole, so the count alone is cut
+    uneven = prompt_level(rl_config={"blocking": False, "n_samples_per_prompt": 2}, megatron_training={"micro_batch_size": 6})
+    assert read_sizes(uneven).dispatch_sizes()["ref_dispatch_size"] == 2

@@ -1,0 +1,96 @@
+"""What the figures of a run warn of, and what they do not."""
+
+import random
+
+import pytest
+
+from mindspeed_rl.observability.alerts import find_signs, garbled, repeats
+from mindspeed_rl.observability.history import History
+
+
+def run(count, **metrics):
+    """Records of `count` iterations; a metric is a function of the iteration's number or one value."""
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return [
+        {"iteration": i + 1, **{name: value(i) if callable(value) else value for name, value in named.items()}}
+        for i in range(count)
+    ]
+
+
+def kinds(records, completions=()):
+    return {sign.kind for sign in find_signs(History(records), completions)}
+
+
+def healthy(count=100):
+    noise = random.Random(0)
+    return run(
+        count,
+        grpo__score__mean=lambda i: 0.2 + 0.6 * i / count + noise.uniform(-0.05, 0.05),
+        rewards__groups_without_spread=lambda i: 0.3,
+        rewards__failure_rate=0.0,
+        rollout__log_probs_diff_mean=lambda i: noise.uniform(1e-3, 3e-3),
+        rollout__truncated_fraction=0.05,
+        response_length__mean=lambda i: 100 + i,
+        actor__entropy=lambda i: 1.0 - 0.5 * i / count,
+        actor__grad_norm=1.0,
+        actor__pg_clipfrac=0.02,
+    )
+
+
+def test_a_healthy_run_has_no_warning():
+    assert find_signs(History(healthy())) == []
+
+
+def test_no_iteration_is_no_warning():
+    assert find_signs(History()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("reward_flat", {"grpo/score/mean": lambda i: 0.4 + 0.01 * (-1) ** i}),
+        ("no_spread", {"rewards/groups_without_spread": lambda i: 1.0 if i > 90 else 0.2}),
+        ("length_explosion", {"response_length/mean": lambda i: 100 * 1.03**i}),
+        ("truncated", {"rollout/truncated_fraction": lambda i: 0.6 if i > 95 else 0.0}),
+        ("mismatch", {"rollout/log_probs_diff_mean": lambda i: 0.3 if i == 60 else 0.002}),
+        ("entropy_collapse", {"actor/entropy": lambda i: 1.0 * 0.9**i}),
+        ("rewards_failing", {"rewards/failure_rate": lambda i: 0.2 if i > 90 else 0.0}),
+        ("not_finite", {"actor/grad_norm": lambda i: None if i == 70 else 1.0}),
+        ("clipped", {"actor/pg_clipfrac": lambda i: 0.5 if i > 80 else 0.0}),
+    ],
+)
+def test_each_fault_gives_its_warning_and_no_other(kind, change):
+    records = healthy()
+    for index, record in enumerate(records):
+        record.update({name: value(index) for name, value in change.items()})
+    assert kinds(records) == {kind}
+
+
+def test_the_iteration_of_a_jump_is_named():
+    records = healthy()
+    records[60]["rollout/log_probs_diff_mean"] = 0.3
+    (sign,) = find_signs(History(records))
+    assert sign.iteration == 61 and sign.severity == "bad"
+
+
+def test_a_rollout_that_always_differs_a_little_is_no_jump():
+    records = run(50, rollout__log_probs_diff_mean=lambda i: 0.06 + 0.01 * (i % 3))
+    assert find_signs(History(records)) == []
+
+
+def test_text_that_repeats_or_is_garbled_is_seen():
+    assert repeats("the same words again. " * 40)
+    noise = random.Random(1)
+    assert not repeats("".join(noise.choice("abcdefgh ij") for _ in range(800)))
+    assert not repeats("yes yes yes")  # short answers may repeat
+    assert garbled("\ufffd\x00\x01" * 10 + "some text")
+    assert not garbled("一个普通的句子，里面没有乱码。It is fine.\nA new line, too: 3 + 4 = 7.")
+
+
+def test_the_last_written_iteration_decides_about_its_text():
+    def sample(iteration, text):
+        return {"iteration": iteration, "response": text}
+
+    loops = "I think so. " * 60
+    assert kinds(healthy(5), [sample(1, loops), sample(2, "fine")]) == set()
+    assert kinds(healthy(5), [sample(1, "fine"), sample(2, loops)]) == {"repeating"}

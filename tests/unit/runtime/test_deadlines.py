@@ -1,0 +1,97 @@
+"""A wait is spoken of when it takes unusually long, and ended when its deadline is over."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.config import Deadlines, FaultTolerance
+from mindspeed_rl.observability import heartbeat
+from mindspeed_rl.runtime.futures import Watch, WorkerFailed
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watch(folder: Path | None, clock: Clock, said: list[str], **seconds: float) -> Watch:
+    deadlines = Deadlines({**Deadlines().seconds, **seconds}, frozenset(seconds))
+    return Watch(folder, deadlines, FaultTolerance(), say=said.append, now_s=clock)
+
+
+def test_a_long_wait_is_spoken_of_after_a_minute_and_whenever_it_has_doubled() -> None:
+    clock, said = Clock(), []
+    wait = watch(None, clock, said).begin("update_actor", ["worker 0", "worker 1"])
+    wait.look(["worker 0", "worker 1"])
+    times = []
+    for now in range(1, 500):
+        clock.now = float(now)
+        before = len(said)
+        wait.look(["worker 1"])
+        times += [now] if len(said) > before else []
+    # the answer of worker 0, seen at 1, was an event
+    assert times == [61, 121, 241, 481]
+    assert said[0] == "no progress for 1:00: update_actor waits for worker 1; it ends in 28:59 (rl_config.deadlines.update)"
+
+
+def test_what_usually_takes_long_is_not_spoken_of() -> None:
+    clock, said = Clock(), []
+    waits = watch(None, clock, said)
+    first = waits.begin("generate", ["worker 0"])
+    clock.now = 100.0
+    first.end()
+    wait = waits.begin("generate", ["worker 0"])
+    for now in (101.0, 299.0):
+        clock.now = now
+        wait.look(["worker 0"])
+    assert said == []
+    clock.now = 302.0
+    wait.look(["worker 0"])
+    assert len(said) == 1
+
+
+def test_a_deadline_of_the_run_file_is_kept_and_another_one_grows_with_what_was_measured() -> None:
+    clock = Clock()
+    waits = watch(None, clock, [], update=7.0)
+    for phase in ("update_actor", "save"):
+        begun = waits.begin(phase, ["worker 0"])
+        clock.now += 1000.0
+        begun.end()
+    assert waits.limit("update") == 7.0
+    assert waits.limit("save") == 5000.0
+    assert waits.limit("generate") == 1800.0
+
+
+def test_when_it_is_over_the_error_says_who_waits_for_what_from_whom_since_when(tmp_path: Path) -> None:
+    beat = heartbeat.Heartbeat(tmp_path, "worker 0", interval_s=5.0)
+    beat.set("update_actor")
+    record = {
+        "name": "worker 1",
+        "pid": 2**22 + 5,
+        "host": os.uname().nodename,
+        "interval_s": 5.0,
+        "beats": 3,
+    }  # no such process
+    (tmp_path / "alive/worker_1.json").write_text(json.dumps({**record, "doing": "update_actor", "since": 0.0}))
+    clock = Clock()
+    wait = watch(tmp_path, clock, [], update=10.0).begin("update_actor", ["worker 0", "worker 1"])
+    clock.now = 9.9
+    assert wait.look(["worker 0", "worker 1"]) == []
+    clock.now = 10.0
+    with pytest.raises(WorkerFailed) as caught:
+        wait.look(["worker 0", "worker 1"])
+    beat.end()
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith(
+        "worker 1 failed in update_actor: update_actor did not end within 10 s (rl_config.deadlines.update), since "
+    )
+    assert f"worker 1 (process {2**22 + 5}) is gone, last in update_actor" in first
+    assert any(line.startswith(f"  worker 0 (process {os.getpid()}) is alive and in update_actor") for line in others)

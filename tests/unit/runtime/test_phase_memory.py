@@ -1,0 +1,134 @@
+"""A phase's memory is measured by owner, and running out of it says the phase, the largest owners and what would leave more."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mindspeed_rl import platform
+from mindspeed_rl.config import build_run_config, resolve
+from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.device_memory import OutOfDeviceMemory, PhaseMemory, building, memory_failure
+from mindspeed_rl.runtime.futures import WorkerFailed
+from mindspeed_rl.trainers.run_folder import _advised
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def on_cpu() -> Iterator[None]:
+    platform.select("cpu")
+    # pages that earlier tests of this process gave back, but not to the system, would be handed out without a rise
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    yield
+
+
+def test_what_an_owner_holds_and_what_only_passes_are_told_apart() -> None:
+    kept: list[torch.Tensor] = []
+    memory = PhaseMemory(lambda: {"weights": 3 * MIB, "KV cache": sum(tensor.nbytes for tensor in kept)})
+    metrics = Metrics()
+    with memory("log-probs", "activations", metrics):
+        kept.append(torch.ones(8 * MIB))  # 32 MiB that stay
+        passing = torch.ones(32 * MIB)  # 128 MiB that do not
+        del passing
+    found = {name: value * 1024 for name, value in metrics.results().items()}
+    assert found["memory/log-probs/weights_gib"] == 3 and found["memory/log-probs/kv_cache_gib"] == 32
+    assert found["memory/log-probs/activations_gib"] == pytest.approx(128, abs=16)
+    assert memory.peak_gib * 1024 > 160
+
+
+def test_a_new_phase_does_not_see_the_peak_of_the_one_before() -> None:
+    memory, first, second = PhaseMemory(dict), Metrics(), Metrics()
+    with memory("update", "activations", first):
+        torch.ones(32 * MIB).sum()
+    with memory("generate", "engine step", second):
+        pass
+    assert first.results()["memory/update/activations_gib"] * 1024 > 110
+    assert second.results()["memory/generate/engine_step_gib"] * 1024 < 16
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
+def test_out_of_memory_names_the_phase_and_the_three_largest_owners(error: Exception) -> None:
+    owners = {"weights": 3 << 30, "gradients": 6 << 30, "optimizer": 12 << 30, "KV cache": 1 << 20}
+    with pytest.raises(OutOfDeviceMemory) as raised, PhaseMemory(lambda: owners)("update", "activations", Metrics()):
+        raise error
+    wanted = "out of memory in phase update: optimizer 12.00 GiB, gradients 6.00 GiB, weights 3.00 GiB."
+    assert str(raised.value) == wanted and raised.value.__cause__ is error
+    travelled = pickle.loads(pickle.dumps(raised.value))
+    assert str(travelled) == wanted and travelled.phase == "update"
+
+
+def test_models_that_do_not_fit_while_they_are_built_say_so() -> None:
+    said = r"^out of memory in phase start: what was built until then .* GiB\.$"
+    with pytest.raises(OutOfDeviceMemory, match=said) as raised, building():
+        raise MemoryError("no")
+    assert 0 < raised.value.owners["what was built until then"] < 1 << 40
+    with pytest.raises(KeyError), building():
+        raise KeyError("x")
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="^shapes differ$"), PhaseMemory(dict)("update", "activations", Metrics()):
+        raise RuntimeError("shapes differ")
+
+
+_SMALL = """
+import resource, torch
+from mindspeed_rl import platform
+from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.runtime.device_memory import OutOfDeviceMemory, PhaseMemory
+platform.select("cpu")
+held = torch.ones(1 << 20)
+limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (256 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    with PhaseMemory(lambda: {"weights": held.nbytes})("log-probs", "activations", Metrics()):
+        torch.empty(1 << 30)
+except OutOfDeviceMemory as error:
+    print(error)
+"""
+
+
+def test_a_process_whose_memory_ends_says_so_in_these_words() -> None:
+    done = subprocess.run([sys.executable, "-c", _SMALL], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("out of memory in phase log-probs: "), done.stderr[-2000:]
+    assert "weights 0.00 GiB" in done.stdout
+
+
+def test_a_run_that_ran_out_of_memory_says_which_settings_leave_more() -> None:
+    cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
+    run = resolve(cfg, platform="cpu")
+    failure = OutOfDeviceMemory("update", {"activations": 3 << 30})
+    with pytest.raises(WorkerFailed) as raised, _advised(run):
+        raise WorkerFailed(f"worker 0 failed in update_actor: {failure}") from failure
+    said = str(raised.value)
+    assert said.startswith("worker 0 failed in update_actor: out of memory in phase update: activations 3.00 GiB. Nearest")
+    assert 'actor_config.recompute_granularity: "full"' in said and "(a third more operations in the update)" in said
+
+
+def test_what_leaves_a_critic_more_on_its_own_devices_are_its_own_settings() -> None:
+    changes = ["rl_config.critic_resource.num_npus=8", "rl_config.use_integrated_worker=false"]
+    cfg = build_run_config(compose(*locate("ppo_qwen25_32b_A3", None), changes), config_name="ppo_qwen25_32b_A3")
+    failure = OutOfDeviceMemory("update critic", {"activations": 30 << 30, "optimizer": 9 << 30, "weights": 4 << 30})
+    with pytest.raises(WorkerFailed) as raised, _advised(resolve(cfg, platform="cpu")):
+        raise WorkerFailed(f"worker 0 failed in update_critic: {failure}") from failure
+    said = str(raised.value)
+    assert "out of memory in phase update critic: activations 30.00 GiB, optimizer 9.00 GiB, weights 4.00 GiB." in said
+    assert "critic_config." in said.partition("Nearest settings with more room: ")[2]
+
+
+def test_other_failures_of_workers_pass_as_they_are() -> None:
+    cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
+    error = WorkerFailed("worker 0 failed in generate: KeyError: 'x'")
+    with pytest.raises(WorkerFailed) as raised, _advised(resolve(cfg, platform="cpu")):
+        raise error
+    assert raised.value is error and memory_failure(error) is None

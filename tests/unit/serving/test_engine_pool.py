@@ -1,0 +1,296 @@
+"""Servers of a pool answer as one engine: balanced, named when they are lost, and no token of theirs is lost with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from scripted_server import ScriptedServer, token
+
+from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.serving.engine_pool import ServerLost, ServerPool
+
+FOUR = Sampling(temperature=1.0, max_tokens=4, stop_token_ids=())
+Body = Callable[[ServerPool, list[ScriptedServer]], Awaitable[None]]
+
+
+def in_pool(body: Body, *, num_servers: int = 2, timeout_s: float = 30.0, most_moves: int = 8, drain_s: float = 30.0) -> None:
+    """Runs the body with a pool of scripted servers, and fails when it hangs."""
+
+    async def go() -> None:
+        pool = ServerPool(timeout_s=timeout_s, most_moves=most_moves, drain_s=drain_s)
+        servers = [ScriptedServer(f"server {number}") for number in range(num_servers)]
+        for server in servers:
+            await pool.add(server)
+        try:
+            await body(pool, servers)
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def whole(prompt: tuple[int, ...], seed: int, version: int = 0) -> Generated:
+    """What a server says to a request for four tokens."""
+    tokens = tuple(token(prompt, seed, position) for position in range(4))
+    return Generated(tokens, (-0.5,) * 4, (version,) * 4, "length")
+
+
+def test_requests_are_dealt_evenly_and_answered_with_what_their_server_drew() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = [asyncio.create_task(pool.generate((number,), FOUR, number)) for number in range(6)]
+        await until(lambda: sum(len(server.engine.seen) for server in servers) == 6)
+        assert [len(server.engine.seen) for server in servers] == [3, 3]
+        for server in servers:
+            server.engine.release(12)
+        assert await asyncio.gather(*asked) == [whole((number,), number) for number in range(6)]
+
+    in_pool(body)
+
+
+def test_a_request_goes_to_the_server_with_the_fewest_tokens_to_come() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        long = Sampling(temperature=1.0, max_tokens=50, stop_token_ids=())
+        asked = [asyncio.create_task(pool.generate((1,), long, 0))]
+        asked += [asyncio.create_task(pool.generate((2, number), FOUR, number)) for number in range(3)]
+        await until(lambda: sum(len(server.engine.seen) for server in servers) == 4)
+        assert [len(server.engine.seen) for server in servers] == [1, 3]
+        for task in asked:
+            task.cancel()
+
+    in_pool(body)
+
+
+def test_what_a_dead_server_was_working_on_goes_on_elsewhere_behind_its_tokens() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        first, second = servers
+        asked = asyncio.create_task(pool.generate((5, 6), FOUR, 3))
+        await until(lambda: bool(first.engine.seen))
+        first.engine.release(2)
+        await until(
+            lambda: (
+                bool(pool._members) and any(len(r.whole.token_ids) == 2 for r in pool._members["server 0"].requests.values())
+            )
+        )
+        first.gone = True
+        second.engine.release(4)
+        first.engine.release()  # wakes the answer that never arrives
+        assert await asked == whole((5, 6), 3)
+        assert second.engine.seen == [((5, 6), 2)]
+        assert pool.names == ["server 1"]
+        [(name, reason)] = pool.lost
+        assert name == "server 0" and "failed to tell its news: ConnectionError" in reason
+
+    in_pool(body)
+
+
+def test_a_server_that_does_not_answer_is_taken_out_within_its_deadline_and_named() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        servers[0].silent.set()
+        asked = [asyncio.create_task(pool.generate((number,), FOUR, number)) for number in range(2)]
+        servers[1].engine.release(8)
+        assert await asyncio.gather(*asked) == [whole((number,), number) for number in range(2)]
+        assert [name for name, _ in pool.lost] == ["server 0"]
+        assert "did not" in pool.lost[0][1]
+
+    in_pool(body, timeout_s=1.0)
+
+
+def test_a_server_that_answers_but_draws_no_token_is_taken_out() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((4,), FOUR, 9))
+        servers[1].engine.release(4)
+        assert await asked == whole((4,), 9)
+        [(name, reason)] = pool.lost
+        assert name == "server 0" and "while it worked on 1 requests" in reason
+
+    in_pool(body, timeout_s=1.0)
+
+
+def test_an_error_of_the_engine_takes_the_server_out_and_one_of_the_request_does_not() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        with pytest.raises(ValueError, match="the prompt is too long"):
+            await pool.generate(tuple(range(9)), FOUR, 0)
+        assert pool.names == ["server 0", "server 1"]
+        servers[0].engine.error = RuntimeError("device lost")
+        servers[0].engine.release()
+        servers[1].engine.release(4)
+        assert await pool.generate((1,), FOUR, 0) == whole((1,), 0)
+        assert pool.lost == [("server 0", "RuntimeError: device lost")]
+
+    in_pool(body)
+
+
+def test_without_a_server_requests_wait_for_one() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        pool.lose("server 0", "for the test")
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await until(lambda: pool.num_waiting == 1)
+        other = ScriptedServer("server 2")
+        other.engine.release(4)
+        await pool.add(other)
+        assert await asked == whole((1,), 0)
+
+    in_pool(body, num_servers=1)
+
+
+def test_a_request_that_loses_every_server_is_given_up() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        for server in servers:
+            server.engine.error = RuntimeError("out of memory")
+            server.engine.release()
+        with pytest.raises(
+            ServerLost, match="2 servers were lost while they worked on one request: RuntimeError: out of memory"
+        ):
+            await pool.generate((1,), FOUR, 0)
+
+    in_pool(body, most_moves=1)
+
+
+def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_them() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        engine = servers[0].engine
+        asked = asyncio.create_task(pool.generate((2,), FOUR, 1))
+        engine.release(1)
+        await until(lambda: any(len(r.whole.token_ids) == 1 for r in pool._members["server 0"].requests.values()))
+        await pool.pause("abort")
+        begun = await asked
+        first = token((2,), 1, 0)
+        assert begun == Generated((first,), (-0.5,), (0,), "aborted")
+        engine.version = 1
+        later = asyncio.create_task(pool.generate((2,), FOUR, 1, begun))
+        await asyncio.sleep(0)
+        assert pool.num_waiting == 1  # nobody is asked while the pool is paused
+        await pool.resume()
+        engine.release(3)
+        found = await later
+        assert found.token_ids == whole((2,), 1).token_ids and found.versions == (0, 1, 1, 1)
+
+    in_pool(body, num_servers=1)
+
+
+def test_a_pause_does_not_wait_for_ever() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await until(lambda: bool(servers[0].engine.seen))
+        with pytest.raises(
+            TimeoutError, match=r"1 requests did not end within 0 s .*rl_config.deadlines.generate.*1 on server 0"
+        ):
+            await pool.pause("wait")
+        asked.cancel()
+
+    in_pool(body, drain_s=0.05)
+
+
+def test_what_a_server_is_lost_with_goes_on_before_a_pause_and_what_is_new_behind_it() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        first, second = servers
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await until(lambda: bool(first.engine.seen))
+        pausing = asyncio.create_task(pool.pause("wait"))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(pool.generate((2,), FOUR, 0))
+        pool.lose("server 0", "it is gone")
+        await until(lambda: bool(second.engine.seen))
+        second.engine.release(4)
+        await pausing
+        assert await asked == whole((1,), 0)
+        assert [prompt for prompt, _ in second.engine.seen] == [(1,)]
+        second.engine.release(4)
+        await pool.resume()
+        assert await later == whole((2,), 0)
+
+    in_pool(body)
+
+
+def test_a_pause_that_waits_lets_what_runs_end() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((2,), FOUR, 1))
+        await until(lambda: bool(servers[0].engine.seen))
+        pausing = asyncio.create_task(pool.pause("wait"))
+        await asyncio.sleep(0)
+        assert not pausing.done()
+        servers[0].engine.release(4)
+        await pausing
+        assert asked.done() and await asked == whole((2,), 1)
+
+    in_pool(body, num_servers=1)
+
+
+def test_who_gives_a_request_up_does_not_wait_for_a_server_that_hangs() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await until(lambda: bool(servers[0].engine.seen))
+        servers[0].silent.set()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asked, 0.5)
+        await until(lambda: bool(pool.lost))
+        assert pool.names == ["server 1"] and "did not" in pool.lost[0][1]
+
+    in_pool(body, timeout_s=1.0)
+
+
+def test_a_request_that_was_given_up_before_it_travelled_never_reaches_a_server() -> None:
+    async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
+        asked = asyncio.create_task(pool.generate((1,), FOUR, 0))
+        await asyncio.sleep(0)  # it has its server, and is not sent yet
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        servers[0].engine.release(4)
+        assert await pool.generate((2,), FOUR, 0) == whole((2,), 0)
+        assert sum(server.calls.count("drop") for server in servers) == len(servers)  # when they were added
+        assert sum(len(server.engine.seen) for server in servers) == 1
+
+    in_pool(body)
+
+
+def test_a_request_that_comes_again_after_it_was_dropped_is_one_of_its_own() -> None:
+    async def go() -> None:
+        server = ScriptedServer("server")
+        words = {"temperature": 1.0, "max_tokens": 2, "stop_token_ids": []}
+        request = {"key": "0", "prompt_ids": [3], "sampling": words, "seed": 5, "begun": None}
+        await server.call("submit", requests=[request])
+        await until(lambda: bool(server.engine.seen))
+        await asyncio.gather(server.call("drop", keys=["0"]), server.call("submit", requests=[{**request, "prompt_ids": [4]}]))
+        await until(lambda: len(server.engine.seen) == 2)
+        await server.call("submit", requests=[{**request, "prompt_ids": [4]}])
+        await asyncio.sleep(0.05)
+        assert len(server.engine.seen) == 2 and len(server.engine.running) == 1
+        await server.call("drop", keys=["0"])
+        await until(lambda: not server.engine.running)
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def test_news_that_did_not_arrive_are_told_again_and_a_request_sent_twice_runs_once() -> None:
+    async def go() -> None:
+        server = ScriptedServer("server")
+        request = {
+            "key": "a",
+            "prompt_ids": [3],
+            "sampling": {"temperature": 1.0, "max_tokens": 2, "stop_token_ids": []},
+            "seed": 5,
+            "begun": None,
+        }
+        await server.call("submit", requests=[request])
+        await server.call("submit", requests=[request])
+        server.engine.release(2)
+        await until(lambda: not server.engine.running and bool(server.engine.seen))
+        first = await server.call("news", after=0, wait_s=5)
+        again = await server.call("news", after=0, wait_s=5)
+        assert first["events"] == again["events"] and len(server.engine.seen) == 1
+        assert [event["token_ids"] for event in first["events"]] == [[token((3,), 5, 0)], [token((3,), 5, 1)]]
+        assert (await server.call("news", after=2, wait_s=0))["events"] == []
+        with pytest.raises(ValueError, match="open is no call of a rollout server"):
+            await server.call("open")
+
+    asyncio.run(asyncio.wait_for(go(), 20))

@@ -1,0 +1,158 @@
+"""A push that fails on one server takes that server out, not the run; the others get the weights again where they must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from scripted_server import ScriptedServer
+
+from mindspeed_rl.resharding.meeting import Delivery
+from mindspeed_rl.runtime.futures import WorkerFailed
+from mindspeed_rl.serving.engine_pool import ServerPool
+from mindspeed_rl.serving.weight_push import LoopThread, WeightPush
+
+RIGHT = [Delivery(1, [], 100, 120).to_json()]
+WRONG = [Delivery(1, [], 100, 120).to_json(), Delivery(1, ["w"], 100, 120).to_json()]
+
+
+class Trainers:
+    """What the loop does with them.
+
+    Attributes:
+        met: servers of each meeting.
+        broken: what the coming pushes break with, one after the other; None: they do not.
+    """
+
+    def __init__(self, push: WeightPush) -> None:
+        self._push = push
+        self.met: list[list[str]] = []
+        self.broken: list[Exception | None] = []
+        self.left = 0
+
+    def meet(self, names: Any, invite: Callable[[Any], None]) -> None:
+        self.met.append(list(names))
+        invite(self._push.new_meeting("127.0.0.1", 1, names))
+
+    def send(self) -> tuple[Any, Exception | None]:
+        error = self.broken.pop(0) if self.broken else None
+        return (None, error) if error is not None else ("reports", None)
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread("test")
+    yield thread
+    thread.close()
+
+
+class World:
+    """A pool of scripted servers whose answers to `receive` are the test's."""
+
+    def __init__(self, loop: LoopThread, count: int = 3, timeout_s: float = 30.0) -> None:
+        self.pool, self.replaced = ServerPool(timeout_s=timeout_s), 0
+        self.answers: dict[str, Callable[[], Any]] = {}
+        self.push = WeightPush(self.pool, loop, self._replace, num_trainers=2, timeout_s=timeout_s)
+        self.trainers, self._loop = Trainers(self.push), loop
+        self.servers = {f"server {number}": loop.run(self._make(f"server {number}")) for number in range(count)}
+
+    async def _make(self, name: str) -> ScriptedServer:
+        server = ScriptedServer(name)
+
+        async def receive(version: int) -> list[str]:
+            return self.answers.get(name, lambda: RIGHT)()
+
+        server.engine.receive = receive
+        await self.pool.add(server)
+        self.push.workers_of[name] = 1
+        return server
+
+    def _replace(self) -> None:
+        self.replaced += 1
+
+    def run(self, version: int = 1) -> Any:
+        trainers = self.trainers
+        return self.push.push(version, trainers.meet, trainers.send, trainers.leave)
+
+
+def fail(error: Exception) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it
+
+
+def test_all_servers_meet_once_and_every_push_is_proven(loop: LoopThread) -> None:
+    world = World(loop)
+    reports, proof = world.run(1)
+    world.run(2)
+    assert reports == "reports" and proof == 1 and world.pool.version == 2
+    assert (world.push.received_bytes, world.push.needed_bytes) == (300, 360)
+    assert world.trainers.met == [["server 0", "server 1", "server 2"]] and world.trainers.left == 0
+
+
+def test_a_server_that_holds_other_weights_is_taken_out_and_the_others_are_not_asked_again(loop: LoopThread) -> None:
+    world = World(loop)
+    world.answers["server 1"] = lambda: WRONG
+    world.run(1)
+    assert world.pool.names == ["server 0", "server 2"] and world.pool.version == 1
+    [(name, reason)] = world.pool.lost
+    assert name == "server 1" and "differ from those trained: w" in reason
+
+
+def test_a_server_that_fails_breaks_the_group_and_the_others_get_the_weights_in_a_new_one(loop: LoopThread) -> None:
+    world = World(loop)
+    world.answers["server 1"] = fail(RuntimeError("engine core died"))
+    answers = [RuntimeError("Connection reset by peer"), None]
+    world.answers["server 2"] = lambda: RIGHT if (error := answers.pop(0)) is None else fail(error)()
+    world.trainers.broken = [RuntimeError("Connection closed by peer")]
+    world.run(1)
+    assert world.pool.names == ["server 0", "server 2"] and world.pool.version == 1
+    assert world.pool.lost == [("server 1", "weight push failed: engine core died")]
+    assert world.trainers.met == [["server 0", "server 1", "server 2"], ["server 0", "server 2"]]
+    assert world.trainers.left == 1
+
+
+def test_a_push_that_no_server_can_be_blamed_for_ends_the_run_with_what_the_trainers_said(loop: LoopThread) -> None:
+    world = World(loop, count=1)
+    world.trainers.broken = [RuntimeError("out of memory")] * 9
+    world.answers["server 0"] = fail(RuntimeError("Connection reset by peer"))
+    with pytest.raises(WorkerFailed, match="no server can be blamed for it. The trainers said: out of memory"):
+        world.run(1)
+    assert world.pool.names == ["server 0"]
+
+
+def test_without_a_server_the_run_ends_and_says_why_each_was_lost(loop: LoopThread) -> None:
+    world = World(loop, count=1)
+    world.answers["server 0"] = fail(RuntimeError("device lost"))
+    with pytest.raises(WorkerFailed, match="no rollout server is left: server 0: weight push failed: device lost"):
+        world.run(1)
+    assert world.replaced == 2
+
+
+def test_a_server_that_does_not_come_to_the_meeting_is_taken_out(loop: LoopThread) -> None:
+    world = World(loop, count=2)
+
+    async def join(meeting: str, first_rank: int) -> None:
+        raise RuntimeError("no route to host")
+
+    world.servers["server 0"].engine.join = join
+    world.run(1)
+    assert world.trainers.met == [["server 0", "server 1"], ["server 1"]] and world.pool.names == ["server 1"]
+
+
+def test_a_server_that_was_started_anew_under_its_name_meets_the_trainers_again(loop: LoopThread) -> None:
+    world = World(loop, count=2)
+    world.run(1)
+
+    async def renew() -> None:
+        world.pool.lose("server 1", "for the test")
+        await world._make("server 1")
+
+    loop.run(renew())
+    world.run(2)
+    assert world.trainers.met == [["server 0", "server 1"]] * 2

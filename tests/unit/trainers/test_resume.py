@@ -1,0 +1,269 @@
+"""A run says where it begins, refuses to do nothing, and says how to go on when it ends before its time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mindspeed_rl.checkpoint.checksums import join_parts
+from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
+from mindspeed_rl.trainers.resume import find_beginning, how_to_go_on, with_sound_checkpoint
+from mindspeed_rl.workers.model_source import (
+    ModelSource,
+    check_critic_start,
+    check_reward_start,
+    find_model,
+    rl_reference,
+)
+
+
+def run(
+    stage: str,
+    *,
+    iters: int = 10,
+    rl_config: dict[str, Any] | None = None,
+    critic_config: Any = None,
+    megatron_training: dict[str, Any] | None = None,
+    **actor: Any,
+) -> Run:
+    """A run of one device with these keys of the actor."""
+    training: dict[str, Any] = {"stage": stage, "global_batch_size": 8, "micro_batch_size": 8}
+    training |= {"train_iters": iters, "seq_length": 64}
+    training |= megatron_training or {}
+    tree: dict[str, Any] = {"platform": "cpu", "megatron_training": training, "actor_config": {}}
+    tree["actor_config" if stage.startswith("ray") else "megatron_training"] |= actor
+    if stage.startswith("ray"):
+        tree["rl_config"] = {"actor_resource": {"num_npus": 1}, "mini_batch_size": 8, "n_samples_per_prompt": 4}
+        tree["rl_config"]["max_prompt_length"] = 32
+        tree["generate_config"] = {"infer_tensor_parallel_size": 1, "sampling_config": {"max_tokens": 8}}
+        tree["rl_config"] |= rl_config or {}
+    if critic_config is not None:
+        tree["critic_config"] = critic_config
+    return resolve(build_run_config(tree, config_name="test"), platform="cpu")
+
+
+def checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage: str | None) -> ModelSource:
+    """A training checkpoint as far as the driver reads it."""
+    (folder / f"iter_{iteration:07d}").mkdir(parents=True)
+    record = {"iteration": iteration, "run_state": state} | ({} if stage is None else {"stage": stage})
+    (folder / f"iter_{iteration:07d}" / "run_state.json").write_text(json.dumps(record))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return ModelSource(folder, folder, "training")
+
+
+RL, SUPERVISED = {"kl": {}, "rollout": {}}, {"consumed_samples": 8}
+
+
+@pytest.mark.parametrize(("stage", "state"), [("ray_grpo", RL), ("sft", SUPERVISED)])
+def test_a_checkpoint_is_gone_on_with_unless_only_its_weights_are_asked_for(
+    tmp_path: Path, stage: str, state: dict[str, Any]
+) -> None:
+    source = checkpoint(tmp_path, 4, state, stage)
+    assert str(find_beginning(run(stage), source)) == f"goes on after iteration 4 of {tmp_path}"
+    assert str(find_beginning(run(stage, finetune=True), source)) == f"starts from the weights of {tmp_path}"
+    for kind in ("hf", "megatron"):
+        other = ModelSource(tmp_path, tmp_path, kind)
+        assert str(find_beginning(run(stage), other)) == f"starts from the weights of {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "state", "written", "group"),
+    [
+        ("ray_grpo", SUPERVISED, "sft", "actor_config"),
+        ("ray_grpo", SUPERVISED, None, "actor_config"),
+        ("sft", RL, "ray_grpo", "megatron_training"),
+        ("dpo", SUPERVISED, "sft", "megatron_training"),
+    ],
+)
+def test_another_stage_s_checkpoint_needs_finetune(
+    tmp_path: Path, stage: str, state: dict[str, Any], written: str | None, group: str
+) -> None:
+    source = checkpoint(tmp_path, 4, state, written)
+    with pytest.raises(ValueError) as caught:
+        find_beginning(run(stage), source)
+    assert f"{group}.load: {tmp_path} was written by" in str(caught.value)
+    assert f"set {group}.finetune: true to start from its weights" in str(caught.value)
+    assert find_beginning(run(stage, finetune=True), source).iteration == 0
+
+
+@pytest.mark.parametrize(("stage", "state"), [("ray_grpo", RL), ("sft", SUPERVISED)])
+def test_a_run_with_nothing_left_to_do_is_refused(tmp_path: Path, stage: str, state: dict[str, Any]) -> None:
+    source = checkpoint(tmp_path, 10, state, stage)
+    with pytest.raises(ValueError, match=r"train_iters: 10, but the run would go on after iteration 10 of .* nothing is left"):
+        find_beginning(run(stage), source)
+    assert find_beginning(run(stage, iters=11), source).iteration == 10
+
+
+def sound_checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage: str) -> ModelSource:
+    """A checkpoint with sums, as a run writes it."""
+    source = checkpoint(folder, iteration, state, stage)
+    inside = folder / f"iter_{iteration:07d}"
+    record = json.loads((inside / "run_state.json").read_text()) | {"checksums": True}
+    (inside / "run_state.json").write_text(json.dumps(record))
+    (inside / "__0_0.distcp").write_bytes(b"weights" * 100)
+    join_parts(inside)
+    return source
+
+
+def test_a_truncated_or_missing_file_is_found_before_anything_starts(tmp_path: Path) -> None:
+    source = sound_checkpoint(tmp_path, 4, RL, "ray_grpo")
+    assert find_beginning(run("ray_grpo"), source).iteration == 4
+    file = tmp_path / "iter_0000004" / "__0_0.distcp"
+    file.write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"actor_config.load: .*__0_0.distcp has 7 bytes, but was written with 700"):
+        find_beginning(run("ray_grpo"), source)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"__0_0.distcp is missing; load_previous: true goes on from the one before"):
+        find_beginning(run("ray_grpo"), source)
+    file.write_bytes(b"weights" * 100)
+    for text in ("{", "[1]", '{"iteration": 4, "checksums": true}'):
+        (tmp_path / "iter_0000004" / "run_state.json").write_text(text)
+        with pytest.raises(ValueError, match=r"actor_config.load: .*run_state.json"):
+            find_beginning(run("ray_grpo"), source)
+
+
+def test_the_checkpoint_before_a_damaged_one_is_taken_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for iteration in (2, 4, 6):
+        source = sound_checkpoint(tmp_path, iteration, RL, "ray_grpo")
+    plain, asked = (run("ray_grpo", load=str(tmp_path), load_previous=wish) for wish in (False, True))
+    assert with_sound_checkpoint(plain) is plain
+    assert with_sound_checkpoint(asked).config.actor_config.load_iteration == 6
+    (tmp_path / "iter_0000006" / "__0_0.distcp").write_bytes(b"weighty" * 100)
+    (tmp_path / "iter_0000004" / "__0_0.distcp").unlink()
+    capsys.readouterr()
+    taken = with_sound_checkpoint(asked)
+    said = capsys.readouterr().out
+    assert "iteration 6 is passed over (load_previous): " in said and "__0_0.distcp is damaged" in said
+    assert "iteration 4 is passed over" in said and "__0_0.distcp is missing" in said
+    assert taken.config.actor_config.load_iteration == 2
+    source = ModelSource(tmp_path, tmp_path, "training", taken.config.actor_config.load_iteration)
+    assert find_beginning(taken, source).iteration == 2
+    (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=f"actor_config.load_previous: no checkpoint in {tmp_path} is sound"):
+        with_sound_checkpoint(asked)
+
+
+def test_a_run_does_not_begin_anew_beside_checkpoints_that_nobody_names(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10, RL, "ray_grpo")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    config = MegatronConfig(load=str(tmp_path), pretrained_checkpoint="/model")
+    with pytest.raises(ValueError, match=r"actor_config.load: .*checkpointed_iteration.txt: missing, but .* iterations 10"):
+        find_model(config, "actor_config")
+    with pytest.raises(ValueError, match=r"has no checkpoint of iteration 7 \(load_iteration\); it has 10"):
+        find_model(MegatronConfig(load=str(tmp_path), load_iteration=7), "actor_config")
+
+
+def test_only_an_evaluation_is_left_to_do_after_the_last_iteration(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path, 10, SUPERVISED, "sft")
+    assert find_beginning(run("sft", skip_train=True), source).iteration == 10
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+    begun, save = time.time() - 5, str(tmp_path / "save")
+    assert how_to_go_on(run("ray_grpo"), begun) == "there is no checkpoint to go on from: actor_config.save is not set."
+    fresh = run("ray_grpo", save=save, load="/model", finetune=True, save_interval=2)
+    assert "to go on from yet" in how_to_go_on(fresh, begun) and "every 2 iterations" in how_to_go_on(fresh, begun)
+    checkpoint(Path(save), 4, RL, "ray_grpo")
+    assert how_to_go_on(fresh, begun) == (
+        f"to go on after iteration 4, give the same command with actor_config.load={save} actor_config.finetune=false "
+        "actor_config.pretrained_checkpoint=/model"
+    )
+    again = run("ray_grpo", save=save, load=save, pretrained_checkpoint="/model")
+    assert how_to_go_on(again, begun) == "to go on after iteration 4, give the same command again."
+    os.utime(Path(save, "latest_checkpointed_iteration.txt"), (0, 0))  # another run's, long ago
+    assert "no checkpoint to go on from yet" in how_to_go_on(fresh, begun)
+    assert "give the same command again" in how_to_go_on(again, begun)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "goes_on_after", "said"),
+    [
+        (False, None, "the actor starts anew; set critic_config.finetune: true"),
+        (True, 4, "holds no critic of that iteration to go on with"),
+        (False, 5, "holds no critic of that iteration to go on with"),
+        (True, None, None),
+        (False, 4, None),
+    ],
+)
+def test_actor_and_critic_begin_alike(tmp_path: Path, finetune: bool, goes_on_after: int | None, said: str | None) -> None:
+    source, config = checkpoint(tmp_path, 4, RL, "ray_ppo"), MegatronConfig(finetune=finetune)
+    if said is None:
+        check_critic_start(config, source, goes_on_after)
+        return
+    with pytest.raises(ValueError, match=said):
+        check_critic_start(config, source, goes_on_after)
+
+
+def test_an_interrupted_run_with_a_critic_names_both_checkpoints(tmp_path: Path) -> None:
+    save = str(tmp_path / "save")
+    checkpoint(Path(save), 4, RL, "ray_ppo")
+    critic = {"finetune": True, "load": "/model", "micro_batch_size": 8}
+    ppo = {"save": save, "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
+    assert "critic_config.save is not set" in how_to_go_on(run("ray_ppo", critic_config=critic, **ppo), 0.0)
+    said = how_to_go_on(run("ray_ppo", critic_config={**critic, "save": "/critic"}, **ppo), 0.0)
+    assert said.endswith("critic_config.load=/critic critic_config.finetune=false")
+
+
+def hf(folder: Path, *names: str) -> ModelSource:
+    """A Hugging Face folder with tensors of these names."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
+    return ModelSource(folder, folder, "hf")
+
+
+def test_the_reference_is_what_the_actor_started_from_before_any_resume(tmp_path: Path) -> None:
+    start = hf(tmp_path / "start", "lm_head.weight")
+    going_on = checkpoint(tmp_path / "actor", 4, RL, "ray_grpo")
+    (tmp_path / "actor" / "huggingface").mkdir()
+    (tmp_path / "actor" / "huggingface" / "config.json").write_text("{}")
+    fresh = run("ray_grpo", load=str(start.weights))
+    assert rl_reference(fresh, start, None)[1:] == (start, None)
+    resumed = run("ray_grpo", load=str(going_on.weights), pretrained_checkpoint=str(start.weights))
+    assert rl_reference(resumed, going_on, 4)[1:] == (start, None)
+    with pytest.raises(ValueError, match="the actor goes on from .*, so the reference cannot be taken from there"):
+        rl_reference(run("ray_grpo", load=str(going_on.weights)), going_on, 4)
+    checkpoint(tmp_path / "actor" / "reference", 4, {}, None)
+    (tmp_path / "actor" / "reference" / "huggingface").mkdir()
+    (tmp_path / "actor" / "reference" / "huggingface" / "config.json").write_text("{}")
+    moving = run("ray_grpo", load=str(going_on.weights), rl_config={"sync_ref_model": True})
+    _, source, iteration = rl_reference(moving, going_on, 4)
+    assert (source.weights, iteration) == (tmp_path / "actor" / "reference", 4)
+
+
+def test_a_reference_that_is_not_where_the_keys_say_is_named_with_its_key(tmp_path: Path) -> None:
+    start = hf(tmp_path / "start", "lm_head.weight")
+    missing, mode = str(tmp_path / "missing"), "ref_model_load_path"
+    with pytest.raises(ValueError, match=rf"^actor_config.pretrained_checkpoint: {missing} holds neither"):
+        rl_reference(run("ray_grpo", load=str(start.weights), pretrained_checkpoint=missing), start, None)
+    rl = {"integrated_mode_config": {mode: missing}}
+    with pytest.raises(ValueError, match=rf"^rl_config.integrated_mode_config.{mode}: {missing} holds neither"):
+        rl_reference(run("ray_grpo", load=str(start.weights), rl_config=rl), start, None)
+
+
+def test_a_reward_model_without_a_score_needs_words_to_judge_in(tmp_path: Path) -> None:
+    source = hf(tmp_path / "lm", "lm_head.weight")
+    with pytest.raises(ValueError, match=r"reward_config.load: .* has no score.weight"):
+        check_reward_start(MegatronConfig(), source)
+    check_reward_start(MegatronConfig(reward_tokens=["+", "-"]), source)
+    check_reward_start(MegatronConfig(), hf(tmp_path / "reward", "score.weight"))
+
+
+@pytest.mark.parametrize(("critic", "shared"), [("x/save", None), ("./x/../x/save/", None), (None, "x/save")])
+def test_actor_and_critic_do_not_save_into_one_folder(critic: str | None, shared: str | None) -> None:
+    keys = {"finetune": True, "load": "/model", "micro_batch_size": 8} | ({} if critic is None else {"save": critic})
+    actor = {"save": "x/save", "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
+    with pytest.raises(ValueError) as caught:
+        run("ray_ppo", critic_config=keys, megatron_training={"save": shared} if shared else None, **actor)
+    assert "actor_config.save (x/save) and" in str(caught.value)
+    assert "would write the checkpoints of actor and critic into one folder" in str(caught.value)
+    assert f"{'critic_config' if critic else 'megatron_training'}.save ({critic or shared})" in str(caught.value)
+    run("ray_ppo", critic_config=keys | {"save": "x/save/critic"}, **actor)
+    run("ray_grpo", critic_config=keys | {"save": "x/save"}, **{**actor, "rl_config": {}})  # no critic is trained
