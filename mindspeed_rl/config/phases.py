@@ -1,0 +1,191 @@
+"""The phases of a run, one record each: the names under which driver, workers, data plane, profiler and planner meet a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase; a name is empty where the phase has no part in what the name belongs to.
+
+    Attributes:
+        name: method of the workers that run it; messages and heartbeats show it.
+        deadline: key of `rl_config.deadlines` that limits the wait for it.
+        timer: its intervals; shown as `timing/<timer>`.
+        memory: its name in the ledger of device memory, and in the planner.
+        transient: owner of the memory that exists only within the phase.
+        profiler_stage: its name in `profiler_config.integrated.stage`.
+        consumer: its name at the data plane.
+        columns: columns that it puts into the data plane.
+        dispatch_key: key of `rl_config` that says how many rows a replica takes at once.
+    """
+
+    name: str
+    deadline: str = "update"
+    timer: str = ""
+    memory: str = ""
+    transient: str = "activations"
+    profiler_stage: str = ""
+    consumer: str = ""
+    columns: tuple[str, ...] = ()
+    dispatch_key: str = ""
+
+
+# ---------------------------------------------------------------------- the rollout
+
+GENERATE = Phase(
+    "generate",
+    deadline="generate",
+    timer="rollout",
+    memory="generate",
+    transient="engine step",
+    profiler_stage="actor_generate",
+    consumer="actor_rollout",
+    columns=(
+        "responses",
+        "response_mask",
+        "rollout_log_probs",
+        "weight_versions",
+        "input_ids",
+        "sequence_lengths",
+        "truncated",
+        "trajectories",
+    ),
+    dispatch_key="actor_rollout_dispatch_size",
+)
+#: responses that grow over several rollouts
+CONTINUE_RESPONSES = replace(GENERATE, name="continue_responses", consumer="", columns=())
+#: responses to given prompts, which no row trains on
+GENERATE_RESPONSES = Phase("generate_responses", deadline="generate")
+FINISH_ROLLOUT = Phase("finish_rollout", deadline="generate", timer="resharding_to_train")
+PUSH_WEIGHTS = Phase(
+    "push_weights", deadline="weights", timer="resharding_to_infer", memory="update_weights", transient="push buckets"
+)
+JOIN_SERVERS = Phase("join_servers", deadline="weights")
+SEND_WEIGHTS = replace(PUSH_WEIGHTS, name="send_weights")
+LEAVE_SERVERS = Phase("leave_servers", deadline="weights")
+
+# ---------------------------------------------------------------------- rewards
+
+RULE_REWARDS = Phase(
+    "score",
+    deadline="rewards",
+    timer="rule_reward",
+    consumer="rule_reward",
+    columns=("rewards", "reward_results"),
+    dispatch_key="reward_dispatch_size",
+)
+SCORE_NOW = Phase("score_now", deadline="rewards")
+MODEL_REWARDS = Phase(
+    "compute_model_rewards",
+    deadline="rewards",
+    timer="reward_model",
+    memory="reward model pass",
+    consumer="reward_scores",
+    columns=("rm_scores",),
+)
+#: the reward model's scores of given responses
+MODEL_SCORES = Phase("score", deadline="rewards")
+
+# ---------------------------------------------------------------------- passes and updates of the trained models
+
+ACTOR_LOG_PROBS = Phase(
+    "compute_log_probs",
+    deadline="log_probs",
+    timer="old_log_p",
+    memory="log-probs",
+    profiler_stage="actor_compute_log_prob",
+    consumer="actor_log_prob",
+    columns=("old_log_probs", "entropies"),
+    dispatch_key="actor_logprob_dispatch_size",
+)
+UPDATE_ACTOR = Phase(
+    "update_actor",
+    timer="update",
+    memory="update",
+    profiler_stage="actor_update",
+    consumer="actor_train",
+    columns=("update_log_probs",),  # in iterations whose completions are written
+)
+REFERENCE_LOG_PROBS = Phase(
+    "compute_log_probs",
+    deadline="log_probs",
+    timer="reference_model",
+    memory="reference pass",
+    profiler_stage="reference_compute_log_prob",
+    consumer="ref_log_prob",
+    columns=("ref_log_probs",),
+    dispatch_key="ref_dispatch_size",
+)
+VALUES = Phase(
+    "compute_values",
+    deadline="log_probs",
+    timer="critic_model",
+    memory="critic pass",
+    profiler_stage="critic_compute_values",
+    consumer="critic_compute_values",
+    columns=("values",),
+    dispatch_key="critic_value_dispatch_size",
+)
+UPDATE_CRITIC = Phase(
+    "update_critic", timer="update_critic", memory="update critic", profiler_stage="critic_update", consumer="critic_train"
+)
+SYNC_REFERENCE = Phase("sync_reference")
+#: a step of a supervised stage
+TRAIN = replace(UPDATE_ACTOR, name="train", consumer="", columns=())
+EVALUATE = Phase("evaluate", deadline="evaluate", timer="evaluate", memory="evaluate")
+
+# ---------------------------------------------------------------------- start, checkpoints
+
+SET_UP = Phase("set_up", deadline="start")
+RESUMED_STATE = Phase("resumed_state", deadline="start")
+DATA = Phase("data", deadline="start")
+CHECK_REWARDS = Phase("check", deadline="start")
+SAVE = Phase("save", deadline="save", timer="save", memory="save", transient="copies")
+FINISH = Phase("finish", deadline="save")
+
+_ALL = (
+    *(SET_UP, RESUMED_STATE, DATA, CHECK_REWARDS),
+    *(GENERATE, CONTINUE_RESPONSES, GENERATE_RESPONSES, FINISH_ROLLOUT),
+    *(PUSH_WEIGHTS, JOIN_SERVERS, SEND_WEIGHTS, LEAVE_SERVERS),
+    *(RULE_REWARDS, SCORE_NOW, MODEL_REWARDS, MODEL_SCORES),
+    *(ACTOR_LOG_PROBS, UPDATE_ACTOR, REFERENCE_LOG_PROBS, VALUES, UPDATE_CRITIC, SYNC_REFERENCE),
+    *(TRAIN, EVALUATE, SAVE, FINISH),
+    # of engines that generate for a user
+    *(Phase(name, deadline="generate") for name in ("begin", "take", "cancel", "next_tokens")),
+)
+#: name of a phase -> key of `rl_config.deadlines`; phases of other workers have that of an update
+PHASE_DEADLINES: Mapping[str, str] = {phase.name: phase.deadline for phase in _ALL}
+#: what `profiler_config.integrated.stage` may name, besides "all"
+PROFILED_STAGES = tuple(dict.fromkeys(phase.profiler_stage for phase in _ALL if phase.profiler_stage))
+
+#: mode of router replay -> phase that puts the experts of tokens
+_ROUTING_FROM = {"R2": ACTOR_LOG_PROBS, "R3": GENERATE}
+#: tokens of each sequence of a row whose experts are known: the first ones
+ROUTED_LENGTHS = "routed_lengths"
+
+
+def routed_column(stage: int) -> str:
+    """Return the column with the experts of a row's tokens in a pipeline stage: no stage reads those of others."""
+    return f"routed_experts_{stage}"
+
+
+def worker_columns(cfg: RunConfig | None = None) -> dict[str, tuple[str, ...]]:
+    """Return the columns that workers put into the data plane, by its consumers: what only reads puts none.
+
+    Args:
+        cfg: adds the columns of its router replay; None for the columns of every run.
+    """
+    columns = {phase.consumer: phase.columns for phase in _ALL if phase.consumer}
+    if cfg is not None and cfg.rl_config is not None:
+        source = _ROUTING_FROM.get(cfg.rl_config.router_replay.mode)
+        if source is not None:
+            stages = range(cfg.actor_config.pipeline_model_parallel_size)
+            columns[source.consumer] += (ROUTED_LENGTHS, *(routed_column(stage) for stage in stages))
+    return columns
