@@ -38,8 +38,8 @@ from mindspeed_rl.inference.evaluation import (
 from mindspeed_rl.inference.generation import write_jsonl
 from mindspeed_rl.inference.tasks import TASKS, task_class
 from mindspeed_rl.inference.tasks.base import TEMPLATE_NAMES, Task, TaskOptions, templated
-from mindspeed_rl.rewards.declared import reward_mistakes
-from mindspeed_rl.rewards.trial import loading_mistakes
+from mindspeed_rl.rewards.static_check import reward_mistakes
+from mindspeed_rl.rewards.dry_run import loading_mistakes
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.agents import AgentEngine

@@ -16,7 +16,7 @@ from mindspeed_rl.config.resolve import resolve
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.logging import quiet_environment
-from mindspeed_rl.rewards.declared import reward_mistakes
+from mindspeed_rl.rewards.static_check import reward_mistakes
 
 
 def main(argv: list[str]) -> int:

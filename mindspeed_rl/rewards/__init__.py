@@ -15,9 +15,9 @@ from mindspeed_rl import registry
 REWARDS: dict[str, str | Callable[..., Any]] = {
     # MindSpeed-RL's verifiers
     "acc": "mindspeed_rl.rewards.math_scores:acc",
-    "format": "mindspeed_rl.rewards.formats:think_answer",
-    "step": "mindspeed_rl.rewards.formats:step",
-    "strict_format": "mindspeed_rl.rewards.formats:strict_format",
+    "format": "mindspeed_rl.rewards.text_scores:think_answer",
+    "step": "mindspeed_rl.rewards.text_scores:step",
+    "strict_format": "mindspeed_rl.rewards.text_scores:strict_format",
     "base_acc": "mindspeed_rl.rewards.math_scores:base_acc",
     "math_17k_acc": "mindspeed_rl.rewards.math_scores:boxed_grade",
     "acc_for_dapo": "mindspeed_rl.rewards.math_scores:acc_for_dapo",
@@ -35,8 +35,8 @@ REWARDS: dict[str, str | Callable[..., Any]] = {
     "gsm8k": "mindspeed_rl.rewards.math_scores:gsm8k",
     "gsm8k_flexible": "mindspeed_rl.rewards.math_scores:gsm8k_flexible",
     "code": "mindspeed_rl.rewards.code:code",
-    "json_format": "mindspeed_rl.rewards.formats:json_format",
-    "regex_format": "mindspeed_rl.rewards.formats:regex_format",
+    "json_format": "mindspeed_rl.rewards.text_scores:json_format",
+    "regex_format": "mindspeed_rl.rewards.text_scores:regex_format",
     "length": "mindspeed_rl.rewards.shaping:length",
     "judge": "mindspeed_rl.rewards.judge:Judge",
 }
@@ -84,7 +84,7 @@ def register(name: str, *, is_accuracy: bool = False) -> Callable[[Callable[...,
 
 
 def find(name: str, others: Iterable[str] = ()) -> str | Callable[..., Any]:
-    """Returns the registry's entry for a name; a `module:function` stands for itself.
+    """Return the registry's entry for a name; a `module:function` stands for itself.
 
     Args:
         others: further names that a message lists as known.

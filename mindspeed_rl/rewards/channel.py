@@ -21,7 +21,7 @@ def _plain(value: Any) -> Any:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Returns the frame that carries the message.
+    """Return the frame that carries the message.
 
     Raises:
         ValueError: the message does not fit (an integer above 64 bits, a nesting without end).
@@ -53,16 +53,16 @@ class Channel:
         return bool(self._unsent)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends the whole message, waiting for the other side to take it."""
+        """Send the whole message, waiting for the other side to take it."""
         self._socket.sendall(pack(message))
 
     def send_soon(self, frame: bytes) -> None:
-        """Sends what fits now and keeps the rest for `flush` (for sockets in non-blocking mode)."""
+        """Send what fits now and keeps the rest for `flush` (for sockets in non-blocking mode)."""
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Sends what fits of the rest. A dead peer is not an error here: whoever watches the process reports it."""
+        """Send what fits of the rest. A dead peer is not an error here: whoever watches the process reports it."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
@@ -74,7 +74,7 @@ class Channel:
             del self._unsent[:sent]
 
     def receive(self) -> dict[str, Any] | None:
-        """Returns the next message, waiting for it; None once the other side is gone."""
+        """Return the next message, waiting for it; None once the other side is gone."""
         while True:
             message = self._next()
             if message is not None:
@@ -85,7 +85,7 @@ class Channel:
             self._received += data
 
     def receive_ready(self) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the messages that are here without waiting, and whether the other side still lives."""
+        """Return the messages that are here without waiting, and whether the other side still lives."""
         alive = True
         while True:
             try:
@@ -101,7 +101,7 @@ class Channel:
         return self.take(b""), alive
 
     def take(self, data: bytes) -> list[dict[str, Any]]:
-        """Returns the messages that these received bytes complete."""
+        """Return the messages that these received bytes complete."""
         self._received += data
         messages = []
         while (message := self._next()) is not None:

@@ -52,7 +52,7 @@ _sys.stdout.write({mark} + _json.dumps(_returned, default=list) + "\\n")
 def code(
     response: str, settings: RewardSettings, label: Any = None, tests: Any = None, entry_point: str | None = None
 ) -> dict[str, float | str]:
-    """Returns the share of tests passed as "score", "all_passed" 1.0 or 0.0, and what isolation was missing, if any.
+    """Return the share of tests passed as "score", "all_passed" 1.0 or 0.0, and what isolation was missing, if any.
 
     Raises:
         ValueError: the tests have none of the forms above.
@@ -71,7 +71,7 @@ def code(
 
 
 def extract_program(response: str) -> str | None:
-    """Returns the last fenced Python block; a response without fences is a program if it parses as one."""
+    """Return the last fenced Python block; a response without fences is a program if it parses as one."""
     blocks = _FENCE.findall(response)
     if blocks:
         return blocks[-1]
@@ -102,7 +102,7 @@ def _read_tests(tests: Any) -> Mapping[str, Any] | list[str]:
 
 
 def _run(program: str, stdin: str, deadline: float) -> SandboxResult | None:
-    """Runs within the test's and the sample's time; None if there is none left."""
+    """Run within the test's and the sample's time; None if there is none left."""
     left_s = min(_TEST_LIMIT_S, deadline - time.monotonic())
     if left_s <= 0:
         return None
@@ -144,7 +144,7 @@ def _answer(program: str, harness: str, deadline: float, **values: Any) -> tuple
 
 
 def _list_of(written: Any, length: int) -> list[Any]:
-    """The list that a harness wrote; as many times None where it wrote none of this length."""
+    """Return the list that a harness wrote; as many times None where it wrote none of this length."""
     return written if isinstance(written, list) and len(written) == length else [None] * length
 
 
@@ -166,7 +166,7 @@ def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple
 
 
 def _after_mark(result: SandboxResult | None, mark: str) -> Any:
-    """Returns the JSON value that the harness wrote after its mark; NaN, which equals nothing, if it did not get there."""
+    """Return the JSON value that the harness wrote after its mark; NaN, which equals nothing, if it did not get there."""
     if result is None or result.timed_out:
         return float("nan")
     _, found, rest = result.output.decode("utf-8", "replace").rpartition(mark)
@@ -183,5 +183,5 @@ def _text(value: Any) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines without trailing blanks and without empty lines at the end: how online judges compare."""
+    """Return the lines without trailing blanks and without empty lines at the end: how online judges compare."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

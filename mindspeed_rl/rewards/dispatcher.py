@@ -15,19 +15,131 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindspeed_rl.rewards import spawner
 from mindspeed_rl.rewards.channel import Channel, pack
-from mindspeed_rl.rewards.jobs import Batch, Failure, Job, cut, leftovers
-from mindspeed_rl.rewards.samples import RewardSettings, State
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, State
+from mindspeed_rl.rewards.scorer import Value
+from mindspeed_rl.rewards.totals import overlong_penalty, weighted_total
 from mindspeed_rl.rewards.worker import Kind
 
 _LOAD_LIMIT_S = 300.0  # a plug-in may import a large library
 _LOAD_ATTEMPTS = 3
 _ASYNC_GRACE_S = 2.0  # async calls have a soft limit in the worker; the hard one comes later
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+_ASYNC_CALLS_PER_JOB = 64
+_MAX_ROWS_PER_JOB = 32
+
+Call = tuple[int, int]
+"""Row of the batch, index of the function."""
+Failure = tuple[State, str]
+"""State and words."""
+
+
+@dataclass(eq=False)
+class Batch:
+    """Samples on their way through the pool.
+
+    Attributes:
+        samples: what is scored.
+        num_open: calls that have neither a value nor a failure yet.
+        values: what the functions returned.
+        failures: why they did not.
+    """
+
+    samples: list[RewardSample]
+    num_open: int = 0
+    values: dict[Call, Value | None] = field(default_factory=dict)
+    failures: dict[Call, Failure] = field(default_factory=dict)
+
+    def settle(self, call: Call, value: Value | None, failure: Failure | None = None) -> None:
+        """Record the outcome of a call."""
+        if failure is None:
+            self.values[call] = value
+        else:
+            self.failures[call] = failure
+        self.num_open -= 1
+
+    def result(self, row: int, functions: Sequence[str], weights: Sequence[float], settings: RewardSettings) -> RewardResult:
+        """Return what became of a sample."""
+        parts: dict[str, float] = {}
+        notes: dict[str, str] = {}
+        failure: Failure | None = None
+        for index, name in enumerate(functions):
+            value = self.values.get((row, index))
+            if value is not None:
+                parts.update(value[0])
+                notes.update(value[1])
+            if failure is None and (row, index) in self.failures:
+                state, text = self.failures[row, index]
+                failure = (state, f"{name}: {text}")
+        penalty = overlong_penalty(len(self.samples[row].response_ids), settings)
+        if failure is not None:
+            total = 0.0 if settings.reward_failure_policy == "zero" else None
+            return RewardResult(total, parts, failure[0], failure[1], penalty, notes)
+        if not parts:
+            return RewardResult(None, {}, "skipped", "", penalty, notes)
+        return RewardResult(weighted_total(parts, functions, weights) + penalty, parts, "ok", "", penalty, notes)
+
+
+@dataclass(eq=False)
+class Job:
+    """Calls for one worker: each of `functions` on each of `rows`.
+
+    Attributes:
+        attempt: 1 for calls that failed before.
+        open: the calls without an answer, in the order in which the worker makes them.
+        failed: the calls that failed.
+    """
+
+    batch: Batch
+    functions: list[int]
+    rows: list[int]
+    attempt: int = 0
+    open: dict[Call, None] = field(init=False)
+    failed: dict[Call, Failure] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.open = {(row, function): None for row in self.rows for function in self.functions}
+
+
+def cut(batch: Batch, kinds: Sequence[Kind], num_workers: int) -> list[Job]:
+    """Split a batch into jobs and counts its calls.
+
+    Plain functions go together, a few samples at a time, so that the workers end at about the same time; an async function
+    gets many samples, which it waits for together; a function that scores batches gets all.
+    """
+    rows = [row for row, sample in enumerate(batch.samples) if wants_rules(sample)]
+    batch.num_open = len(rows) * len(kinds)
+    if batch.num_open == 0:
+        return []
+    plain = [index for index, kind in enumerate(kinds) if not kind.batched and not kind.is_async]
+    shares = [(plain, min(_MAX_ROWS_PER_JOB, math.ceil(len(rows) / (4 * num_workers))))] if plain else []
+    for index, kind in enumerate(kinds):
+        if kind.batched:
+            shares.append(([index], len(rows)))
+        elif kind.is_async:
+            shares.append(([index], min(_ASYNC_CALLS_PER_JOB, math.ceil(len(rows) / num_workers))))
+    return [Job(batch, functions, rows[i : i + size]) for functions, size in shares for i in range(0, len(rows), size)]
+
+
+def leftovers(job: Job, *, alone: bool) -> list[Job]:
+    """Return jobs for the calls that a job left open; with `alone` one a sample, so that the next death has one suspect."""
+    functions_of_row: dict[int, list[int]] = {}
+    for row, function in job.open:
+        functions_of_row.setdefault(row, []).append(function)
+    whole = [] if alone else [row for row, functions in functions_of_row.items() if functions == job.functions]
+    jobs = [Job(job.batch, functions, [row], job.attempt) for row, functions in functions_of_row.items() if row not in whole]
+    return jobs + ([Job(job.batch, job.functions, whole, job.attempt)] if whole else [])
+
+
+def wants_rules(sample: RewardSample) -> bool:
+    """Return False for rows that the column `categories` leaves to the reward model."""
+    return sample.columns.get("categories", True) not in (False, 0, "false", "False", "0")
 
 
 @dataclass(eq=False)
@@ -104,7 +216,7 @@ class Dispatcher:
         return [index for index, kind in enumerate(self._kinds) if kind.is_accuracy]
 
     def run(self, batch: Batch, timeout_s: float | None) -> None:
-        """Runs the batch until every call of it has a value or a failure.
+        """Run the batch until every call of it has a value or a failure.
 
         Raises:
             TimeoutError: `timeout_s` seconds were not enough; the batch is given up, the pool goes on.
@@ -129,7 +241,7 @@ class Dispatcher:
             raise TimeoutError(f"{batch.num_open} reward calls for {len(batch.samples)} samples are open after {timeout_s:g} s")
 
     def close(self) -> None:
-        """Ends every process."""
+        """End every process."""
         if self._closed:
             return
         self._closed = True
@@ -142,7 +254,7 @@ class Dispatcher:
         self._selector.close()
 
     def _turn(self, until: float) -> None:
-        """Waits until something happens, but not past a time (-inf: not at all); handles it and hands out jobs."""
+        """Wait until something happens, but not past a time (-inf: not at all); handles it and hands out jobs."""
         wake = min([until, *(worker.deadline for worker in self._workers.values())])
         for key, events in self._selector.select(None if wake == math.inf else max(0.0, wake - time.monotonic())):
             if key.data is None:
@@ -225,7 +337,7 @@ class Dispatcher:
             self._finish(job)
 
     def _replace(self, worker: _Worker, state: State, reason: str) -> None:
-        """Fails the call that a dead worker was making, gives its other calls to others and has another worker forked."""
+        """Fail the call that a dead worker was making, gives its other calls to others and has another worker forked."""
         if worker.channel is not None:
             self._read_worker(worker)  # what it said before it died
         self._close_channel(worker)
@@ -249,12 +361,12 @@ class Dispatcher:
     # Jobs
 
     def _runs_at_once(self, job: Job) -> bool:
-        """True for jobs whose calls have one common end, so that no single one can be blamed for being late."""
+        """Return True for jobs whose calls have one common end, so that no single one can be blamed for being late."""
         kind = self._kinds[job.functions[0]]
         return kind.batched or kind.is_async
 
     def _deadline(self, job: Job) -> float:
-        """The time at which the next open call of the job is late."""
+        """Return the time at which the next open call of the job is late."""
         if not job.open:
             return math.inf
         _, function = next(iter(job.open))
@@ -279,7 +391,7 @@ class Dispatcher:
                 self._selector.modify(worker.channel, _READ | _WRITE, worker)
 
     def _refuse(self, job: Job, reason: str) -> None:
-        """Finds the sample that cannot be sent among the job's rows, and fails it alone."""
+        """Find the sample that cannot be sent among the job's rows, and fails it alone."""
         if len(job.rows) > 1 and not self._kinds[job.functions[0]].batched:
             self._jobs.extendleft(leftovers(job, alone=True))
             return
@@ -288,7 +400,7 @@ class Dispatcher:
         self._finish(job)
 
     def _finish(self, job: Job, alone: bool = False) -> None:
-        """Queues what a worker left open of its job, and under the policy "retry" what failed; settles the rest."""
+        """Queue what a worker left open of its job, and under the policy "retry" what failed; settles the rest."""
         self._jobs.extendleft(leftovers(job, alone=alone))
         if self._settings.reward_failure_policy != "retry" or job.attempt > 0:
             for call, failure in job.failed.items():

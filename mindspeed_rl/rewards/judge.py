@@ -46,7 +46,7 @@ class JudgeError(Exception):
 
 
 def parse_score(reply: str) -> float:
-    """Returns the last "Score: N" of a reply, N out of 10, as a number from 0 to 1.
+    """Return the last "Score: N" of a reply, N out of 10, as a number from 0 to 1.
 
     Raises:
         JudgeError: there is none, or it is above 10.
@@ -87,7 +87,7 @@ class Judge:
         self.timeout_s = settings.judge_timeout_s
 
     async def __call__(self, sample: RewardSample) -> Any:
-        """Returns what the parser makes of the judge's reply.
+        """Return what the parser makes of the judge's reply.
 
         Raises:
             JudgeError: the server refuses, or does not answer after four attempts.
@@ -110,7 +110,7 @@ class Judge:
         )
 
     def prompt(self, sample: RewardSample) -> str:
-        """Returns the template with the sample's texts in place; other braces stay as they are."""
+        """Return the template with the sample's texts in place; other braces stay as they are."""
         known = {
             **sample.columns,
             "prompt": sample.prompt,
@@ -142,7 +142,7 @@ class Judge:
 
 
 async def _read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Returns status and body of an HTTP/1.1 reply, whichever way its length is given."""
+    """Return status and body of an HTTP/1.1 reply, whichever way its length is given."""
     status_line = await reader.readline()
     fields = status_line.split()
     if len(fields) < 2 or not fields[1].isdigit():
@@ -198,7 +198,7 @@ def _import_parser(name: str | None) -> Any:
 
 
 def mean_of_parts(reply: str) -> Mapping[str, float]:
-    """A parser for replies that end in a JSON object of named scores from 0 to 10: their mean, and each as a part."""
+    """Return a parser for replies that end in a JSON object of named scores from 0 to 10: their mean, and each as a part."""
     start = reply.rfind("{")
     try:
         scores = json.loads(reply[start : reply.rfind("}") + 1])

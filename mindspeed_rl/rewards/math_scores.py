@@ -29,7 +29,7 @@ _DAPO_TAIL, _STRICT_TAIL = 300, 100  # characters
 
 
 def acc(response: str, label: Any) -> float:
-    """1.0 if the last boxed answer is right, -0.5 if it is wrong, -1.0 if there is no box or it is empty."""
+    """Return 1.0 if the last boxed answer is right, -0.5 if it is wrong, -1.0 if there is no box or it is empty."""
     text = _STOP_WORDS.split(_BEFORE_ASSISTANT.sub("", response, count=1))[0]
     answer = final_answer(text)
     if "boxed" not in text or not answer:
@@ -38,18 +38,18 @@ def acc(response: str, label: Any) -> float:
 
 
 def boxed_grade(response: str, label: Any) -> float:
-    """1.0 if the last closed box holds the label by mathruler's rules, else 0.0: `math_17k_acc` and `acc_for_ppo`."""
+    """Return 1.0 if the last closed box holds the label by mathruler's rules, else 0.0: `math_17k_acc` and `acc_for_ppo`."""
     boxed = closed_boxed(response)
     return 1.0 if boxed is not None and grade(boxed.strip(), str(label)) else 0.0
 
 
 def base_acc(response: str, label: Any) -> float:
-    """1.0 if the whole response is <think>..</think>..<answer>..boxed..</answer> and the box is right (mathruler), else 0.0."""
+    """Return 1.0 if the whole response is <think>..</think>..<answer>..boxed..</answer> and the box is right (mathruler), else 0.0."""
     return boxed_grade(response, label) if _is_framed(response) else 0.0
 
 
 def _is_framed(response: str) -> bool:
-    """True for <think>..</think>..<answer>..\\boxed{..}..</answer> from the first to the last character."""
+    """Return True for <think>..</think>..<answer>..\\boxed{..}..</answer> from the first to the last character."""
     position = 0
     for part in ("<think>", "</think>", "<answer>", "\\boxed{", "}", "</answer>"):
         # a regular expression would try every combination of repeated tags
@@ -60,7 +60,7 @@ def _is_framed(response: str) -> bool:
 
 
 def acc_for_dapo(response: str, label: Any) -> float:
-    """1.0 if what follows the last "Answer:" in the last 300 characters is the label in Minerva's normal form, else -1.0."""
+    """Return 1.0 if what follows the last "Answer:" in the last 300 characters is the label in Minerva's normal form, else -1.0."""
     lines = _ANSWER_LINE.findall(response[-_DAPO_TAIL:])
     return 1.0 if lines and minerva_normal_form(lines[-1]) == minerva_normal_form(str(label)) else -1.0
 
@@ -74,7 +74,7 @@ def _parsed_label(label: str) -> list[Any]:
 
 
 def math_verify_reward(response: str, label: Any) -> float:
-    """1.0 if the response has the format that `base_acc` asks for and math-verify finds the label in it, else 0.0."""
+    """Return 1.0 if the response has the format that `base_acc` asks for and math-verify finds the label in it, else 0.0."""
     if not _is_framed(response):
         return 0.0
     try:
@@ -88,7 +88,7 @@ def math_verify_reward(response: str, label: Any) -> float:
 
 
 def retool_reward(response: str, label: Any, tool_call_num: int = 0) -> float:
-    """1.0 if the last box within the last 100 characters is exactly the label; else -1.0 + 0.1 for each tool call, at most 0.
+    """Return 1.0 if the last box within the last 100 characters is exactly the label; else -1.0 + 0.1 for each tool call, at most 0.
 
     ReTool, arXiv:2504.11536. `tool_call_num` is the column that multi-turn rollouts fill.
     """
@@ -115,7 +115,7 @@ _SENTENCE = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
 
 
 def accuracy(response: str, solution: Any) -> float:
-    """1.0 if the answer that the response states is the column `solution` (the label without it), else 0.0.
+    """Return 1.0 if the answer that the response states is the column `solution` (the label without it), else 0.0.
 
     Where to look is as in ms-swift's `accuracy`: the content of <answer>..</answer> where there is one, else LaTeX in the last
     box or anchored by "the final answer is". What counts as the same is not math-verify's verdict alone: see
@@ -132,7 +132,7 @@ def accuracy(response: str, solution: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _stated_in_solution(solution: str) -> str:
-    """The answer of a solution: in its tag, its last box, its last formula, or the whole text where it is the bare answer."""
+    """Return the answer of a solution: in its tag, its last box, its last formula, or the whole text where it is the bare answer."""
     text = (tagged_answer(solution) or solution).strip()
     boxed = closed_boxed(text)
     if boxed is not None:
@@ -166,7 +166,7 @@ def _formulas(text: str) -> list[str]:
 
 
 def _read_by_math_verify(text: str, *config: Any) -> str:
-    """The text of the answer that math-verify finds, "" for none."""
+    """Return the text of the answer that math-verify finds, "" for none."""
     found = read_text(text, *config, extraction_mode="first_match")
     return found[-1] if found and isinstance(found[-1], str) else ""
 
@@ -176,13 +176,13 @@ _MONEY = re.compile(r"[$￥¥€£\s]|\\\$")
 
 
 def gsm8k(response: str, label: Any) -> float:
-    """1.0 if the number after the response's last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168; as in verl."""
+    """Return 1.0 if the number after the response's last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168; as in verl."""
     stated = _STATED_NUMBER.findall(response)
     return float(bool(stated) and _same_number(stated[-1], _gsm8k_label(label)))
 
 
 def gsm8k_flexible(response: str, label: Any) -> float:
-    """1.0 if the number after "####", in the last box, or else the last one in the response is the label's, else 0.0."""
+    """Return 1.0 if the number after "####", in the last box, or else the last one in the response is the label's, else 0.0."""
     stated = _STATED_NUMBER.findall(response)
     answer = stated[-1] if stated else closed_boxed(response) or last_number(response)
     return float(answer is not None and _same_number(answer, _gsm8k_label(label)))

@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.rewards import REWARDS, find
-from mindspeed_rl.rewards.dispatcher import Dispatcher
-from mindspeed_rl.rewards.jobs import Batch
+from mindspeed_rl.rewards.dispatcher import Batch, Dispatcher
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, reward_functions
 
 if TYPE_CHECKING:
@@ -61,12 +60,12 @@ class RewardPool:
 
     @classmethod
     def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardPool:
-        """Returns the pool that `rl_config` asks for; `max_tokens` is the generation limit."""
+        """Return the pool that `rl_config` asks for; `max_tokens` is the generation limit."""
         functions, weights = reward_functions(rl)
         return cls(functions, weights, settings=RewardSettings.from_config(rl, max_tokens=max_tokens))
 
     def score(self, samples: Sequence[RewardSample], timeout_s: float | None = None) -> list[RewardResult]:
-        """Returns the results of the samples, in their order.
+        """Return the results of the samples, in their order.
 
         Raises:
             RewardFailuresExceeded: failures are above `reward_failure_limit`.
@@ -80,7 +79,7 @@ class RewardPool:
         return results
 
     def check(self, sample: RewardSample) -> RewardResult:
-        """Returns the result of one sample, before training starts; failures are not counted but raised.
+        """Return the result of one sample, before training starts; failures are not counted but raised.
 
         Raises:
             ValueError: a function cannot score the sample.
@@ -99,7 +98,7 @@ class RewardPool:
         return [self.functions[index] for index in self._dispatcher.accuracies]
 
     def close(self) -> None:
-        """Ends every process of the pool."""
+        """End every process of the pool."""
         self._dispatcher.close()
         if not self._is_closed and self.counters:
             _log.info("reward pool: %s", ", ".join(f"{count} {what}" for what, count in self.counters.items()))
@@ -129,7 +128,7 @@ class RewardPool:
 
 
 def _targets(functions: Sequence[str], settings: RewardSettings) -> dict[str, str]:
-    """Returns `module:function` for every function that is known before the plug-ins are loaded.
+    """Return `module:function` for every function that is known before the plug-ins are loaded.
 
     Raises:
         ValueError: unknown name and no plug-in that may define it, or a function that another process cannot import.

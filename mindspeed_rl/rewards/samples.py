@@ -104,7 +104,7 @@ class RewardSettings:
 
     @classmethod
     def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardSettings:
-        """Copies the keys of `rl_config`; `max_tokens` is `generate_config.sampling_config.max_tokens`.
+        """Copy the keys of `rl_config`; `max_tokens` is `generate_config.sampling_config.max_tokens`.
 
         Raises:
             ValueError: a key has no sensible value.
@@ -140,7 +140,7 @@ class RewardSettings:
 
 
 def reward_functions(rl: RLConfig) -> tuple[list[str], list[float]]:
-    """Returns names and weights of the scorers that `rl_config` asks for; both empty where only a reward model scores.
+    """Return names and weights of the scorers that `rl_config` asks for; both empty where only a reward model scores.
 
     `verifier_function` and `verifier_weight` unless `rule_reward` is false, then the judge if `judge_url` is set.
 

@@ -28,8 +28,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.rewards.empty_root import HOME, SCRIPT, EmptyRoot, LandlockRules, check
-from mindspeed_rl.rewards.seccomp import Filter
+from mindspeed_rl.rewards.isolation import HOME, SCRIPT, EmptyRoot, Filter, LandlockRules, check
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -88,13 +87,13 @@ class SandboxResult:
 
 
 def run_python(program: str, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Runs a Python program in the sandbox and waits for it. It finds the standard library, nothing else."""
+    """Run a Python program in the sandbox and waits for it. It finds the standard library, nothing else."""
     return _run(program, stdin, limits or SandboxLimits(), available_isolation())
 
 
 @lru_cache(maxsize=1)
 def available_isolation() -> frozenset[str]:
-    """Returns what this machine gives, found by trying: the most first, and only what then still runs Python."""
+    """Return what this machine gives, found by trying: the most first, and only what then still runs Python."""
     if sys.platform != "linux":
         return frozenset()
     program = "open('written', 'w').close(); print('works')"
@@ -162,7 +161,7 @@ def _missing(isolation: frozenset[str]) -> tuple[str, ...]:
 
 
 def _supervise(process: subprocess.Popen[bytes], limits: SandboxLimits, *, waits: bool) -> Literal["ended", "time", "memory"]:
-    """Waits until the process has ended, its time is over, or its processes use more memory together than one may.
+    """Wait until the process has ended, its time is over, or its processes use more memory together than one may.
 
     Args:
         waits: the process is the one outside a process namespace, a copy of ours that only waits for the program.
@@ -209,7 +208,7 @@ def _memory_bytes(pid: int, *, waits: bool) -> int:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process, which ends its namespace if it has one, and what is left of its group; then waits for it."""
+    """Kill the process, which ends its namespace if it has one, and what is left of its group; then waits for it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except PermissionError:
@@ -238,7 +237,7 @@ class _Child:
         self._filter = Filter() if "sockets" in isolation else None
 
     def prepare(self) -> None:
-        """Gives up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
+        """Give up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
         self._die_with_parent()
         # the parent died before the signal for that was asked for
         if os.getppid() != self._parent:
@@ -289,7 +288,7 @@ class _Child:
             self._root.enter()
 
     def _fork_first_process(self) -> None:
-        """Goes on as the first process of the new process namespace; the one outside waits and ends the same way."""
+        """Continue on as the first process of the new process namespace; the one outside waits and ends the same way."""
         first = os.fork()
         if first == 0:
             return

@@ -69,7 +69,7 @@ class Scorer:
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], settings: RewardSettings) -> Scorer:
-        """Wraps a function or a class."""
+        """Wrap a function or a class."""
         made: object = function
         if inspect.isclass(function):
             constructor = inspect.signature(function).parameters
@@ -93,7 +93,7 @@ class Scorer:
         )
 
     def call(self, samples: Sequence[RewardSample], settings: RewardSettings) -> Any:
-        """Calls the function for these samples (exactly one, unless it is batched); returns its value, or an awaitable of it.
+        """Call the function for these samples (exactly one, unless it is batched); returns its value, or an awaitable of it.
 
         Raises:
             ScorerError: a parameter of the function is neither a field nor a column of the sample.
@@ -107,7 +107,7 @@ class Scorer:
         return self.function(**{name: available[name] for name in names})
 
     def values(self, returned: Any, num_samples: int) -> list[Value | None]:
-        """Turns a return value into one value a sample; None where the function had no opinion.
+        """Turn a return value into one value a sample; None where the function had no opinion.
 
         Raises:
             ScorerError: not finite numbers, or not as many as there are samples.
@@ -178,7 +178,7 @@ def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) 
 
 
 def import_scorer(name: str) -> Callable[..., Any]:
-    """Returns what a name stands for, imported.
+    """Return what a name stands for, imported.
 
     Raises:
         ValueError: unknown name, module or attribute.

@@ -18,7 +18,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
 def cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float:
-    """Interpolates by the length: right answers are worth less the longer they are, wrong ones more.
+    """Interpolate by the length: right answers are worth less the longer they are, wrong ones more.
 
     v_max + (v_min - v_max) / 2 * (1 + cos(pi * min(n, N) / N)), arXiv:2502.03373; N is `cosine_max_len`, the generation limit
     where it is not given. Longer responses count as N (the formula alone would turn back up).
@@ -46,7 +46,7 @@ def repetition(response: str, settings: RewardSettings) -> float:
 
 
 def soft_overlong(response_ids: list[int], settings: RewardSettings) -> float:
-    """0 up to L - C tokens, then linear to -1 at L, and -1 beyond: DAPO eq. 13, arXiv:2503.14476.
+    """Return 0 up to L - C tokens, then linear to -1 at L, and -1 beyond: DAPO eq. 13, arXiv:2503.14476.
 
     L is `soft_max_length`, the generation limit where it is not given; C is `soft_cache_length`.
     """
@@ -58,5 +58,5 @@ def soft_overlong(response_ids: list[int], settings: RewardSettings) -> float:
 
 
 def length(response_ids: list[int], settings: RewardSettings) -> float:
-    """1.0 for an empty response, falling linearly to 0.0 at the generation limit; a negative weight rewards length instead."""
+    """Return 1.0 for an empty response, falling linearly to 0.0 at the generation limit; a negative weight rewards length instead."""
     return 1.0 - min(len(response_ids), settings.max_tokens) / settings.max_tokens

@@ -35,7 +35,7 @@ _WATCH_INTERVAL_S = 0.1
 
 
 def launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Starts a spawner for the calling process; returns the socket to it, on which its first message is to be sent."""
+    """Start a spawner for the calling process; returns the socket to it, on which its first message is to be sent."""
     control, theirs = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-m", "mindspeed_rl.rewards.spawner", str(theirs.fileno()), str(os.getpid())],
@@ -50,7 +50,7 @@ def launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Ends a spawner and every process below it, and waits for that."""
+    """End a spawner and every process below it, and waits for that."""
     control.close()  # the order to kill everything and end
     try:
         process.wait(10)
@@ -65,7 +65,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Returns the pids of a process's children, none if it is gone."""
+    """Return the pids of a process's children, none if it is gone."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listing:
             return [int(child) for child in listing.read().split()]
@@ -74,7 +74,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Returns the resident memory of a process and all its descendants, 0 if it is gone."""
+    """Return the resident memory of a process and all its descendants, 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
             pages = int(statm.read().split()[1])
@@ -84,7 +84,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kills a process, its process group and every descendant, also those that left the group."""
+    """Kill a process, its process group and every descendant, also those that left the group."""
     below = _children(pid)
     for kill in (os.killpg, os.kill):
         try:
@@ -110,7 +110,7 @@ class Spawner:
         self._run_worker: Callable[[Channel, dict[str, Any]], None]
 
     def run(self) -> None:
-        """Serves the pool until its process ends or closes the socket; then kills every descendant."""
+        """Serve the pool until its process ends or closes the socket; then kills every descendant."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = socket.socketpair()
         woken.setblocking(False)
@@ -143,7 +143,7 @@ class Spawner:
                 os.waitpid(child, 0)
 
     def _serve(self, events: set[str], woken: socket.socket) -> bool:
-        """Handles what happened; returns False once the pool has ended."""
+        """Handle what happened; returns False once the pool has ended."""
         if "pool" in events:
             return False
         if "control" in events:
@@ -242,7 +242,7 @@ class Spawner:
         self._control.sendall(pack({"op": "died", "id": worker, "reason": reason, "state": state}))
 
     def _watch(self) -> None:
-        """Kills workers above their memory, and processes that scorers left behind."""
+        """Kill workers above their memory, and processes that scorers left behind."""
         for child in _children(os.getpid()):
             if child not in self._workers:
                 _kill_tree(child)

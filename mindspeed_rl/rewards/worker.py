@@ -40,7 +40,7 @@ class Kind:
 
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
-    """Loads the scorers and serves jobs until the pool closes the socket."""
+    """Load the scorers and serves jobs until the pool closes the socket."""
     limit_memory(setup["memory_bytes"])
     try:
         worker = Worker(channel, setup)
@@ -54,7 +54,7 @@ def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
 
 
 def limit_memory(memory_bytes: int | None) -> None:
-    """Bounds private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
+    """Bound private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None and sys.platform == "linux":
         with open("/proc/self/statm") as statm:
@@ -63,7 +63,7 @@ def limit_memory(memory_bytes: int | None) -> None:
 
 
 def load_plugin(path: str) -> None:
-    """Runs a plug-in file, once a process, so that it registers its names.
+    """Run a plug-in file, once a process, so that it registers its names.
 
     Raises:
         ValueError: no such file, or it raises while it loads.
@@ -87,7 +87,7 @@ def load_plugin(path: str) -> None:
 
 
 def describe(error: BaseException, path: str | None = None) -> str:
-    """The exception with the line of the user's code it came from: the last one in `path`, or the last one at all."""
+    """Return the exception with the line of the user's code it came from: the last one in `path`, or the last one at all."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"[:1000]
     frames = traceback.extract_tb(error.__traceback__)
@@ -115,7 +115,7 @@ class Worker:
         ]
 
     def serve(self, job: dict[str, Any]) -> bool:
-        """Scores one job; False if this process should end rather than go on: out of memory, or with too many children."""
+        """Score one job; False if this process should end rather than go on: out of memory, or with too many children."""
         samples = [RewardSample(**sample) for sample in job["samples"]]
         scorers = [(index, self.scorers[index]) for index in job["functions"]]
         healthy = True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.options import Options
+from mindspeed_rl.tools.option_reader import Options
 from mindspeed_rl.tools.schemas import checked_schema
 from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, ToolError, Unshared
 
@@ -77,7 +77,7 @@ class _Sheet(Stateless):
 
 
 def compute(expression: str) -> str:
-    """The value of an expression as text: whole numbers exactly, others with twelve digits.
+    """Return the value of an expression as text: whole numbers exactly, others with twelve digits.
 
     Raises:
         ToolError: it is no arithmetic, has no value, or is larger than allowed.
@@ -129,7 +129,7 @@ def _call(name: str, values: list[Number]) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """The power, refused before it is computed if it would not fit."""
+    """Return the power, refused before it is computed if it would not fit."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and base.bit_length() * exponent > _MAX_BITS:
         raise OverflowError
     return _bounded(base**exponent)

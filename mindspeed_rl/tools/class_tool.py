@@ -39,7 +39,7 @@ class SchemaView(dict[str, Any]):
         raise AttributeError(name)
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
-        """The plain mapping, as pydantic has it."""
+        """Return the plain mapping, as pydantic has it."""
         return {key: value.model_dump() if isinstance(value, SchemaView) else value for key, value in self.items()}
 
 
@@ -55,7 +55,7 @@ class HeldTool:
         return _now(self._tool.execute(self._id, parameters, **more))
 
     def release(self, calc_reward: dict[str, Any], release: dict[str, Any]) -> Any:
-        """Ends the instance; the answer has its reward, None for none.
+        """End the instance; the answer has its reward, None for none.
 
         Args:
             calc_reward, release: what the row gives these methods.
@@ -213,7 +213,7 @@ def _taken(kind: type) -> TakenOptions:
 
 
 def _create(tool: Any, words: Mapping[str, Any]) -> Any:
-    """Calls `create`, of older releases with the words of the row, of newer ones with them as create_kwargs."""
+    """Call `create`, of older releases with the words of the row, of newer ones with them as create_kwargs."""
     known = inspect.signature(tool.create).parameters
     if "create_kwargs" in known:
         return tool.create(create_kwargs=dict(words))

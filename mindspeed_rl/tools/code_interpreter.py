@@ -17,7 +17,7 @@ from typing import Any
 
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, available_isolation, run_python
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.options import Options
+from mindspeed_rl.tools.option_reader import Options
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import checked_schema
 from mindspeed_rl.tools.tool import NOTHING_TO_CREATE, Answer, CallSettings, Session, TakenOptions, ToolError
@@ -165,7 +165,7 @@ class _Notebook:
 
 
 def warm_up() -> None:
-    """The process that others are forked from has found out what isolation there is."""
+    """Return the process that others are forked from has found out what isolation there is."""
     available_isolation()
 
 

@@ -60,7 +60,7 @@ class ChatSession(Protocol):
     async def answer(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], max_tokens: int | None
     ) -> ChatReply:
-        """The model's next turn.
+        """Return the model's next turn.
 
         Args:
             messages: the whole conversation as the client has it, in OpenAI's form. What goes beyond the turns recorded so far
@@ -89,7 +89,7 @@ class RecordingEndpoint:
         self._address = ""
 
     async def start(self) -> None:
-        """Listens on a free port of loopback.
+        """Listen on a free port of loopback.
 
         Raises:
             RuntimeError: the server does not start.
@@ -117,7 +117,7 @@ class RecordingEndpoint:
             await asyncio.sleep(0.01)
 
     def open(self, session: ChatSession) -> str:
-        """The base address of a trajectory, as OpenAI's clients want it; valid until `forget`."""
+        """Return the base address of a trajectory, as OpenAI's clients want it; valid until `forget`."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = (session, asyncio.Lock())
         return f"{self._address}/{key}/v1"
@@ -127,7 +127,7 @@ class RecordingEndpoint:
         self._sessions.pop(base_url.removesuffix("/v1").rpartition("/")[2], None)
 
     async def close(self) -> None:
-        """Listens no more; may be called twice."""
+        """Listen no more; may be called twice."""
         self._sessions.clear()
         serving, self._serving = self._serving, None
         if serving is None:
@@ -189,7 +189,7 @@ class RecordingEndpoint:
 
 
 def chat_message(turn: ParsedTurn) -> dict[str, Any]:
-    """A turn of the model as a message in OpenAI's form."""
+    """Return a turn of the model as a message in OpenAI's form."""
     # the client sees a broken call as the model wrote it, and says what is wrong with it
     broken = "".join(call.text for call in turn.calls if isinstance(call, BrokenCall))
     message: dict[str, Any] = {"role": "assistant", "content": turn.content + broken}
@@ -208,7 +208,7 @@ def chat_message(turn: ParsedTurn) -> dict[str, Any]:
 
 
 def _read(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int | None]:
-    """(messages, tools, max_tokens) of a request.
+    """Return (messages, tools, max_tokens) of a request.
 
     Raises:
         ValueError: it is none, or asks for what is not given here.
@@ -232,7 +232,7 @@ def _read(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int 
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with text as content: parts of text are joined.
+    """Return the message with text as content: parts of text are joined.
 
     Raises:
         ValueError: it holds pictures or sounds.

@@ -17,7 +17,7 @@ from typing import Any
 from mindspeed_rl import registry
 from mindspeed_rl.config.yaml_limits import check_yaml
 from mindspeed_rl.tools.interface import Environment
-from mindspeed_rl.tools.options import Options
+from mindspeed_rl.tools.option_reader import Options
 from mindspeed_rl.tools.running import in_thread
 from mindspeed_rl.tools.verifiers_program import PREFIX
 

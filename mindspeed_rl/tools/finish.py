@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.options import Options
+from mindspeed_rl.tools.option_reader import Options
 from mindspeed_rl.tools.schemas import checked_schema
 from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, Unshared, text_of
 

@@ -67,7 +67,7 @@ class ToolParser(Protocol):
     """Reads the calls of a turn, in the format of one family of models."""
 
     def parse(self, text: str, token_ids: Sequence[int]) -> ParsedTurn:
-        """Takes a turn apart. Never raises, whatever the text.
+        """Take a turn apart. Never raises, whatever the text.
 
         Args:
             text: the turn, decoded with special tokens kept (some formats mark calls with them), without the end of turn.
@@ -109,18 +109,18 @@ class Tools(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Calls that reached a tool so far, failed ones too; broken, wrong and refused ones do not count. tool_call_num."""
+        """Call that reached a tool so far, failed ones too; broken, wrong and refused ones do not count. tool_call_num."""
         ...
 
     async def call(self, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolReply]:
-        """Answers the calls of one turn, each within its deadline, several at a time; one reply a call, in their order.
+        """Answer the calls of one turn, each within its deadline, several at a time; one reply a call, in their order.
 
         Never raises but for its own cancellation, after which `close` must still be called.
         """
         ...
 
     async def close(self) -> float | None:
-        """Ends what the tools hold for this trajectory; may be called twice. Returns what they give for its final state."""
+        """End what the tools hold for this trajectory; may be called twice. Returns what they give for its final state."""
         ...
 
 
@@ -130,7 +130,7 @@ class ToolBox(Protocol):
     parser: ToolParser
 
     async def start(self) -> None:
-        """Starts what trajectories share: servers, pools. Called in the event loop that also opens and calls.
+        """Start what trajectories share: servers, pools. Called in the event loop that also opens and calls.
 
         Raises:
             ValueError: a tool or a server of the tool file cannot be started.
@@ -138,7 +138,7 @@ class ToolBox(Protocol):
         ...
 
     def read_row(self, extra: Mapping[str, Any]) -> Any:
-        """Takes the columns of a data set's row that concern tools.
+        """Take the columns of a data set's row that concern tools.
 
         Raises:
             ValueError: they are not understood, or name what there is not.
@@ -146,7 +146,7 @@ class ToolBox(Protocol):
         ...
 
     def open(self, extra: Mapping[str, Any]) -> Tools:
-        """Returns the tools of a new trajectory; starts nothing yet.
+        """Return the tools of a new trajectory; starts nothing yet.
 
         Args:
             extra: the columns of the data set's row, such as tools_kwargs.
@@ -154,7 +154,7 @@ class ToolBox(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends servers, pools and what trajectories have left; may be called twice."""
+        """End servers, pools and what trajectories have left; may be called twice."""
         ...
 
 
@@ -162,11 +162,11 @@ class Environment(Protocol):
     """A world that answers the model in messages: {"role": ..., "content": ...}."""
 
     async def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Begins an episode from a data set's row; returns the first messages, the system prompt among them if there is one."""
+        """Start an episode from a data set's row; returns the first messages, the system prompt among them if there is one."""
         ...
 
     async def step(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float | None, bool]:
-        """Takes the conversation, the model's turn last; returns new messages, the turn's reward or None, and whether it ends.
+        """Take the conversation, the model's turn last; returns new messages, the turn's reward or None, and whether it ends.
 
         Raises:
             Exception: whatever the user's code raises; the loop turns it into a failed trajectory.
@@ -174,5 +174,5 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the episode, finished or not."""
+        """End the episode, finished or not."""
         ...

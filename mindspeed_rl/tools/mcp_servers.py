@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.options import Options
+from mindspeed_rl.tools.option_reader import Options
 from mindspeed_rl.tools.process_worker import cut_middle
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import checked_schema
@@ -59,7 +59,7 @@ class Server:
 
 
 def read_server(name: str, values: Any, where: str) -> Server:
-    """A server as it is written in the field's `mcpServers`; ${NAME} in env and headers is the variable of that name.
+    """Return a server as it is written in the field's `mcpServers`; ${NAME} in env and headers is the variable of that name.
 
     Raises:
         ValueError: neither command nor url, no such program or folder, or a variable that is not set.
@@ -214,7 +214,7 @@ class Connection:
             raise ToolError(f"MCP server {self._server.name} does not tell its tools: {_words(error)}", "crashed") from None
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """The text that the server's tool answers.
+        """Return the text that the server's tool answers.
 
         Raises:
             ToolError: it says that it failed, the server has ended, or does not answer in time.
@@ -244,7 +244,7 @@ class Connection:
         return text
 
     async def close(self) -> None:
-        """The connection ends, and the server if it was started for it; may be called twice."""
+        """Return the connection ends, and the server if it was started for it; may be called twice."""
         task, self._task, self._client = self._task, None, None
         self._stop.set()
         if task is None:
@@ -275,7 +275,7 @@ class Connection:
             return self._client
 
     async def _lost(self, client: Client) -> None:
-        """The next call connects anew, unless another has done so already."""
+        """Return the next call connects anew, unless another has done so already."""
         async with self._connecting:
             if self._client is client:
                 await self.close()
@@ -340,7 +340,7 @@ def _servers_in(path: str, where: str) -> dict[str, Any]:
 
 
 def _text(result: Any) -> str:
-    """The texts of a result; what is no text is named by its kind; structured content where nothing else is said."""
+    """Return the texts of a result; what is no text is named by its kind; structured content where nothing else is said."""
     parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -348,7 +348,7 @@ def _text(result: Any) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """The first reason in a group of exceptions."""
+    """Return the first reason in a group of exceptions."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
     return f"{type(error).__name__}: {error}"[:300]

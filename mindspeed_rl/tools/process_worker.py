@@ -25,7 +25,7 @@ MAX_CHARACTERS = 1 << 20
 
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
-    """Answers until the other side is gone."""
+    """Answer until the other side is gone."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -67,7 +67,7 @@ async def _waited(awaitable: Any) -> Any:
 
 
 def cut_middle(text: str) -> str:
-    """The text, or its two ends if it is longer than MAX_CHARACTERS."""
+    """Return the text, or its two ends if it is longer than MAX_CHARACTERS."""
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2
@@ -75,7 +75,7 @@ def cut_middle(text: str) -> str:
 
 
 def _has_children() -> bool:
-    """True if processes of a tool still run; those that have ended are forgotten."""
+    """Return True if processes of a tool still run; those that have ended are forgotten."""
     if sys.platform != "linux":
         return False
     try:

@@ -43,7 +43,7 @@ class ToolProcess:
         return self._death is None
 
     async def ask(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The process's answer. A process that gives none in time, or whose caller is cancelled, is killed.
+        """Return the process's answer. A process that gives none in time, or whose caller is cancelled, is killed.
 
         Raises:
             ToolError: too late, it has ended, or the message cannot be sent.
@@ -71,7 +71,7 @@ class ToolProcess:
         return answer
 
     def kill(self, reason: str) -> None:
-        """The process and all below it end; whoever waits for an answer hears the reason."""
+        """Return the process and all below it end; whoever waits for an answer hears the reason."""
         self._pool.kill(self._number)
         self.end(reason)
 
@@ -125,7 +125,7 @@ class ProcessPool:
         self._ended: str | None = None
 
     async def start(self) -> None:
-        """The spawner runs and has imported the modules.
+        """Return the spawner runs and has imported the modules.
 
         Raises:
             ValueError: one of them cannot be imported there.
@@ -149,7 +149,7 @@ class ProcessPool:
             raise ValueError(f"the processes of tools cannot be started with {', '.join(self._modules)}: {error}") from None
 
     async def fork(self) -> ToolProcess:
-        """A new process.
+        """Return a new process.
 
         Raises:
             ToolError: there can be none.
@@ -170,7 +170,7 @@ class ProcessPool:
             self._forks.pop(number, None)
 
     async def call(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer of any process, made if none is idle; for questions that leave nothing behind.
+        """Return the answer of any process, made if none is idle; for questions that leave nothing behind.
 
         Raises:
             ToolError: see `ToolProcess.ask`.
@@ -188,14 +188,14 @@ class ProcessPool:
         return answer
 
     def kill(self, number: int) -> None:
-        """The process of that number ends."""
+        """Return the process of that number ends."""
         self._processes.pop(number, None)
         if self._ended is None:
             with contextlib.suppress(OSError):
                 self._words.send({"op": "kill", "id": number})
 
     async def close(self) -> None:
-        """Ends every process; may be called twice."""
+        """End every process; may be called twice."""
         if self._spawner is None:
             return
         process, self._spawner = self._spawner, None

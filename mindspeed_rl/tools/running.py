@@ -48,7 +48,7 @@ class HungThreads:
         return self._hung >= self._limit
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """As `in_thread`; a caller that is cancelled leaves the thread behind, which is counted until it ends."""
+        """Return as `in_thread`; a caller that is cancelled leaves the thread behind, which is counted until it ends."""
         task = asyncio.ensure_future(in_thread(function))
         try:
             return await asyncio.shield(task)

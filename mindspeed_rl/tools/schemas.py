@@ -15,7 +15,7 @@ _MOST_OF_A_VALUE = 120
 
 
 def checked_schema(value: Any, where: str) -> dict[str, Any]:
-    """A schema as {"type": "function", "function": {"name", "description", "parameters"}}.
+    """Return a schema as {"type": "function", "function": {"name", "description", "parameters"}}.
 
     Args:
         value: that, or its inner part alone.
@@ -44,7 +44,7 @@ def checked_schema(value: Any, where: str) -> dict[str, Any]:
 
 
 def schema_of(function: Callable[..., Any], where: str) -> dict[str, Any]:
-    """The schema of a Python function, from its type hints and its Google-style docstring.
+    """Return the schema of a Python function, from its type hints and its Google-style docstring.
 
     Raises:
         ValueError: a parameter has no type or no description.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
+from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mindspeed_rl.tools.bm25 import Bm25Index
+import numpy as np
+
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.options import Options
+from mindspeed_rl.tools.option_reader import Options
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.python_tool import refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, in_thread
@@ -87,7 +91,7 @@ class Search:
         self._corpus = None
 
     async def find(self, queries: Sequence[str], timeout_s: float) -> list[str]:
-        """The text of what fits, for each query.
+        """Return the text of what fits, for each query.
 
         Raises:
             ToolError: the server does not answer as it should.
@@ -127,7 +131,7 @@ class Corpus:
 
     @classmethod
     def read(cls, files: Sequence[Path], title_key: str | None, text_key: str | None, *, where: str) -> Corpus:
-        """The documents of jsonl files.
+        """Return the documents of jsonl files.
 
         Args:
             title_key: None for title or name, where a document has one.
@@ -147,7 +151,7 @@ class Corpus:
         return cls(documents)
 
     def find(self, query: str, count: int) -> str:
-        """The documents that fit best, written for the model."""
+        """Return the documents that fit best, written for the model."""
         best = self._index.best(query, count)
         return _written([self._documents[row] for row, _ in best]) or f"nothing was found for {query!r}"
 
@@ -174,7 +178,7 @@ def _written(documents: Sequence[tuple[str, str]]) -> str:
 
 
 def _ask(url: str, queries: Sequence[str], count: int, timeout_s: float) -> list[str]:
-    """Asks {"queries", "topk", "return_scores"}; the reply is {"result": [[{"document": {"contents"}}, ...], ...]}."""
+    """Ask {"queries", "topk", "return_scores"}; the reply is {"result": [[{"document": {"contents"}}, ...], ...]}."""
     body = json.dumps({"queries": list(queries), "topk": count, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
@@ -193,3 +197,61 @@ def _retrieved(entry: Mapping[str, Any]) -> tuple[str, str]:
     document = entry.get("document", entry)
     title, newline, text = str(document["contents"]).partition("\n")  # the corpora of Search-R1 begin with a quoted title
     return (title.strip('"'), text) if newline else ("", title)
+
+
+# Okapi BM25
+
+# a word, or one character of a script that has no blanks between words
+_WORD = re.compile(r"[぀-ヿ㐀-鿿가-힯]|[^\W_぀-ヿ㐀-鿿가-힯]+")
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text in small letters; each Chinese, Japanese or Korean character, and each pair of neighbours, is one."""
+    found = []
+    end, last = -1, ""
+    for match in _WORD.finditer(text.lower()):
+        word = match.group()
+        found.append(word)
+        spaceless = len(word) == 1 and word >= "぀"
+        if spaceless and last and match.start() == end:
+            found.append(last + word)
+        end, last = match.end(), word if spaceless else ""
+    return found
+
+
+class Bm25Index:
+    """score(q, d) = sum over words w of q of idf(w) f (k1 + 1) / (f + k1 (1 - b + b |d| / mean |d|)), f = count of w in d;
+    idf(w) = ln(1 + (N - n + 0.5) / (n + 0.5)), n = documents with w. Robertson and Zaragoza 2009, Lucene's idf.
+
+    Args:
+        texts: the documents.
+    """
+
+    def __init__(self, texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> None:
+        counts: dict[str, tuple[array[int], array[int]]] = {}
+        lengths = np.zeros(len(texts), dtype=np.float32)
+        for number, text in enumerate(texts):
+            frequencies = Counter(words(text))
+            lengths[number] = sum(frequencies.values())
+            for word, count in frequencies.items():
+                documents, times = counts.setdefault(word, (array("i"), array("i")))
+                documents.append(number)
+                times.append(count)
+        self._size = len(texts)
+        norms = k1 * (1 - b + b * lengths / max(float(lengths.mean()) if len(texts) else 0.0, 1e-9))
+        self._postings: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for word in list(counts):
+            documents, times = counts.pop(word)  # one form at a time in memory
+            rows, f = np.frombuffer(documents, dtype=np.intc), np.frombuffer(times, dtype=np.intc).astype(np.float32)
+            idf = np.log1p((self._size - len(rows) + 0.5) / (len(rows) + 0.5))
+            self._postings[word] = (rows, (idf * f * (k1 + 1) / (f + norms[rows])).astype(np.float32))
+
+    def best(self, query: str, count: int) -> list[tuple[int, float]]:
+        """Numbers and scores of the documents that fit best, best first, the earlier of equals; none that do not fit at all."""
+        scores = np.zeros(self._size, dtype=np.float32)
+        for word, times in Counter(words(query)).items():
+            if word in self._postings:
+                rows, weights = self._postings[word]
+                scores[rows] += times * weights
+        order = np.argsort(-scores, kind="stable")[:count]
+        return [(int(row), float(scores[row])) for row in order if scores[row] > 0]

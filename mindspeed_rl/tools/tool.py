@@ -59,7 +59,7 @@ class Session(Protocol):
     grace_s: float
 
     async def call(self, call: ToolCall, timeout_s: float) -> Answer:
-        """The tool's answer. It is cancelled once its time is over, and then cleans up after itself.
+        """Return the tool's answer. It is cancelled once its time is over, and then cleans up after itself.
 
         Raises:
             ToolError: the call failed; others are taken as the tool's own failure.
@@ -67,7 +67,7 @@ class Session(Protocol):
         ...
 
     async def close(self) -> float | None:
-        """Ends what the session holds; what the tool gives for the trajectory's final state, None for nothing."""
+        """End what the session holds; what the tool gives for the trajectory's final state, None for nothing."""
         ...
 
 
@@ -81,7 +81,7 @@ NOTHING_TO_CREATE: TakenOptions = {"create_kwargs": None, "calc_reward_kwargs": 
 
 
 def arguments_of(method: Callable[..., Any], *given: str) -> frozenset[str] | None:
-    """The names of a method's arguments but those that are given anyway; None where it takes any."""
+    """Return the names of a method's arguments but those that are given anyway; None where it takes any."""
     known = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return None
@@ -107,7 +107,7 @@ class Tool(Protocol):
         ...
 
     async def start(self, processes: ProcessPool) -> None:
-        """Makes ready what all sessions share.
+        """Make ready what all sessions share.
 
         Raises:
             ValueError: it cannot; says what would be right.
@@ -115,7 +115,7 @@ class Tool(Protocol):
         ...
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
-        """Returns a session; starts nothing yet.
+        """Return a session; starts nothing yet.
 
         Args:
             options: of this trajectory, by function name, as verl's column tools_kwargs has them.
@@ -123,7 +123,7 @@ class Tool(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends what `start` began; sessions are closed by then."""
+        """End what `start` began; sessions are closed by then."""
         ...
 
 
@@ -151,7 +151,7 @@ class Unshared:
 
 
 def answer_of(value: Any) -> Answer:
-    """The answer that a Python function or a tool of verl's means by what it returns.
+    """Return the answer that a Python function or a tool of verl's means by what it returns.
 
     Text is itself, None is empty, an `Answer` is one, and anything else is written as JSON. A tuple of (text, reward, metrics)
     is verl's; its text may be an object with a `text` or a mapping with that key. Metrics that are no numbers are left out.
@@ -166,7 +166,7 @@ def answer_of(value: Any) -> Answer:
 
 
 def text_of(value: Any) -> str:
-    """The text that a tool means by a value; see `answer_of`."""
+    """Return the text that a tool means by a value; see `answer_of`."""
     if value is None:
         return ""
     if isinstance(value, Mapping) and isinstance(value.get("text"), str):

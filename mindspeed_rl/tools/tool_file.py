@@ -24,9 +24,9 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.yaml_limits import check_yaml
 from mindspeed_rl.tools import OTHER_PROJECTS, TOOLS
 from mindspeed_rl.tools.class_tool import ClassTool
-from mindspeed_rl.tools.function_tool import FunctionTool
 from mindspeed_rl.tools.mcp_servers import McpServers
-from mindspeed_rl.tools.options import Options
+from mindspeed_rl.tools.option_reader import Options
+from mindspeed_rl.tools.python_tool import FunctionTool
 from mindspeed_rl.tools.running import RUN_IN, RunIn
 from mindspeed_rl.tools.tool import CallSettings, Tool
 
@@ -57,7 +57,7 @@ class ToolEntry:
 
 
 def read_tools(spec: str, timeout_s: float = CallSettings.timeout_s) -> list[ToolEntry]:
-    """The entries of a tool file, or of a list of names as a command line has it: "calculator,my_package:look_up".
+    """Return the entries of a tool file, or of a list of names as a command line has it: "calculator,my_package:look_up".
 
     Args:
         timeout_s: of a call, where the file says none.
@@ -71,7 +71,7 @@ def read_tools(spec: str, timeout_s: float = CallSettings.timeout_s) -> list[Too
 
 
 def read_tool_file(path: Path, timeout_s: float = CallSettings.timeout_s) -> list[ToolEntry]:
-    """The entries of a tool file.
+    """Return the entries of a tool file.
 
     Args:
         timeout_s: see `read_tools`.
@@ -152,7 +152,7 @@ def _entry(value: Any, where: str, timeout_s: float) -> ToolEntry:
 
 
 def _settings(limits: Any, config: Mapping[str, Any], where: str, timeout_s: float) -> CallSettings:
-    """The limits of an entry; MindSpeed-RL and verl write some into the configuration of what is built in here."""
+    """Return the limits of an entry; MindSpeed-RL and verl write some into the configuration of what is built in here."""
     options = Options(limits, where)
     timeout = config.get("default_timeout", config.get("timeout", timeout_s))
     named = [value for key in ("num_workers", "rate_limit") if isinstance(value := config.get(key), int)]
@@ -167,7 +167,7 @@ def _settings(limits: Any, config: Mapping[str, Any], where: str, timeout_s: flo
 
 
 def build_tools(entries: Sequence[ToolEntry]) -> list[Tool]:
-    """The tools of these entries: modules are imported and classes made, but nothing is started.
+    """Return the tools of these entries: modules are imported and classes made, but nothing is started.
 
     Raises:
         ConfigError: an entry names something that is not there or does not fit; one sentence for each.

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mindspeed_rl import registry
-from mindspeed_rl.tools.cutting import Side, cut
 from mindspeed_rl.tools.interface import BrokenCall, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import ArgumentCheck
@@ -25,6 +24,44 @@ _FIRST_PAUSE_S = 0.1
 _CLOSE_LIMIT_S = 15.0
 #: what a second attempt may mend
 _RETRIED: tuple[Problem, ...] = ("timeout", "crashed", "failed")
+
+
+Side = Literal["left", "right", "middle"]
+_MARK = "(truncated)"
+#: no tokenizer makes fewer tokens of a text worth reading; what is longer is cut before anything is counted
+_CHARACTERS_A_TOKEN = 32
+
+
+def cut(text: str, limit: int, side: Side, count: Callable[[str], int]) -> str:
+    """Return the text, or its part that fits with a mark where something was taken.
+
+    The sides are named as MindSpeed-RL and verl name them: "left" keeps the beginning, "right" the end, "middle" both.
+
+    Args:
+        limit: tokens of the result, the mark's among them; 0 for no limit.
+        count: tokens of a text.
+    """
+    if limit <= 0 or (len(text) <= limit * _CHARACTERS_A_TOKEN and count(text) <= limit):
+        return text
+    mark = _MARK if count(_part(text, 0, side, _MARK)) <= limit else ""
+    fitting, beyond = 0, min(len(text), limit * _CHARACTERS_A_TOKEN)
+    while fitting < beyond:  # the most characters that fit
+        tried = (fitting + beyond + 1) // 2
+        if count(_part(text, tried, side, mark)) <= limit:
+            fitting = tried
+        else:
+            beyond = tried - 1
+    return _part(text, fitting, side, mark)
+
+
+def _part(text: str, kept: int, side: Side, mark: str) -> str:
+    """That many characters of the text, with the mark."""
+    if side == "left":
+        return text[:kept] + (mark and f"...{mark}")
+    if side == "right":
+        return (mark and f"{mark}...") + text[len(text) - kept :]
+    head = (kept + 1) // 2
+    return text[:head] + (mark and f"...{mark}...") + text[len(text) - (kept - head) :]
 
 
 @dataclass(frozen=True)
@@ -251,7 +288,7 @@ class TrajectoryTools:
 
 
 async def _within(answering: Any, timeout_s: float, grace_s: float) -> Answer:
-    """The answer, if it comes in time. A coroutine that does not end when cancelled is left to itself, not waited for."""
+    """Return the answer, if it comes in time. A coroutine that does not end when cancelled is left to itself, not waited for."""
     task = asyncio.ensure_future(answering)
     try:
         done, _ = await asyncio.wait([task], timeout=timeout_s + grace_s)
@@ -271,7 +308,7 @@ def _forget(task: asyncio.Future[Any]) -> None:
 
 
 def _columns(extra: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
-    """The options by tool, and the tools that may be called, of a data set's row; either may be JSON text."""
+    """Return the options by tool, and the tools that may be called, of a data set's row; either may be JSON text."""
     options, chosen = _value(extra, "tools_kwargs", {}), _value(extra, "tool_selection", list(names))
     if not isinstance(options, Mapping) or not all(value is None or isinstance(value, Mapping) for value in options.values()):
         raise ValueError(f"the column tools_kwargs must be a mapping of tool to options, not {str(options)[:120]}")
@@ -285,7 +322,7 @@ def _columns(extra: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, 
 
 
 def _check_options(tool: str, said: Mapping[str, Any], takes: TakenOptions) -> None:
-    """Raises ValueError unless the tool takes what a row says of it."""
+    """Raise ValueError unless the tool takes what a row says of it."""
     for option, words in said.items():
         where = f"the column tools_kwargs, {tool}"
         if option not in takes and (words or option not in OPTIONS):
@@ -304,7 +341,7 @@ def _check_options(tool: str, said: Mapping[str, Any], takes: TakenOptions) -> N
 
 
 def _value(extra: Mapping[str, Any], column: str, default: Any) -> Any:
-    """The column, or what verl's column extra_info has under that name."""
+    """Return the column, or what verl's column extra_info has under that name."""
     value = _decoded(extra.get(column), column)
     if value is None:
         info = _decoded(extra.get("extra_info"), "extra_info")

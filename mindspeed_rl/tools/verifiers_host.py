@@ -30,7 +30,7 @@ class Host:
         self._episodes: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Plays what it is asked to, until there is nobody to ask."""
+        """Play what it is asked to, until there is nobody to ask."""
         reader = asyncio.StreamReader(limit=1 << 28)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
@@ -69,7 +69,7 @@ class Host:
         }
 
     def tell(self, value: dict[str, Any]) -> None:
-        """Writes a line, whole."""
+        """Write a line, whole."""
         line = (json.dumps(value) + "\n").encode()
         while line:
             line = line[os.write(self._answers, line) :]
@@ -88,7 +88,7 @@ def _is_number(value: Any) -> bool:
 
 
 def write_rows(environment: Any, path: str) -> int:
-    """Writes the environment's data set, a row a line; the number of rows."""
+    """Write the environment's data set, a row a line; the number of rows."""
     rows = 0
     with open(path, "w", encoding="utf-8") as file:
         for row in environment.get_dataset():
@@ -98,7 +98,7 @@ def write_rows(environment: Any, path: str) -> int:
 
 
 def main() -> None:
-    """Loads the environment and plays it, or writes its rows."""
+    """Load the environment and plays it, or writes its rows."""
     parser = argparse.ArgumentParser(description="plays an environment of the verifiers library")
     parser.add_argument("name")
     parser.add_argument("--arguments", default="{}", help="of load_environment, as a JSON object")

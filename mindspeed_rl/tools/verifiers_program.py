@@ -71,7 +71,7 @@ class VerifiersProgram:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """The environment is loaded.
+        """Return the environment is loaded.
 
         Raises:
             ValueError: the library or the environment is not there, or fails to load.
@@ -97,7 +97,7 @@ class VerifiersProgram:
         self._reading = asyncio.create_task(self._read())
 
     async def play(self, row: Mapping[str, Any], base_url: str, model: str, timeout_s: float) -> Outcome:
-        """Plays an episode.
+        """Play an episode.
 
         Args:
             row: of the environment's data set: prompt, answer, info, example_id.
@@ -126,7 +126,7 @@ class VerifiersProgram:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """Ends the program and whatever it has started; may be called twice."""
+        """End the program and whatever it has started; may be called twice."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -154,7 +154,7 @@ class VerifiersProgram:
             self._send({"id": number, "cancel": True})
 
     async def _line(self) -> dict[str, Any]:
-        """The program's next word, empty once it has ended."""
+        """Return the program's next word, empty once it has ended."""
         assert self._process is not None and self._process.stdout is not None
         line = await self._process.stdout.readline()
         return json.loads(line) if line else {}

@@ -17,9 +17,8 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.samples import reward_functions
-from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART
+from mindspeed_rl.rewards.totals import MODEL_PART, TRAJECTORY_PART, reward_metrics
 from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.key_data import KeyData

@@ -12,17 +12,16 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mindspeed_rl.rewards.answers.formulas import LONGEST_ANSWER, TooCostly, cpu_limit, same_formula, same_solutions
-from mindspeed_rl.rewards.answers.pieces import CLOSING, OPENING, closes_at_end, is_name, split_outside
 from mindspeed_rl.rewards.answers.quantities import measured, read_quantity, same_based, same_quantity
 from mindspeed_rl.rewards.answers.regions import Region, holes_of, read_region, speaks_of_region
-from mindspeed_rl.rewards.answers.spelling import cleaned, spelling
+from mindspeed_rl.rewards.answers.spelling import CLOSING, OPENING, cleaned, closes_at_end, is_name, spelling, split_outside
 
 #: items of a set whose pairings are tried
 _MOST_ITEMS = 32
 
 
 def same_answer(given: str, wanted: str) -> bool:
-    """True if two answers, as they stand in a box, say the same. Never raises; ends within seconds.
+    """Return True if two answers, as they stand in a box, say the same. Never raises; ends within seconds.
 
     Numbers are equal exactly, with these exceptions: 50%, 50 and 0.5 are one percentage; units of one dimension are
     converted, and a missing unit is no fault; a decimal may be another one's rounding from four digits on (3.1416 and
@@ -98,7 +97,7 @@ _CHOSEN_TEXT = re.compile(r"\([A-J]\)\s*(\S.*)", re.DOTALL)
 
 
 def _choice(text: str) -> tuple[str, str] | None:
-    """(letter, what stands behind it) of an answer that chooses one of several; None for any other."""
+    """Return (letter, what stands behind it) of an answer that chooses one of several; None for any other."""
     match = _CHOICE.fullmatch(text)
     if match is None or not match[1].isupper() or re.search(r"\b[A-J]\b", match[2] or ""):
         return None
@@ -106,7 +105,7 @@ def _choice(text: str) -> tuple[str, str] | None:
 
 
 def _same_choice(chosen: tuple[str, str] | None, given: str, wanted: tuple[str, str], depth: int) -> bool:
-    """True for the same letter, without another text behind it, and for the text that stands behind the wanted letter."""
+    """Return True for the same letter, without another text behind it, and for the text that stands behind the wanted letter."""
     letter, text = wanted
     if chosen is None:
         return bool(text) and _same(given, text, depth + 1)
@@ -119,7 +118,7 @@ def _as_quantities(given: str, wanted: str) -> bool | None:
 
 
 def _as_measures(given: str, wanted: str, depth: int) -> bool | None:
-    """Compares formulas with units behind them, as 36\\pi cm^2; None where neither has one."""
+    """Compare formulas with units behind them, as 36\\pi cm^2; None where neither has one."""
     sides = [measured(text) for text in (given, wanted)]
     units = [unit for _, unit in sides if unit is not None]
     if all(text == rest for text, (rest, _) in zip((given, wanted), sides)):
@@ -136,7 +135,7 @@ _MODULUS = re.compile(r"\s*(?:\\pmod\s*\{?\s*\w+\s*\}?|\(\s*\\?mod\s*\w+\s*\))$"
 
 
 def _as_residues(given: str, wanted: str, depth: int) -> bool | None:
-    r"""17 \pmod{20} against 17; None unless exactly one side names a modulus."""
+    r"""Return 17 \pmod{20} against 17; None unless exactly one side names a modulus."""
     sides = [_MODULUS.sub("", text) for text in (given, wanted)]
     if (sides[0] == given) == (sides[1] == wanted):
         return None
@@ -147,7 +146,7 @@ _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?: ?([ap]m))?", re.IGNORECASE)
 
 
 def _as_times(given: str, wanted: str) -> bool | None:
-    """Compares times of day; None unless one says which half of the day it means. The other may leave that out."""
+    """Compare times of day; None unless one says which half of the day it means. The other may leave that out."""
     first, second = (_TIME.fullmatch(text) for text in (given, wanted))
     if first is None or second is None or not (first[3] or second[3]):
         return None
@@ -156,7 +155,7 @@ def _as_times(given: str, wanted: str) -> bool | None:
 
 
 def _as_ratios(given: str, wanted: str) -> bool | None:
-    """Compares a : b : c by proportion; None unless both have as many parts, three or more, and all of them are numbers."""
+    """Compare a : b : c by proportion; None unless both have as many parts, three or more, and all of them are numbers."""
     sides = [[read_quantity(part) for part in text.split(":")] for text in (given, wanted)]
     if len(sides[0]) != len(sides[1]) or len(sides[0]) < 3:
         return None
@@ -175,7 +174,7 @@ _NESTED = re.compile(r"\[\s*\[([^\[\]]*(?:\]\s*,\s*\[[^\[\]]*)*)\]\s*\]")
 
 
 def _as_matrices(given: str, wanted: str, depth: int) -> bool | None:
-    """Compares two matrices entry by entry, of which one may be a list of rows or a tuple; None unless one is a matrix."""
+    """Compare two matrices entry by entry, of which one may be a list of rows or a tuple; None unless one is a matrix."""
     texts, matrices = (given, wanted), [_matrix(given), _matrix(wanted)]
     if matrices == [None, None]:
         return None
@@ -190,7 +189,7 @@ def _as_matrices(given: str, wanted: str, depth: int) -> bool | None:
 
 
 def _laid_down(rows: list[list[str]]) -> list[list[str]]:
-    """A column as a row; other matrices as they are."""
+    """Return a column as a row; other matrices as they are."""
     return [[row[0] for row in rows]] if all(len(row) == 1 for row in rows) else rows
 
 
@@ -203,7 +202,7 @@ def _matrix(text: str) -> list[list[str]] | None:
 
 
 def _written_plainly(text: str) -> list[list[str]] | None:
-    """The rows of [[1, 2], [3, 4]]; (1, 2) as one row; None for other text."""
+    """Return the rows of [[1, 2], [3, 4]]; (1, 2) as one row; None for other text."""
     nested = _NESTED.fullmatch(text)
     if nested is not None:
         return [split_outside(row, (",",)) for row in re.split(r"\]\s*,\s*\[", nested[1])]
@@ -217,7 +216,7 @@ _REAL = re.compile(r"^[A-Za-z]\s*(?:\\in(?![a-zA-Z])|∈)\s*\\mathbb\s*\{?R\}?\s
 
 
 def _as_regions(given: str, wanted: str, depth: int) -> bool | None:
-    """Compares inequalities and set differences with each other and with intervals; None where neither is one."""
+    """Compare inequalities and set differences with each other and with intervals; None where neither is one."""
     texts = [_without_membership(_REAL.sub("", text)) for text in (given, wanted)]
     regions = [read_region(text) for text in texts]
     unread = any(region is None and speaks_of_region(text) for region, text in zip(regions, texts))
@@ -236,7 +235,7 @@ def _as_regions(given: str, wanted: str, depth: int) -> bool | None:
 
 
 def _collection(text: str) -> tuple[str, list[str]] | None:
-    r"""(kind, items): "set" and "list" have no order, "union" neither; else the brackets, in order. None for a single thing."""
+    r"""Return (kind, items): "set" and "list" have no order, "union" neither; else the brackets, in order. None for a single thing."""
     if "\\begin" in text:
         return None
     unions = split_outside(text, (r"\cup", "∪"))
@@ -295,7 +294,7 @@ def _as_collections(given: str, wanted: str, depth: int) -> bool | None:
 
 
 def _same_items(given: Sequence[str], wanted: Sequence[str], depth: int) -> bool:
-    """True if the items pair up, in any order."""
+    """Return True if the items pair up, in any order."""
     left = list(wanted)
     for item in given:
         match = next((other for other in left if _same(item, other, depth + 1)), None)
@@ -318,7 +317,7 @@ def _without_membership(text: str) -> str:
 
 
 def _as_equations(given: str, wanted: str, depth: int) -> bool | None:
-    """Compares values of equations such as x = 5 and 2 + 3 = 5; None where both are equations between formulas."""
+    """Compare values of equations such as x = 5 and 2 + 3 = 5; None where both are equations between formulas."""
     sides = [split_outside(re.sub(r":=|==", "=", text), ("=",)) for text in (given, wanted)]
     counts = [len(parts) for parts in sides]
     if counts == [1, 1]:
@@ -356,7 +355,7 @@ _WORDY = re.compile(r"[^\W\d_]{3,}")
 
 
 def _as_words(given: str, wanted: str) -> bool | None:
-    """Compares texts by their spelling; None for formulas. Letters multiply in math-verify, where "listen" is "silent"."""
+    """Compare texts by their spelling; None for formulas. Letters multiply in math-verify, where "listen" is "silent"."""
     if not (_is_text(given) or _is_text(wanted)):
         return None
     words = [re.sub(r"\b(?:the|an|a)\b|[^\w]", "", text.casefold()) for text in (given, wanted)]

@@ -11,7 +11,7 @@ _ANSWER_PHRASES = ("he answer is", "final answer is", "答案是", "答案为", 
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}` (`\fbox{...}`, `\boxed x`) with nested braces, None if there is none.
+    r"""Return the content of the last `\boxed{...}` (`\fbox{...}`, `\boxed x`) with nested braces, None if there is none.
 
     A box that the end of the response cut off counts with what it holds.
     """
@@ -26,7 +26,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def closed_boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}`; None if there is none or its braces never close."""
+    r"""Return the content of the last `\boxed{...}`; None if there is none or its braces never close."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -45,7 +45,7 @@ def _closing_brace(text: str) -> int | None:
 
 
 def final_answer(text: str) -> str:
-    r"""Returns the final answer: the last box, else what follows "the answer is", else the last number; "" if none."""
+    r"""Return the final answer: the last box, else what follows "the answer is", else the last number; "" if none."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
@@ -56,20 +56,20 @@ def final_answer(text: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """Returns the last number in the text, thousands commas removed."""
+    """Return the last number in the text, thousands commas removed."""
     numbers = _LAST_NUMBER.findall(text.replace(",", ""))
     return numbers[-1] if numbers else None
 
 
 def tagged_answer(text: str) -> str | None:
-    """Returns the content of the first <answer>..</answer>, None if there is none."""
+    """Return the content of the first <answer>..</answer>, None if there is none."""
     start = text.find("<answer>") + len("<answer>")
     end = text.find("</answer>", start)
     return text[start:end].strip() if start >= len("<answer>") and end >= 0 else None
 
 
 def accepted_answers(label: Any) -> list[str]:
-    """Returns the answers that a label accepts: the items of a list, or of a JSON list of strings; else the label alone.
+    """Return the answers that a label accepts: the items of a list, or of a JSON list of strings; else the label alone.
 
     [1, 2] without quotes is an interval, and one answer.
     """

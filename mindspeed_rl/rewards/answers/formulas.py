@@ -16,8 +16,8 @@ from typing import Any
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, LatexNormalizationConfig, parse, verify
 
-from mindspeed_rl.rewards.answers.pieces import CLOSING, OPENING, is_name
 from mindspeed_rl.rewards.answers.quantities import LONGEST_LITERAL
+from mindspeed_rl.rewards.answers.spelling import CLOSING, OPENING, is_name
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of every switched-off limit and every odd answer
 
@@ -36,7 +36,7 @@ class TooCostly(Exception):
 
 @contextmanager
 def cpu_limit(seconds: float = _CPU_LIMIT_S) -> Iterator[None]:
-    """Raises TooCostly once the block has used so much processor time; without effect within another one, or in a thread.
+    """Raise TooCostly once the block has used so much processor time; without effect within another one, or in a thread.
 
     math-verify's own limits use SIGALRM and count whole seconds on the clock, in which a busy machine does little.
     """
@@ -70,7 +70,7 @@ _EXPONENTS = re.compile(r"(?:\^|\*\*)\s*\{?\s*[+-]?\s*(\d+)")
 
 
 def _is_endless(text: str) -> bool:
-    """True for towers of powers, factorials of factorials and literals that would be worked out digit by digit."""
+    """Return True for towers of powers, factorials of factorials and literals that would be worked out digit by digit."""
     if re.search(rf"\d{{{LONGEST_LITERAL},}}", text) or re.search(
         r"!\s*\)*\s*\}?!|\d{4,}\s*\)*\}?\s*!|\)\s*!|\^\s*\{?[^{}^]{0,20}!", text
     ):
@@ -89,7 +89,7 @@ def _nesting(text: str) -> int:
 
 
 def read_text(text: str, *arguments: Any, **options: Any) -> list[Any]:
-    """Returns math-verify's reading of a text, with the arguments of its `parse`; [] for none, and for what it cannot read."""
+    """Return math-verify's reading of a text, with the arguments of its `parse`; [] for none, and for what it cannot read."""
     try:
         return parse(text, *arguments, parsing_timeout=0, **options)  # 0: no limit of its own
     except TooCostly:
@@ -99,7 +99,7 @@ def read_text(text: str, *arguments: Any, **options: Any) -> list[Any]:
 
 
 def parse_formula(formula: str) -> list[Any]:
-    """Returns math-verify's reading of a bare formula: a sympy expression if it is one, then the text itself; [] for none."""
+    """Return math-verify's reading of a bare formula: a sympy expression if it is one, then the text itself; [] for none."""
     if len(formula) > LONGEST_ANSWER or _nesting(formula) > _DEEPEST or _is_endless(formula):
         return []
     return read_text(f"\\boxed{{{formula}}}", _BOX)
@@ -112,7 +112,7 @@ parse_label = lru_cache(maxsize=4096)(parse_formula)  # all responses of a group
 
 
 def same_formula(given: str, wanted: str) -> bool:
-    """True if two formulas have one value, whatever their variables are."""
+    """Return True if two formulas have one value, whatever their variables are."""
     if _one_formula(given, wanted):
         return True
     # "log" is the natural logarithm in half of the books
@@ -147,7 +147,7 @@ def _one_formula(given: str, wanted: str) -> bool:
 
 
 def same_solutions(given: Sequence[str], wanted: Sequence[str]) -> bool | None:
-    """True if two equations are multiples of each other, denominators cleared; None where they cannot be read."""
+    """Return True if two equations are multiples of each other, denominators cleared; None where they cannot be read."""
     numerators = []
     for side in (given, wanted):
         parsed = [parse_formula(formula) for formula in side]
@@ -164,7 +164,7 @@ def same_solutions(given: Sequence[str], wanted: Sequence[str]) -> bool | None:
 
 
 def _with_imaginary(formula: Any) -> Any:
-    """The formula with i as the imaginary unit, which the parser takes for a variable."""
+    """Return the formula with i as the imaginary unit, which the parser takes for a variable."""
     if not isinstance(formula, sympy.Expr):
         return formula
     return formula.subs({symbol: sympy.I for symbol in formula.free_symbols if str(symbol) == "i"})
@@ -178,7 +178,7 @@ _SAMPLE = 1.6180339887
 
 
 def _sample_values(a: Any, b: Any, start: float = _SAMPLE) -> tuple[complex, complex] | None:
-    """The values of two expressions at one point; None where that says nothing.
+    """Return the values of two expressions at one point; None where that says nothing.
 
     Expressions that differ there are different, which is found a hundred times faster than by simplifying their difference.
     """
@@ -194,7 +194,7 @@ def _sample_values(a: Any, b: Any, start: float = _SAMPLE) -> tuple[complex, com
 
 
 def value_of(formula: str) -> float | None:
-    """The value of a constant formula; None for any other text."""
+    """Return the value of a constant formula; None for any other text."""
     parsed = parse_formula(formula)
     if not parsed or not isinstance(parsed[0], sympy.Expr) or not parsed[0].is_number:
         return None

@@ -19,7 +19,7 @@ _FRACTION = re.compile(r"([+-]?)\\?frac(?:\{([+-]?\d+)\}|(\d))(?:\{([+-]?\d+)\}|
 
 
 def decimal_value(answer: str) -> tuple[Fraction, bool] | None:
-    """Returns (value without percent sign, whether it had one) of a decimal with optional thousands commas, else None."""
+    """Return (value without percent sign, whether it had one) of a decimal with optional thousands commas, else None."""
     match = _DECIMAL.fullmatch(answer) if len(answer) <= LONGEST_LITERAL else None
     if match is None or not any(char.isdigit() for char in match[1]):
         return None
@@ -27,7 +27,7 @@ def decimal_value(answer: str) -> tuple[Fraction, bool] | None:
 
 
 def fraction_value(answer: str) -> Fraction | None:
-    r"""Returns the value of `a/b`, `\frac{a}{b}` or `\frac12` with integers, else None."""
+    r"""Return the value of `a/b`, `\frac{a}{b}` or `\frac12` with integers, else None."""
     match = _FRACTION.fullmatch(answer.replace(" ", "")) if len(answer) <= LONGEST_LITERAL else None
     if match is None:
         return None
@@ -48,7 +48,7 @@ def _rational(answer: str, number: tuple[Fraction, bool] | None) -> Fraction | N
 
 
 def grade(given: str, wanted: str) -> bool:
-    """True by mathruler's rules.
+    """Return True by mathruler's rules.
 
     The answers are alike after normalisation (MATH's, or one that also drops units, words for powers of ten and LaTeX), or
     tuples of the same brackets whose elements are; an element may also differ symbolically by exactly zero. But a fraction of
@@ -107,7 +107,7 @@ def _same_element(given: str, wanted: str) -> bool:
 
 
 def _worth_evaluating(plain: str) -> bool:
-    """False where mathruler fears a hang: more than two letters, or powers beyond one digit."""
+    """Return False where mathruler fears a hang: more than two letters, or powers beyond one digit."""
     letters = {char for char in plain.replace("sqrt", "").replace("frac", "") if char.isalpha()}
     return len(letters) <= 2 and not re.search(r"\^\(|\^\d+\^|\^\d\d|\d{5,}!", plain)
 
@@ -147,7 +147,7 @@ _HENDRYCKS = _compiled(
 
 
 def hendrycks_normal_form(answer: str) -> str:
-    """Returns the answer as the MATH data set's own grader spells it (arXiv:2103.03874)."""
+    """Return the answer as the MATH data set's own grader spells it (arXiv:2103.03874)."""
     answer = answer.strip()
     for pattern, replacement in _HENDRYCKS:
         answer = pattern.sub(replacement, answer)
@@ -192,7 +192,7 @@ def _without_units(answer: str) -> str:
 
 
 def plain_normal_form(answer: str) -> str:
-    """Returns the answer in lower case without units, LaTeX commands and thousands commas; whole numbers as integers."""
+    """Return the answer in lower case without units, LaTeX commands and thousands commas; whole numbers as integers."""
     answer = _without_units(answer)
     for pattern, replacement in _LATEX_OFF:
         answer = pattern.sub(replacement, answer)
@@ -223,7 +223,7 @@ _MINERVA_REWRITES = _compiled(
 
 
 def minerva_normal_form(answer: str) -> str:
-    """Returns the answer as the Minerva grader spells it (arXiv:2206.14858, appendix D.1), right of the last "="."""
+    """Return the answer as the Minerva grader spells it (arXiv:2206.14858, appendix D.1), right of the last "="."""
     answer = answer.split("=")[-1]
     for before, after in _MINERVA_REPLACED:
         answer = answer.replace(before, after)

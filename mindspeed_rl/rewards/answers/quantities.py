@@ -9,14 +9,118 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mindspeed_rl.rewards.answers.number_words import SCALES, read_words
-
 #: longer literals are no answer to anything, and CPython refuses to read integers above 4,300 digits
 LONGEST_LITERAL = 400
 #: of two decimals one may be the other, rounded, when it has at least this many significant digits
 _ROUNDED_DIGITS = 4
 #: a decimal stands for a fraction with at least this many digits behind the point
 _FRACTION_DECIMALS = 6
+
+# Numbers in words: six, twenty-one, two thirds; 十二, 二分之一, 百分之五十.
+
+_ONES = {
+    word: number
+    for number, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+        " eighteen nineteen".split()
+    )
+}
+_TENS = {word: 10 * number for number, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
+#: how many of what stands before them these are
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "tenth": 10}
+_PARTS |= {f"{word}s": number for word, number in _PARTS.items()} | {"halves": 2}
+_ENGLISH = re.compile(r"[a-z]+(?:[ -][a-z]+)*")
+#: words; what is longer is no number
+_MOST_WORDS = 20
+
+_NUMERAL_DIGITS = {char: number for number, char in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
+_SMALL = {"十": 10, "百": 100, "千": 1000}
+_LARGE = {"万": 10**4, "亿": 10**8}
+#: what may stand behind digits too, as in 1.5 million and 3万
+_ALL_SCALES = _SCALES | _LARGE
+_NUMERAL = "[零〇一二两三四五六七八九十百千万亿]"
+#: what numerals count; other characters behind them make a word, as in 三角形
+_COUNTED = re.compile(
+    r"\s*(?:[个只条张本名人次件位辆棵天周年月日岁元分倍种米克升秒度%]|厘米|毫米|千米|公里|千克|公斤|小时|分钟|平方米)?"
+)
+_CHINESE = re.compile(rf"(?![百千万亿](?!分之))(?:({_NUMERAL}{{1,20}})分之)?({_NUMERAL}{{1,20}})")
+
+
+def _read_words(text: str) -> tuple[Fraction, str] | None:
+    """Return the number in words at the start of a text, in its longest reading, and the rest of the text; None for none."""
+    match = _CHINESE.match(text)
+    if match is not None:
+        below, above = (_chinese(part) if part else None for part in match.groups())
+        rest = text[match.end() :]
+        if above is None or (match[1] and not below) or not _COUNTED.fullmatch(rest):
+            return None
+        return Fraction(above, below or 1), rest
+    match = _ENGLISH.match(text.lower())
+    if match is None:
+        return None
+    words = list(re.finditer("[a-z]+", match[0]))[:_MOST_WORDS]
+    for length in range(len(words), 0, -1):
+        value = _english([word[0] for word in words[:length]])
+        if value is not None:
+            return value, text[words[length - 1].end() :]
+    return None
+
+
+def _english(words: list[str]) -> Fraction | None:
+    """Return the number that these words are, all of them; None for anything else."""
+    if words[0] == "half":  # half a dozen, half an hour: the hour is a unit
+        whole = Fraction(1) if len(words) == 2 else _english(["one", *words[2:]])
+        return None if len(words) == 1 or words[1] not in ("a", "an") or whole is None else whole / 2
+    if len(words) > 1 and words[-1] in _PARTS:
+        above = Fraction(1) if words[:-1] == ["a"] else _english(words[:-1])
+        return None if above is None else above / _PARTS[words[-1]]
+    if words[0] == "a" and len(words) > 1:
+        words = ["one", *words[1:]]
+    if words[0] in _SCALES:
+        words = ["one", *words]
+    if words[0] == "and" or words[-1] == "and":
+        return None
+    total = group = 0  # what is finished by a scale of a thousand or more; what is not yet
+    last = 10**15  # each part is smaller than the one before it: "five six" is no number
+    for word in words:
+        if word == "and":
+            continue
+        if word in _SCALES:
+            size = _SCALES[word]
+            if not group:
+                return None
+            if size == 100:
+                group, last = group * 100, 100
+            else:
+                total, group, last = total + group * size, 0, 10**15
+            continue
+        value = _ONES.get(word, _TENS.get(word))
+        if value is None or value >= last:
+            return None
+        group += value
+        last = 10 if word in _TENS else 0
+    return Fraction(total + group)
+
+
+def _chinese(text: str) -> int | None:
+    """Return the number that these numerals are; None where they are none."""
+    if all(char in _NUMERAL_DIGITS for char in text):  # 二〇二三
+        return int("".join(str(_NUMERAL_DIGITS[char]) for char in text))
+    total = section = digit = 0
+    for char in text:
+        if char in _NUMERAL_DIGITS:
+            digit = _NUMERAL_DIGITS[char]
+        elif char in _SMALL:
+            section += (digit or 1) * _SMALL[char]
+            digit = 0
+        else:
+            total = (total + section + digit) * _LARGE[char]
+            section = digit = 0
+    return total + section + digit or None
+
+
+# Numbers in digits
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _EXPONENT = r"(?:[eE]([+-]?\d{1,3})|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([+-]?\s*\d{1,3})\s*\}|(\d)))"
@@ -76,7 +180,7 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """Returns the number that an answer is, None for anything else. The answer has no delimiters any more."""
+    """Return the number that an answer is, None for anything else. The answer has no delimiters any more."""
     text = text.strip()
     if not text or len(text) > LONGEST_LITERAL:
         return None
@@ -88,7 +192,7 @@ _MOST_TERMS = 4
 
 
 def _read_sum(text: str) -> Quantity | None:
-    """1 hour 30 minutes, 5 ft 6 in: each unit smaller than the one before it, all of one dimension."""
+    """Return 1 hour 30 minutes, 5 ft 6 in: each unit smaller than the one before it, all of one dimension."""
     terms, position = [], 0
     while (match := _TERM.match(text, position)) is not None and len(terms) < _MOST_TERMS:
         number, unit = _read_digits(match[1]), _read_unit(match[2], None)
@@ -109,7 +213,7 @@ _NAMELESS = re.compile(r"(?i)(?:(?:square|cubic|sq|cu)\.?\s+)?units?")
 
 
 def measured(text: str) -> tuple[str, tuple[str, Fraction] | None]:
-    """(formula, unit) of an answer that ends with a unit's name of two letters or more; (the answer, None) without one.
+    """Return (formula, unit) of an answer that ends with a unit's name of two letters or more; (the answer, None) without one.
 
     Single letters are variables more often: 2\\pi h is no time.
     """
@@ -123,7 +227,7 @@ def measured(text: str) -> tuple[str, tuple[str, Fraction] | None]:
 
 
 def _read_one(text: str) -> Quantity | None:
-    """As `read_quantity`, of one number with one unit at most."""
+    """Return as `read_quantity`, of one number with one unit at most."""
     sign, rest = 1, text
     minus = _MINUS.match(text)
     if minus is not None:
@@ -151,23 +255,23 @@ def _read_one(text: str) -> Quantity | None:
 
 
 _MINUS = re.compile(r"(?i)(?:negative|minus)\s+|负")
-_SCALE = re.compile(rf"\s*({'|'.join(SCALES)})(?![A-Za-z])")
+_SCALE = re.compile(rf"\s*({'|'.join(_ALL_SCALES)})(?![A-Za-z])")
 
 
 def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
-    """(value, digits behind the point, rest) of the number at the start of the text."""
-    in_words = read_words(text)
+    """Return (value, digits behind the point, rest) of the number at the start of the text."""
+    in_words = _read_words(text)
     if in_words is not None:
         return in_words[0], None, in_words[1]
     found = _read_digits(text)
     scale = None if found is None else _SCALE.match(found[2])
     if found is None or scale is None:
         return found
-    return found[0] * SCALES[scale[1]], None, found[2][scale.end() :]  # 1.5 million are no decimal
+    return found[0] * _ALL_SCALES[scale[1]], None, found[2][scale.end() :]  # 1.5 million are no decimal
 
 
 def _read_digits(text: str) -> tuple[Fraction, int | None, str] | None:
-    """As `_read_number`, of one that begins with a digit, a point or a fraction."""
+    """Return as `_read_number`, of one that begins with a digit, a point or a fraction."""
     match = _FRACTION.match(text)
     if match is not None:
         whole, top, bottom = _fraction_parts(match)
@@ -200,7 +304,7 @@ def _fraction_parts(match: re.Match[str]) -> tuple[int, int, int]:
 
 
 def _read_unit(name: str, power: str | None) -> tuple[str, Fraction] | None:
-    """(dimension, size) of a unit, or of one per another one; None for a name that says nothing."""
+    """Return (dimension, size) of a unit, or of one per another one; None for a name that says nothing."""
     above, per, below = re.sub(r"\s+per\s+|\s*/\s*", "/", _SPEEDS.get(name.lower(), name)).partition("/")
     if per:
         over, under = _read_unit(above, None), _read_unit(below, power)
@@ -216,7 +320,7 @@ def _read_unit(name: str, power: str | None) -> tuple[str, Fraction] | None:
 
 
 def same_quantity(a: Quantity, b: Quantity) -> bool:
-    """True for equal numbers: exactly, as percentages, in other units of the same dimension, or one the other's rounding."""
+    """Return True for equal numbers: exactly, as percentages, in other units of the same dimension, or one the other's rounding."""
     if a.unit is not None and b.unit is not None:
         if a.unit[0].removesuffix("^1") != b.unit[0].removesuffix("^1"):
             return False
@@ -252,7 +356,7 @@ _BASED = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
 
 
 def same_based(given: str, wanted: str) -> bool | None:
-    """Compares numbers with their base, as 1010_2; None unless one has it. Where the other has none, the digits decide."""
+    """Compare numbers with their base, as 1010_2; None unless one has it. Where the other has none, the digits decide."""
     first, second = (_BASED.fullmatch(text.strip()) for text in (given, wanted))
     # letters alone with an index are a name, unless a number is beside them
     if not any(match is not None and re.search(r"\d", match[1]) for match in (first, second)):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_rl.rewards.answers.formulas import value_of
-from mindspeed_rl.rewards.answers.pieces import is_name, split_outside
-from mindspeed_rl.rewards.answers.spelling import spelling
+from mindspeed_rl.rewards.answers.spelling import is_name, spelling, split_outside
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ _ABSOLUTE = re.compile(r"\|\s*([A-Za-z])\s*(?:([+-])\s*([^|]+?))?\s*\|")
 
 
 def read_region(text: str) -> Region | None:
-    """The region that relations or a set difference describe; None for other text, plain intervals included."""
+    """Return the region that relations or a set difference describe; None for other text, plain intervals included."""
     built = _BUILDER.fullmatch(text)
     condition = built[2].strip() if built else text
     removed = _REMOVED.fullmatch(condition)
@@ -51,7 +50,7 @@ def read_region(text: str) -> Region | None:
 
 
 def holes_of(union: str) -> tuple[str, ...]:
-    r"""The points that (-\infty,a) \cup (a,b) \cup (b,\infty) leaves out; none for other unions."""
+    r"""Return the points that (-\infty,a) \cup (a,b) \cup (b,\infty) leaves out; none for other unions."""
     pieces = [re.fullmatch(r"\((.+),(.+)\)", piece) for piece in split_outside(union, (r"\cup", "∪"))]
     if len(pieces) < 2:
         return ()
@@ -63,7 +62,7 @@ def holes_of(union: str) -> tuple[str, ...]:
 
 
 def speaks_of_region(text: str) -> bool:
-    """True for text with a relation that only a region has."""
+    """Return True for text with a relation that only a region has."""
     return "≠" in text or _RELATION.search(text) is not None
 
 
@@ -139,7 +138,7 @@ def _intersection(intervals: list[_Interval], surely: bool = True) -> list[_Inte
 
 
 def _intervals(text: str) -> tuple[str, list[_Interval]] | None:
-    """(variable, intervals) that one relation or a double one describes; None for other text."""
+    """Return (variable, intervals) that one relation or a double one describes; None for other text."""
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 5:
         low, first, name, second, high = parts

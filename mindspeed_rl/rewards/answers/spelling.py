@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 _FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|exp|gcd|lcm|max"
 _GREEK = "pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega"
@@ -93,7 +94,7 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 
 def cleaned(answer: str) -> str:
-    """The answer without delimiters, spacing commands, text commands and a closing full stop, in one spelling of symbols."""
+    """Return the answer without delimiters, spacing commands, text commands and a closing full stop, in one spelling of symbols."""
     answer = _ELLIPSIS.sub(_without_ellipsis, answer.translate(_FULL_WIDTH))
     answer = answer.strip().rstrip(".。").strip().lstrip(":：").strip()
     if not answer.isascii():
@@ -109,7 +110,7 @@ _PERIOD = re.compile(r"(\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,8})\3+)")
 
 
 def _without_ellipsis(match: re.Match[str]) -> str:
-    r"""0.1666... as 0.1\overline{6}; the digits alone where none of them repeat."""
+    r"""Return 0.1666... as 0.1\overline{6}; the digits alone where none of them repeat."""
     period = _PERIOD.fullmatch(match[1])
     return match[1] if period is None else rf"{period[1]}\overline{{{period[2] or period[3]}}}"
 
@@ -123,3 +124,41 @@ def _written_out(match: re.Match[str]) -> str:
 def spelling(answer: str) -> str:
     """What two answers of the same spelling share: lower case, no blanks but those between digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", answer)).casefold()
+
+
+# Splitting
+
+OPENING, CLOSING = "([{", ")]}"
+
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\s*\([^()]*\))?|[A-Za-z]+(?: [A-Za-z]+)*|\\(?:angle|triangle) [A-Z]+")
+
+
+def is_name(text: str) -> bool:
+    """Return True for what only names a quantity: x, a_1, f(x), P(A), Area, \\angle ABC."""
+    return _NAME.fullmatch(text.strip()) is not None
+
+
+def split_outside(text: str, separators: Sequence[str]) -> list[str]:
+    """Return the pieces between separators that stand outside all brackets."""
+    pieces, depth, start, position = [], 0, 0, 0
+    while position < len(text):
+        char = text[position]
+        depth += (char in OPENING) - (char in CLOSING)
+        found = next((s for s in separators if depth == 0 and text.startswith(s, position)), None)
+        if found is None:
+            position += 1
+            continue
+        pieces.append(text[start:position].strip())
+        position += len(found)
+        start = position
+    return [*pieces, text[start:].strip()]
+
+
+def closes_at_end(text: str) -> bool:
+    """Return True if the bracket at the start is closed by the last character; half-open intervals close with either bracket."""
+    depth = 0
+    for position, char in enumerate(text):
+        depth += (char in OPENING) - (char in CLOSING)
+        if depth == 0:
+            return position == len(text) - 1
+    return False

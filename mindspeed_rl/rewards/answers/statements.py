@@ -58,7 +58,7 @@ def comparisons(test: str, entry_point: str | None = None) -> list[Comparison] |
 
 
 def value_of(data: Any) -> Any:
-    """The value that the sandbox wrote.
+    """Return the value that the sandbox wrote.
 
     Raises:
         Exception: it wrote something else.
@@ -91,7 +91,7 @@ def are_equal(written: Any, wanted: Any) -> bool:
 
 
 def _body_of_check(body: list[ast.stmt], entry_point: str) -> list[ast.stmt]:
-    """The statements of the one function `check(candidate)`, about this function.
+    """Return the statements of the one function `check(candidate)`, about this function.
 
     Raises:
         ValueError: there is more beside it, or it is another one.
@@ -107,7 +107,7 @@ def _body_of_check(body: list[ast.stmt], entry_point: str) -> list[ast.stmt]:
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
-    """True for doc strings, `pass`, `assert True` and names of literals (HumanEval's METADATA)."""
+    """Return True for doc strings, `pass`, `assert True` and names of literals (HumanEval's METADATA)."""
     if isinstance(statement, ast.Pass):
         return True
     if isinstance(statement, ast.Assign):

@@ -12,13 +12,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_rl.rollout.agents.dialogue import Dialogue, Turn, row_of
+from mindspeed_rl.rollout.agents.conversation import Dialogue, Turn, row_of
 from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.tools.endpoint import ChatReply, NoRoom, RecordingEndpoint, chat_message
 from mindspeed_rl.tools.environments import EnvironmentSpec
 from mindspeed_rl.tools.interface import ParsedTurn
 from mindspeed_rl.tools.parsers import make_parser
-from mindspeed_rl.tools.parsers.reasoning import split_thought
+from mindspeed_rl.tools.parsers.json_calls import split_thought
 from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
 _EPISODE_LIMIT_S = 1800.0

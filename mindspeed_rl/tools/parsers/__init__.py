@@ -48,7 +48,7 @@ SYNONYMS: dict[str, str] = {
 }
 """Further names: of templates' tool formats, and of other projects."""
 
-_VLLM = "mindspeed_rl.tools.parsers.of_vllm:VllmParser"  # loads vLLM, which only its formats need
+_VLLM = "mindspeed_rl.tools.parsers.vllm_parser:VllmParser"  # loads vLLM, which only its formats need
 
 OF_VLLM: tuple[str, ...] = (
     *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45", "gemma4", "gigachat3", "glm45", "glm47"),
@@ -76,7 +76,7 @@ def check_parser_name(name: str) -> None:
 def make_parser(
     name: str, schemas: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None, *, thinks: bool = False
 ) -> ToolParser:
-    """The parser of that name.
+    """Return the parser of that name.
 
     Args:
         name: of PARSERS or SYNONYMS, of a parser of the installed vLLM, or module:Class of one's own, made of (schemas,

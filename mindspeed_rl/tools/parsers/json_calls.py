@@ -13,7 +13,6 @@ from typing import Any
 from mindspeed_rl.data import conversation
 from mindspeed_rl.data.strict_json import StrictDecoder
 from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
-from mindspeed_rl.tools.parsers.reasoning import split_thought
 
 _MOST_OF_A_BROKEN_CALL = 2000
 #: of a turn; a model that repeats itself writes a mark thousands of times
@@ -22,8 +21,29 @@ _BLANKS = re.compile(r"\s*")
 
 
 def call_id(place: int) -> str:
-    """An id of nine letters and digits, as Mistral's templates want them; the same at every replay."""
+    """Return an id of nine letters and digits, as Mistral's templates want them; the same at every replay."""
     return f"call{place % 10**5:05d}"
+
+
+_THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+def split_thought(text: str, first_call: int, thinks: bool = False) -> tuple[str | None, str]:
+    """Return (the thought without its marks or None, the rest) of a turn. A thought that does not end is all of the turn.
+
+    Args:
+        first_call: where the first mark of a call is, or the text's length. A closing mark behind it, in a turn that did not
+            begin as a thought, stands in an argument.
+        thinks: the prompt has opened the thought.
+    """
+    for opening, closing in _THOUGHT_MARKS:
+        begins = text.lstrip().startswith(opening)
+        end = text.find(closing)
+        if end >= 0 and (begins or thinks or end < first_call):
+            return text[:end].replace(opening, "", 1).strip(), text[end + len(closing) :]
+        if begins:
+            return text.replace(opening, "", 1).strip(), ""
+    return (text.strip(), "") if thinks else (None, text)
 
 
 class _JsonParser:
@@ -64,7 +84,7 @@ class _JsonParser:
     def _read(
         self, text: str, match: re.Match[str], decoder: StrictDecoder, number: int
     ) -> tuple[ToolCall | BrokenCall | None, int]:
-        """The call that begins at the match, None if it is none after all, and where it ends."""
+        """Return the call that begins at the match, None if it is none after all, and where it ends."""
         start = match.end()
         if blanks := _BLANKS.match(text, start):
             start = blanks.end()
@@ -89,7 +109,7 @@ class _JsonParser:
         return (end, end) if closing is None else closing.span()
 
     def _call(self, match: re.Match[str], value: Any, text: str, number: int) -> ToolCall | BrokenCall | None:
-        """The call that an object says."""
+        """Return the call that an object says."""
         if isinstance(value, dict) and "parameters" in value and "arguments" not in value:
             value = {**value, "arguments": value["parameters"]}
         return _made(value, text, number)

@@ -9,7 +9,6 @@ import pytest
 
 from mindspeed_rl.rewards.answers.equality import same_answer
 from mindspeed_rl.rewards.answers.extraction import accepted_answers
-from mindspeed_rl.rewards.formats import json_format, step, strict_format, think_answer
 from mindspeed_rl.rewards.math_scores import (
     acc,
     acc_for_dapo,
@@ -21,7 +20,7 @@ from mindspeed_rl.rewards.math_scores import (
     math_verify_reward,
     retool_reward,
 )
-from mindspeed_rl.rewards.text_scores import exact_match, multiple_choice
+from mindspeed_rl.rewards.text_scores import exact_match, json_format, multiple_choice, step, strict_format, think_answer
 
 PAIRS = json.loads((Path(__file__).parent / "answer_pairs.json").read_text(encoding="utf-8"))
 #: processor seconds that one verdict may take, with room for what cannot be interrupted at once

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindspeed_rl.rewards.formats import json_format, regex_format, satisfies, step, strict_format, think_answer
+from mindspeed_rl.rewards.text_scores import json_format, regex_format, satisfies, step, strict_format, think_answer
 
 
 @pytest.mark.parametrize(

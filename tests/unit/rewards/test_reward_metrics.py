@@ -2,8 +2,8 @@
 
 import pytest
 
-from mindspeed_rl.rewards.metrics import reward_metrics
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rewards.totals import reward_metrics
 
 
 def test_metrics_show_raw_parts_spread_failures_and_groups_that_teach_nothing() -> None:

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from boxes import call, opened
 
-from mindspeed_rl.tools.bm25 import Bm25Index, words
 from mindspeed_rl.tools.calculator import compute
+from mindspeed_rl.tools.search import Bm25Index, words
 from mindspeed_rl.tools.tool import ToolError
 
 

@@ -7,10 +7,10 @@ import pytest
 from boxes import COUNTER_SCHEMA, written
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.tools.cutting import cut
 from mindspeed_rl.tools.schemas import checked_schema
 from mindspeed_rl.tools.tool import CallSettings
 from mindspeed_rl.tools.tool_file import build_tools, read_tool_file, read_tools
+from mindspeed_rl.tools.toolbox import cut
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -109,7 +109,7 @@ ELSEWHERE: dict[str, str] = {
     "observability/services.py": "wandb_project wandb_exp_name wandb_save_dir wandb_mode swanlab_mode swanlab_project "
     "swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment mlflow_run_name",
     "observability/trackers.py": "use_tensorboard use_wandb use_swanlab use_mlflow",
-    "rewards/declared.py": "external_plugins",
+    "rewards/static_check.py": "external_plugins",
     "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_timeout_s",
     "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
     "reward_failure_policy reward_failure_limit judge_weight rule_reward",
@@ -148,7 +148,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/rollout.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
     ),
-    "serving/server_links.py": "vllm_server_token_file",
+    "serving/server_clients.py": "vllm_server_token_file",
     "serving/servers.py": "rollout_server_restarts",
     "workers/scoring.py": "placeholder_token reward_tokens",
     "workers/stages/instruction.py": "pack neat_pack reset_position_ids reset_attention_mask",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.rewards.declared import reward_mistakes
-from mindspeed_rl.rewards.trial import loading_mistakes
+from mindspeed_rl.rewards.dry_run import loading_mistakes
+from mindspeed_rl.rewards.static_check import reward_mistakes
 
 GOOD = """
 from mindspeed_rl.rewards import REWARDS, register

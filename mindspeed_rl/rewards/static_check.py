@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def reward_mistakes(rl: RLConfig) -> list[str]:
-    """Returns a sentence for each plug-in file that cannot be a Python file and each reward function that nothing defines.
+    """Return a sentence for each plug-in file that cannot be a Python file and each reward function that nothing defines.
 
     Plug-ins are read, not run: where one may register names that cannot be read from it, an unknown name is no mistake yet.
     """
@@ -64,7 +64,7 @@ class Declared:
     complete: bool = True
 
     def read(self, path: Path) -> None:
-        """Adds a plug-in's names.
+        """Add a plug-in's names.
 
         Raises:
             ValueError: no such file, no Python, or it imports what is not there; names the line.
@@ -121,7 +121,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _needed(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, top-level package) of the imports without which a file does not load: those that stand in no function, `try` or
+    """Return (line, top-level package) of the imports without which a file does not load: those that stand in no function, `try` or
     `if`."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
@@ -129,7 +129,7 @@ def _needed(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _is_beside(package: str, path: Path) -> bool:
-    """True for a module of the user's own, which may register names as well."""
+    """Return True for a module of the user's own, which may register names as well."""
     return package not in sys.stdlib_module_names and any(_holds(folder, package) for folder in (path.parent, Path.cwd()))
 
 

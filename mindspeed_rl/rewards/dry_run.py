@@ -1,7 +1,7 @@
 """Loads a run's plug-ins and reward functions once, in a process that ends right away, before anything else is started.
 
 Whatever a user's file does while it is imported (end the process, start threads, set environment variables) stays there.
-Started as `python -m mindspeed_rl.rewards.trial` with {"plugins", "functions"} on its input; it answers a list of mistakes.
+Started as `python -m mindspeed_rl.rewards.dry_run` with {"plugins", "functions"} on its input; it answers a list of mistakes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TIMEOUT_S = 120.0
 
 
 def loading_mistakes(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float = _TIMEOUT_S) -> list[str]:
-    """Returns a sentence for each plug-in that does not load and each reward function that is not there afterwards.
+    """Return a sentence for each plug-in that does not load and each reward function that is not there afterwards.
 
     Args:
         env: variables that reward processes have besides those of this one.
@@ -35,7 +35,7 @@ def loading_mistakes(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float =
     where = ", ".join([*rl.external_plugins, *own])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "mindspeed_rl.rewards.trial"],
+            [sys.executable, "-m", "mindspeed_rl.rewards.dry_run"],
             input=request,
             capture_output=True,
             text=True,
@@ -77,7 +77,7 @@ def _tried(plugins: list[str], functions: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Answers one request; what the user's files print goes to the error output."""
+    """Answer one request; what the user's files print goes to the error output."""
     request, answer = json.load(sys.stdin), os.dup(1)
     os.dup2(2, 1)
     mistakes = _tried(request["plugins"], request["functions"])

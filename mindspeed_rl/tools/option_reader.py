@@ -25,13 +25,13 @@ class Options:
         self._known: list[str] = []
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value as it is; null counts as absent."""
+        """Return the value as it is; null counts as absent."""
         self._known.append(name)
         value = self._left.pop(name, None)
         return default if value is None else value
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """A text.
+        """Return a text.
 
         Raises:
             ValueError: it is none.
@@ -42,7 +42,7 @@ class Options:
         return value
 
     def whole(self, name: str, default: int, lowest: int, highest: int) -> int:
-        """A whole number within bounds.
+        """Return a whole number within bounds.
 
         Raises:
             ValueError: it is none.
@@ -53,7 +53,7 @@ class Options:
         return value
 
     def number(self, name: str, default: float, lowest: float, highest: float) -> float:
-        """A number within bounds.
+        """Return a number within bounds.
 
         Raises:
             ValueError: it is none.
@@ -64,7 +64,7 @@ class Options:
         return float(value)
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts, empty if absent.
+        """Return a list of texts, empty if absent.
 
         Raises:
             ValueError: it is none.
@@ -75,7 +75,7 @@ class Options:
         return value
 
     def mapping(self, name: str) -> dict[str, str]:
-        """A mapping of texts to texts, empty if absent.
+        """Return a mapping of texts to texts, empty if absent.
 
         Raises:
             ValueError: it is none.
@@ -90,7 +90,7 @@ class Options:
         return {name: self._left.pop(name) for name in names if name in self._left}
 
     def end(self) -> None:
-        """Raises ValueError if a key is left."""
+        """Raise ValueError if a key is left."""
         for name, value in self._left.items():
             hint = registry.did_you_mean(name, self._known)
             raise ValueError(

@@ -21,7 +21,7 @@ AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def split_steps(response: str, separator: str = "\n\n") -> list[str]:
-    """Returns the response cut behind each separator; blank steps join the one before, and together they are the response."""
+    """Return the response cut behind each separator; blank steps join the one before, and together they are the response."""
     steps: list[str] = []
     pieces = response.split(separator)
     for number, piece in enumerate(pieces):
@@ -34,12 +34,12 @@ def split_steps(response: str, separator: str = "\n\n") -> list[str]:
 
 
 def mark_steps(steps: Sequence[str], placeholder: str) -> str:
-    """Returns what a process reward model reads: every step followed by the placeholder token at which it is judged."""
+    """Return what a process reward model reads: every step followed by the placeholder token at which it is judged."""
     return "".join(f"{step.rstrip()} {placeholder}\n" for step in steps)
 
 
 def aggregate(step_scores: Sequence[float], how: str = "min") -> float:
-    """Returns the response's score; 0.0 for a response without steps.
+    """Return the response's score; 0.0 for a response without steps.
 
     Raises:
         ValueError: unknown aggregation.

@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.rewards.process import AGGREGATIONS, aggregate, mark_steps, split_steps
+from mindspeed_rl.rewards.process_rewards import AGGREGATIONS, aggregate, mark_steps, split_steps
 
 
 def test_steps_are_cut_behind_the_separator_and_join_to_the_response() -> None:
