@@ -113,7 +113,7 @@ def generate(folder: Path, gigabytes: float) -> None:
     bits[::2] |= -(2**15)
     noise = bits.view(torch.bfloat16)
     with HfFolderWriter(folder, companions, max_shard_bytes=10**9) as writer:
-        for op in architecture.weight_ops(architecture.network(config)):
+        for op in architecture.weight_ops(architecture.read_model_config(config)):
             for name, shape in zip(op.hf, op.shapes):
                 writer.add(name, noise[: torch.Size(shape).numel()].reshape(shape))
 
@@ -140,15 +140,15 @@ def mbridge_step(direction: str, hf: Path, rank_file: Path, out: Path) -> None:
     bridge = AutoBridge.from_config(config)
     raw = json.loads((hf / "config.json").read_text())
     architecture = architecture_for(raw)
-    network = architecture.network(raw)
+    model_config = architecture.read_model_config(raw)
     model, decoder = torch.nn.Module(), torch.nn.Module()
-    decoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(network.num_layers))
+    decoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(model_config.num_layers))
     for number, layer in enumerate(decoder.layers, 1):
         layer.layer_number = number
     model.decoder = decoder
     loaded = torch.load(rank_file, weights_only=True) if direction == "to-hf" else None
-    for op in architecture.weight_ops(network):
-        name = transformer_engine_name(network, op, op.mcore)
+    for op in architecture.weight_ops(model_config):
+        name = transformer_engine_name(model_config, op, op.mcore)
         value = torch.empty(op.shard_shape(), dtype=torch.bfloat16) if loaded is None else loaded[name]
         *path, last = name.split(".")
         module = model

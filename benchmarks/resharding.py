@@ -284,8 +284,7 @@ def plans(bucket_mb: int) -> None:
     """Prints what the planner says of each cluster."""
     from mindspeed_rl.models import architecture_for
     from mindspeed_rl.models.layout import Layout
-    from mindspeed_rl.resharding.boxes import volume, whole
-    from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places
+    from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places, volume, whole
     from mindspeed_rl.resharding.plan import TensorInfo, plan_transfer
 
     columns = (
@@ -295,10 +294,10 @@ def plans(bucket_mb: int) -> None:
     print(heading(columns))
     for cluster in CLUSTERS:
         architecture = architecture_for(cluster.config)
-        network = architecture.network(cluster.config)
-        experts = network.num_moe_experts or 0
-        layout = Layout(num_layers=network.num_layers, num_experts=experts, **cluster.train)
-        ops = architecture.weight_ops(network)
+        model_config = architecture.read_model_config(cluster.config)
+        experts = model_config.num_moe_experts or 0
+        layout = Layout(num_layers=model_config.num_layers, num_experts=experts, **cluster.train)
+        ops = architecture.weight_ops(model_config)
         shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
         tensors = [TensorInfo(name, shape, 2) for name, shape in shapes.items()]
         held = training_boxes(ops, layout, training_places(layout, cluster.world))

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.checkpoint.jobs import Group, HfGroup
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
-from mindspeed_rl.models.network import read_quantization_block
+from mindspeed_rl.models.model_config import read_quantization_block
 from mindspeed_rl.models.weights import TensorSource
 
 #: what the name of a weight's scales adds to its own; they multiply, whatever the name says

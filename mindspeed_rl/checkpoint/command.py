@@ -17,7 +17,7 @@ from mindspeed_rl.checkpoint.megatron_args import parse_layers
 from mindspeed_rl.checkpoint.options import ConvertOptions, ParamsDtype, SourceForm
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 
 _DTYPES: dict[ParamsDtype, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -113,7 +113,9 @@ def _merge_adapter(options: ConvertOptions, source: Source) -> tuple[Source, lor
     """The source with its adapter merged as it is read, and the PEFT adapter to merge in HF's terms."""
     path, r, alpha = options.lora_load, options.lora_r, options.lora_alpha
     if path is not None and lora.is_peft_folder(path):
-        shapes = {name: shape for op in source.architecture.weight_ops(source.network) for name, shape in zip(op.hf, op.shapes)}
+        shapes = {
+            name: shape for op in source.architecture.weight_ops(source.model_config) for name, shape in zip(op.hf, op.shapes)
+        }
         return source, lora.open_peft(path, shapes, r, alpha)
     source = _with_loaded_adapters(options, source)
     if not source.adapters:
@@ -134,7 +136,7 @@ def _with_loaded_adapters(options: ConvertOptions, source: Source) -> Source:
             f"--lora-load {options.lora_load}: a Megatron adapter needs a per-rank mcore base; PEFT folders fit any base"
         )
     folder = MegatronFolder(options.lora_load)
-    adapters = folder.adapters(source.architecture, source.network, source.layout)
+    adapters = folder.adapters(source.architecture, source.model_config, source.layout)
     return replace(source, adapters=adapters, lora=(folder.args.lora_r, folder.args.lora_alpha))
 
 
@@ -174,7 +176,7 @@ def _destination(options: ConvertOptions, source: Source) -> Destination:
     return Destination(
         "legacy" if legacy else "torch_dist" if options.ckpt_format == "torch_dist" else "mcore",
         save_dir,
-        layout=_layout(options, source.network),
+        layout=_layout(options, source.model_config),
         grouped_gemm=options.moe_grouped_gemm,
         transformer_engine=options.transformer_impl == "transformer_engine",
         mindspeed_mla=options.mla_layout == "mindspeed",
@@ -183,7 +185,7 @@ def _destination(options: ConvertOptions, source: Source) -> Destination:
     )
 
 
-def _layout(options: ConvertOptions, network: Network) -> Layout:
+def _layout(options: ConvertOptions, model_config: ModelConfig) -> Layout:
     """The target split.
 
     Raises:
@@ -195,7 +197,7 @@ def _layout(options: ConvertOptions, network: Network) -> Layout:
     per_chunk = options.num_layers_per_virtual_pipeline_stage
     vpp = 2 if options.schedules_method == "dualpipev" else 1
     if per_chunk is not None:
-        slots = network.num_layers + len(noop)
+        slots = model_config.num_layers + len(noop)
         if per_chunk < 1 or pp < 1 or slots % (pp * per_chunk):
             raise ValueError(
                 f"--num-layers-per-virtual-pipeline-stage {per_chunk}: {slots} layers cannot be divided "
@@ -205,7 +207,7 @@ def _layout(options: ConvertOptions, network: Network) -> Layout:
         if vpp == 1:
             raise ValueError(f"--num-layers-per-virtual-pipeline-stage {per_chunk} is the whole stage; use a smaller number")
     return Layout(
-        num_layers=network.num_layers,
+        num_layers=model_config.num_layers,
         tp=options.target_tensor_parallel_size,
         pp=pp,
         vpp=vpp,
@@ -213,7 +215,7 @@ def _layout(options: ConvertOptions, network: Network) -> Layout:
         etp=options.expert_tensor_parallel_size,
         num_layer_list=layer_list,
         noop_layers=noop,
-        num_experts=network.num_moe_experts or 0,
+        num_experts=model_config.num_moe_experts or 0,
         moe_tp_extend_ep=options.moe_tp_extend_ep,
         schedule=options.schedules_method,
     )

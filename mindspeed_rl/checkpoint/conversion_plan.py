@@ -172,25 +172,25 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
     Raises:
         ValueError: the layout does not fit the model, the destination exists, or the form cannot hold the model.
     """
-    architecture, network = source.architecture, source.network
-    if destination.kind == "torch_dist" and destination.mindspeed_mla and network.multi_latent_attention:
+    architecture, model_config = source.architecture, source.model_config
+    if destination.kind == "torch_dist" and destination.mindspeed_mla and model_config.multi_latent_attention:
         raise ValueError(
             "--mla-layout mindspeed with --ckpt-format torch_dist: MindSpeed keeps the norms of such a checkpoint under keys "
             "of its own, which neither this tool nor Megatron reads; use --ckpt-format torch, or --mla-layout megatron"
         )
     if destination.kind == "legacy" and not architecture.legacy:
         raise ValueError(f"Megatron's legacy layout cannot hold {architecture.name}; use the mcore layout")
-    if destination.kind == "legacy" and network.head == "reward":
+    if destination.kind == "legacy" and model_config.head == "reward":
         raise ValueError("Megatron's legacy layout has no reward head; use the mcore layout")
     dtypes = {name: group.dtype for group in source.groups for name in group.hf}
-    layout = destination.layout or Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
-    network = network.padded(destination.make_vocab_size_divisible_by, layout.tp)
+    layout = destination.layout or Layout(num_layers=model_config.num_layers, num_experts=model_config.num_moe_experts or 0)
+    model_config = model_config.padded(destination.make_vocab_size_divisible_by, layout.tp)
     # elsewhere experts lie one by one, and the legacy layout has none
-    grouped = destination.grouped_gemm and bool(network.num_moe_experts) and destination.kind == "mcore"
+    grouped = destination.grouped_gemm and bool(model_config.num_moe_experts) and destination.kind == "mcore"
     packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
-    ops = architecture.weight_ops(network, packing)
-    if destination.mindspeed_mla and network.multi_latent_attention:
-        ops = with_mindspeed_mla(network, ops)
+    ops = architecture.weight_ops(model_config, packing)
+    if destination.mindspeed_mla and model_config.multi_latent_attention:
+        ops = with_mindspeed_mla(model_config, ops)
     # a router's balancing bias: in bfloat16 the small steps of its updates would be lost
     buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
     steps: list[Transform] = [] if peft is None else [peft]
@@ -218,7 +218,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
         if destination.dtype is not None:
             config |= dtype_keys(config, destination.dtype)
         args = write_args(
-            network,
+            model_config,
             layout,
             config,
             destination.dtype or source.dtype,
@@ -235,7 +235,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
                 )
             from mindspeed_rl.checkpoint.dist import plan_dist  # loads torch.distributed.checkpoint, which takes a second
 
-            plan = plan_dist(staging, ops, network, dtype_of)
+            plan = plan_dist(staging, ops, model_config, dtype_of)
             listed = [
                 (destination.final / file.path.name, [(op.mcore, shape, dtype) for op, dtype, shape in file.items])
                 for file in plan.files
@@ -244,7 +244,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
             plan = plan_ranks(
                 staging,
                 ops,
-                network,
+                model_config,
                 layout,
                 dtype_of,
                 legacy=destination.kind == "legacy",
@@ -279,7 +279,7 @@ def _plan_hf(
     for op in ops:
         if not op.copy_of_tied:
             entries |= {name: (dtype_of(op), shape) for name, shape in zip(op.hf, op.shapes)}
-    copies = source.architecture.hf_copies(source.network)
+    copies = source.architecture.hf_copies(source.model_config)
     entries |= {copy: entries[owner] for copy, owner in copies.items()}
     sizes = {name: TensorRecord("", 0, shape, dtype).num_bytes for name, (dtype, shape) in entries.items()}
     return HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies)

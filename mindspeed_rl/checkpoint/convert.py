@@ -352,7 +352,7 @@ def _verify(plan: Plan, workers: int, progress: Progress, task_bytes: int) -> No
 
 def _open_result(plan: Plan) -> Source:
     staging, source = plan.destination.staging, plan.source
-    options = ModelOptions(reward_head=source.network.head == "reward", mtp_num_layers=source.network.mtp_num_layers)
+    options = ModelOptions(reward_head=source.model_config.head == "reward", mtp_num_layers=source.model_config.mtp_num_layers)
     if plan.destination.kind != "hf":
         return open_megatron(staging, replace(options, mtp_num_layers=None))
     # for the reader; `_publish` writes it again, over the companions and with the result's dtype

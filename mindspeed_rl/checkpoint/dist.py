@@ -31,8 +31,8 @@ from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import Inert, SafeUnpickler, load_part_with_records, load_with_records, save_with_holes
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.names import distributed_name, names_to_try
-from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.weights import WeightOp, concatenated
 
 METADATA_FILE = ".metadata"
@@ -228,7 +228,7 @@ class DistFolder:
         #: whether it holds the state of an optimizer
         self.holds_optimizer = any(name.startswith(_OPTIMIZER) for name in self.metadata.state_dict_metadata)
 
-    def open(self, architecture: Architecture, network: Network, loosely: bool = False) -> OpenCheckpoint:
+    def open(self, architecture: Architecture, model_config: ModelConfig, loosely: bool = False) -> OpenCheckpoint:
         """Match the tensors with the architecture's weight table.
 
         Raises:
@@ -239,18 +239,18 @@ class DistFolder:
         if not isinstance(embedding, dcp.TensorStorageMetadata):
             raise ValueError(f"{self.folder} has no embedding.word_embeddings.weight")
         predictions = [int(name.split(".")[2]) for name in entries if name.startswith("mtp.layers.")]
-        network = replace(
-            network,
-            padded_vocab_size=max(embedding.size[0], network.vocab_size),
+        model_config = replace(
+            model_config,
+            padded_vocab_size=max(embedding.size[0], model_config.vocab_size),
             mtp_num_layers=max(predictions, default=-1) + 1,
         )
         used: set[str] = set()
         groups = []
-        for op in architecture.weight_ops(network):
+        for op in architecture.weight_ops(model_config):
             # Megatron stores a tied head under the embedding's key
             if not op.copy_of_tied:
-                groups.append(self._group(network, op, used))
-        adapters = self._adapters(architecture, network, used)
+                groups.append(self._group(model_config, op, used))
+        adapters = self._adapters(architecture, model_config, used)
         model_keys = {
             name
             for name, entry in entries.items()
@@ -261,51 +261,51 @@ class DistFolder:
         extra = sorted(model_keys - used)
         if extra and not loosely:
             raise ValueError(
-                f"{self.folder} holds {extra[0]!r}, unknown to {network.architecture} with num_hidden_layers "
-                f"{network.num_layers}; --load-checkpoint-loosely skips it"
+                f"{self.folder} holds {extra[0]!r}, unknown to {model_config.architecture} with num_hidden_layers "
+                f"{model_config.num_layers}; --load-checkpoint-loosely skips it"
             )
-        layout = Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0)
-        return OpenCheckpoint(architecture, network, layout, groups, adapters, extra)
+        layout = Layout(num_layers=model_config.num_layers, num_experts=model_config.num_moe_experts or 0)
+        return OpenCheckpoint(architecture, model_config, layout, groups, adapters, extra)
 
-    def adapters(self, architecture: Architecture, network: Network) -> Adapters:
+    def adapters(self, architecture: Architecture, model_config: ModelConfig) -> Adapters:
         """The LoRA weights of a checkpoint that need not hold the base weights.
 
         Raises:
             ValueError: it holds none, an adapter is incomplete, or one belongs to no parameter of the architecture.
         """
         used: set[str] = set()
-        adapters = self._adapters(architecture, network, used)
+        adapters = self._adapters(architecture, model_config, used)
         unknown = sorted(name for name in self.chunks if name.endswith(_LORA) and name not in used)
         # the moments of adapters end in the same names
         unknown = [name for name in unknown if not name.startswith("optimizer.")]
         if unknown:
-            raise ValueError(f"{self.path} holds {unknown[0]!r}, which belongs to no parameter of {network.architecture}")
+            raise ValueError(f"{self.path} holds {unknown[0]!r}, which belongs to no parameter of {model_config.architecture}")
         if not adapters:
             raise ValueError(f"{self.path} holds no LoRA weights (names ending in {_LORA[0]})")
         return adapters
 
-    def _adapters(self, architecture: Architecture, network: Network, used: set[str]) -> Adapters:
+    def _adapters(self, architecture: Architecture, model_config: ModelConfig, used: set[str]) -> Adapters:
         found: dict[str, tuple[WeightOp, tuple[Tensor], tuple[Tensor]]] = {}
-        for op in architecture.weight_ops(network):
-            a, b = (self._stored(network, op, used, kind) for kind in _LORA)
+        for op in architecture.weight_ops(model_config):
+            a, b = (self._stored(model_config, op, used, kind) for kind in _LORA)
             if (a is None) != (b is None):
                 raise ValueError(f"{self.folder}: the adapter of {op.mcore} is incomplete")
             if a is not None and b is not None:
                 found[op.mcore] = (op, (a.read(),), (b.read(),))
         return found
 
-    def _group(self, network: Network, op: WeightOp, used: set[str]) -> DistGroup:
-        found = self._stored(network, op, used)
+    def _group(self, model_config: ModelConfig, op: WeightOp, used: set[str]) -> DistGroup:
+        found = self._stored(model_config, op, used)
         if found is None:
             raise ValueError(
-                f"{self.folder} lacks {_places(network, op)[0][0]!r}, which a {network.architecture} checkpoint with "
-                f"num_hidden_layers {network.num_layers} has"
+                f"{self.folder} lacks {_places(model_config, op)[0][0]!r}, which a {model_config.architecture} checkpoint with "
+                f"num_hidden_layers {model_config.num_layers} has"
             )
         return found
 
-    def _stored(self, network: Network, op: WeightOp, used: set[str], kind: str = "") -> DistGroup | None:
+    def _stored(self, model_config: ModelConfig, op: WeightOp, used: set[str], kind: str = "") -> DistGroup | None:
         """The stored parameter, or the part of its adapter that `kind` names; None if there is none."""
-        for name, index, sizes in _places(network, op):
+        for name, index, sizes in _places(model_config, op):
             name = f"{name.removesuffix('.weight')}{kind}" if kind else name
             entry = self.metadata.state_dict_metadata.get(name)
             if not isinstance(entry, dcp.TensorStorageMetadata):
@@ -313,7 +313,7 @@ class DistFolder:
             # the table does not know an adapter's rank: its shape is taken as it is stored
             shape = tuple(entry.size)[len(sizes) :] if kind else op.shard_shape(1)
             if tuple(entry.size) != (*sizes, *shape):
-                counted = f" for num_hidden_layers {network.num_layers}" if network.num_layers in sizes else ""
+                counted = f" for num_hidden_layers {model_config.num_layers}" if model_config.num_layers in sizes else ""
                 raise ValueError(f"{self.folder}: {name} has shape {list(entry.size)}; expected {[*sizes, *shape]}{counted}")
             lead = len(index)
             overlapping = tuple(
@@ -336,9 +336,9 @@ def _trained_lora(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")).get("lora") if path.is_file() else None
 
 
-def _places(network: Network, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def _places(model_config: ModelConfig, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Keys under which a ``torch_dist`` checkpoint may hold a parameter: one for all layers, one per layer, unfused norms."""
-    name, index, sizes = distributed_name(network, op)
+    name, index, sizes = distributed_name(model_config, op)
     places = [(name, index, sizes)]
     expert = index[-1:] if op.experts else ()
     expert_sizes = sizes[-1:] if op.experts else ()
@@ -348,9 +348,9 @@ def _places(network: Network, op: WeightOp) -> list[tuple[str, tuple[int, ...], 
         plain = op.mcore.removeprefix(f"decoder.layers.{op.layer}.")
         for tail in (inner,) if op.experts else (inner, plain):
             places.append((f"decoder.layers.{op.layer}.{tail}", expert, expert_sizes))
-            places.append((f"decoder.layers.{tail}", (op.layer, *expert), (network.num_layers, *expert_sizes)))
+            places.append((f"decoder.layers.{tail}", (op.layer, *expert), (model_config.num_layers, *expert_sizes)))
     else:
-        places += [(alias, (), ()) for alias in names_to_try(network, op, op.mcore)]
+        places += [(alias, (), ()) for alias in names_to_try(model_config, op, op.mcore)]
     return list(dict.fromkeys(places))
 
 
@@ -375,7 +375,7 @@ class DistPlan:
     """Which files a ``torch_dist`` checkpoint has and where each parameter goes."""
 
     folder: Path
-    network: Network
+    model_config: ModelConfig
     files: Sequence[DistFile]
 
     def create(self, args: argparse.Namespace) -> list[MegatronTarget]:
@@ -388,7 +388,7 @@ class DistPlan:
         places = {(name, chunk.offsets): chunk for name, pieces in chunks.items() for chunk in pieces}
         targets = []
         for op, _, shape in (item for file in self.files for item in file.items):
-            name, index, _ = distributed_name(self.network, op)
+            name, index, _ = distributed_name(self.model_config, op)
             record = places[name, (*index, *(0 for _ in shape))].locate()
             assert isinstance(record, TensorRecord)
             targets.append(MegatronTarget(op, ((record.reshaped(*shape),),)))
@@ -400,7 +400,7 @@ class DistPlan:
         for file in self.files:
             with file.path.open("wb") as stream:
                 for op, dtype, shape in file.items:
-                    name, index, sizes = distributed_name(self.network, op)
+                    name, index, sizes = distributed_name(self.model_config, op)
                     # a piece for each layer and expert: a hole of its own, which any worker fills without the others
                     stored = torch.Size((*(1 for _ in index), *shape))
                     offsets = torch.Size((*index, *(0 for _ in shape)))
@@ -434,7 +434,7 @@ class DistPlan:
                 module, found, _ = op.mcore.rpartition(".weight")
                 if not found or op.place not in ("layer", "mtp") or not module.rpartition(".")[2].startswith("linear_"):
                     continue
-                name, index, sizes = distributed_name(self.network, op)
+                name, index, sizes = distributed_name(self.model_config, op)
                 # Megatron's ShardedObject.unique_key, in which no leading axis is place 0 of 1
                 position = "/shard_" + ".".join(map(str, index or (0,))) + "_" + ".".join(map(str, sizes or (1,)))
                 names[name.removesuffix(".weight") + "._extra_state" + position] = dcp.BytesStorageMetadata()
@@ -449,7 +449,7 @@ class DistPlan:
 def plan_dist(
     folder: Path,
     ops: Sequence[WeightOp],
-    network: Network,
+    model_config: ModelConfig,
     dtype_of: Callable[[WeightOp], torch.dtype],
     max_file_bytes: int = 5 * 10**9,
 ) -> DistPlan:
@@ -466,4 +466,4 @@ def plan_dist(
             filled = 0
         files[-1].append(item)
         filled += size
-    return DistPlan(folder, network, [DistFile(folder / f"__0_{i}.distcp", items) for i, items in enumerate(files)])
+    return DistPlan(folder, model_config, [DistFile(folder / f"__0_{i}.distcp", items) for i, items in enumerate(files)])

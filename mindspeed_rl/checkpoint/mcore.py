@@ -19,6 +19,7 @@ from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout, Rank
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.names import (
     legacy_keys,
     legacy_keys_to_try,
@@ -26,7 +27,6 @@ from mindspeed_rl.models.names import (
     transformer_engine_name,
     with_mindspeed_mla,
 )
-from mindspeed_rl.models.network import Network
 from mindspeed_rl.models.weights import WeightOp
 
 RANK_FILE = "model_optim_rng.pt"
@@ -115,7 +115,7 @@ def holders(op: WeightOp, layout: Layout) -> Holders:
     return Holders(pp_rank, vp_stage, shards)
 
 
-def stored_ops(ops: Iterable[WeightOp], layout: Layout, network: Network) -> list[WeightOp]:
+def stored_ops(ops: Iterable[WeightOp], layout: Layout, model_config: ModelConfig) -> list[WeightOp]:
     """The parameters a layout stores: a tied head only where the last chunk is not also the first.
 
     With prediction layers on another chunk than the embedding, that chunk has a copy of the embedding.
@@ -123,7 +123,7 @@ def stored_ops(ops: Iterable[WeightOp], layout: Layout, network: Network) -> lis
     # stages are compared, not chunks: under dualpipev stage 0 has both ends, so its ranks have the embedding for the head
     apart = layout.first_chunk[0] != layout.last_chunk[0]
     kept = [op for op in ops if apart or not op.copy_of_tied]
-    if network.mtp_num_layers and apart:
+    if model_config.mtp_num_layers and apart:
         embedding = next(op for op in kept if op.place == "pre")
         kept.append(replace(embedding, place="post", copy_of_tied=True))
     return kept
@@ -188,7 +188,7 @@ class MegatronFolder:
                     found.update(name if self.legacy else name.removeprefix("module.") for name in joined)
         return found
 
-    def layout(self, network: Network) -> Layout:
+    def layout(self, model_config: ModelConfig) -> Layout:
         """How the checkpoint is cut: from its args, and from the names of its files where args are silent.
 
         Raises:
@@ -201,23 +201,23 @@ class MegatronFolder:
         second = len({second for _, second, _ in parts if second is not None}) or 1
         if three:
             pp, ep = args.pp or second, args.ep or len({third for _, _, third in parts})
-        elif second > 1 and network.num_moe_experts and self._second_number_is_expert(args):
+        elif second > 1 and model_config.num_moe_experts and self._second_number_is_expert(args):
             pp, ep = 1, args.ep or second
         else:
             pp, ep = args.pp or second, args.ep or 1
         # counted: args say it in one way or another or not at all, the keys of the file always do
         chunks = [key for key in self._load(self.rank_folders[0]) if re.fullmatch(r"model\d+", key)]
         layout = Layout(
-            num_layers=network.num_layers,
+            num_layers=model_config.num_layers,
             tp=tp,
             pp=pp,
             vpp=len(chunks) or 1,
-            ep=ep if network.num_moe_experts else 1,
-            etp=args.etp if network.num_moe_experts else None,
+            ep=ep if model_config.num_moe_experts else 1,
+            etp=args.etp if model_config.num_moe_experts else None,
             num_layer_list=args.num_layer_list if pp > 1 else None,
             noop_layers=args.noop_layers,
-            num_experts=network.num_moe_experts or 0,
-            moe_tp_extend_ep=args.moe_tp_extend_ep and bool(network.num_moe_experts),
+            num_experts=model_config.num_moe_experts or 0,
+            moe_tp_extend_ep=args.moe_tp_extend_ep and bool(model_config.num_moe_experts),
             schedule="dualpipev" if args.schedule == "dualpipev" else None,
         )
         expected = {rank_folder_name(rank, layout) for rank in layout.ranks()}
@@ -251,7 +251,7 @@ class MegatronFolder:
             state[joined if self.legacy else joined.removeprefix("module.")] = piece
         return state
 
-    def open(self, architecture: Architecture, network: Network, loosely: bool = False) -> OpenCheckpoint:
+    def open(self, architecture: Architecture, model_config: ModelConfig, loosely: bool = False) -> OpenCheckpoint:
         """Match the files with the architecture's weight table.
 
         Args:
@@ -260,49 +260,49 @@ class MegatronFolder:
         Raises:
             ValueError: a parameter is missing, has the wrong shape, or is not in the table.
         """
-        layout = self.layout(network)
+        layout = self.layout(model_config)
         states = {
             (rank, vp_stage): self.state(rank, vp_stage, layout) for rank in layout.ranks() for vp_stage in range(layout.vpp)
         }
         first = next(iter(layout.ranks()))
         # the padding was chosen by whoever saved, so the stored rows say it and no option has to
         embedding = self._embedding_rows(states[first, layout.first_chunk[1]])
-        # not below vocab_size, which Network refuses: the group that is too small is named with its file instead
-        network = replace(network, padded_vocab_size=max(embedding * layout.tp, network.vocab_size))
-        network = replace(network, mtp_num_layers=self._num_prediction_layers(states))
+        # not below vocab_size, which ModelConfig refuses: the group that is too small is named with its file instead
+        model_config = replace(model_config, padded_vocab_size=max(embedding * layout.tp, model_config.vocab_size))
+        model_config = replace(model_config, mtp_num_layers=self._num_prediction_layers(states))
         names = {name for state in states.values() for name in state}
         grouped = any(re.search(r"\.experts\.weight[12]$", name) for name in names)
         packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
-        ops = architecture.weight_ops(network, packing)
+        ops = architecture.weight_ops(model_config, packing)
         # Megatron's latent attention has no linear_qkv; MindSpeed's packs its down projections into one
-        if network.multi_latent_attention and any(".self_attention.linear_qkv.weight" in name for name in names):
-            ops = with_mindspeed_mla(network, ops)
-        reader = _Reader(self, network, layout, states)
-        found = [reader.group(op) for op in stored_ops(ops, layout, network)]
+        if model_config.multi_latent_attention and any(".self_attention.linear_qkv.weight" in name for name in names):
+            ops = with_mindspeed_mla(model_config, ops)
+        reader = _Reader(self, model_config, layout, states)
+        found = [reader.group(op) for op in stored_ops(ops, layout, model_config)]
         if not loosely:
             reader.check_all_used()
-        return OpenCheckpoint(architecture, network, layout, found, reader.adapters, reader.unused())
+        return OpenCheckpoint(architecture, model_config, layout, found, reader.adapters, reader.unused())
 
-    def adapters(self, architecture: Architecture, network: Network, layout: Layout) -> Adapters:
+    def adapters(self, architecture: Architecture, model_config: ModelConfig, layout: Layout) -> Adapters:
         """The LoRA weights of a checkpoint that need not hold the base weights; cut like ``layout``.
 
         Raises:
             ValueError: it is cut differently, an adapter is incomplete, or it holds none.
         """
-        own = self.layout(network)
+        own = self.layout(model_config)
         if (own.tp, own.pp, own.vpp, own.ep) != (layout.tp, layout.pp, layout.vpp, layout.ep):
             raise ValueError(
                 f"{self.path} is cut TP {own.tp}, PP {own.pp}, VPP {own.vpp}, EP {own.ep}; the base is cut TP {layout.tp}, "
                 f"PP {layout.pp}, VPP {layout.vpp}, EP {layout.ep}: LoRA and base must be cut alike"
             )
         states = {(rank, stage): self.state(rank, stage, own) for rank in own.ranks() for stage in range(own.vpp)}
-        reader = _Reader(self, network, own, states)
-        for op in stored_ops(architecture.weight_ops(network), own, network):
+        reader = _Reader(self, model_config, own, states)
+        for op in stored_ops(architecture.weight_ops(model_config), own, model_config):
             reader.collect_adapter(op, holders(op, own))
         unknown = [name for state in states.values() for name in state if ".lora_" in name]
         unknown = [name for name in unknown if not any(name in names for names in reader.used.values())]
         if unknown:
-            raise ValueError(f"{self.path} holds {unknown[0]!r}, which belongs to no parameter of {network.architecture}")
+            raise ValueError(f"{self.path} holds {unknown[0]!r}, which belongs to no parameter of {model_config.architecture}")
         if not reader.adapters:
             raise ValueError(f"{self.path} holds no LoRA weights (names ending in lora_A.default.weight)")
         return reader.adapters
@@ -331,7 +331,7 @@ class OpenCheckpoint:
     """
 
     architecture: Architecture
-    network: Network
+    model_config: ModelConfig
     layout: Layout
     groups: Sequence[Group]
     adapters: Adapters
@@ -342,9 +342,13 @@ class _Reader:
     """Finds parameters in the states of all ranks and keeps track of what was used."""
 
     def __init__(
-        self, folder: MegatronFolder, network: Network, layout: Layout, states: Mapping[tuple[Rank, int], Mapping[str, Piece]]
+        self,
+        folder: MegatronFolder,
+        model_config: ModelConfig,
+        layout: Layout,
+        states: Mapping[tuple[Rank, int], Mapping[str, Piece]],
     ) -> None:
-        self.folder, self.network, self.layout, self.states = folder, network, layout, states
+        self.folder, self.model_config, self.layout, self.states = folder, model_config, layout, states
         self.used: dict[tuple[Rank, int], set[str]] = {key: set() for key in states}
         self.adapters: dict[str, tuple[WeightOp, tuple[Piece, ...], tuple[Piece, ...]]] = {}
 
@@ -352,7 +356,7 @@ class _Reader:
         local = self.layout.local_name(op.mcore)
         if self.folder.legacy:
             return ["/".join(keys) for keys in legacy_keys_to_try(op, local)]
-        names = names_to_try(self.network, op, local)
+        names = names_to_try(self.model_config, op, local)
         # an adapted layer's own weight and bias lie under base_layer, as PEFT wraps it
         return [variant for name in names for variant in (name, re.sub(r"\.(weight|bias)$", r".base_layer.\1", name))]
 
@@ -365,8 +369,8 @@ class _Reader:
                 return name, state[name]
         where = self.folder.folder / rank_folder_name(rank, self.layout) / RANK_FILE
         raise ValueError(
-            f"{where} lacks {names[0]!r}, which a {self.network.architecture} checkpoint"
-            f" with num_hidden_layers {self.network.num_layers} has"
+            f"{where} lacks {names[0]!r}, which a {self.model_config.architecture} checkpoint"
+            f" with num_hidden_layers {self.model_config.num_layers} has"
         )
 
     def group(self, op: WeightOp) -> MegatronGroup:
@@ -420,7 +424,7 @@ class _Reader:
                 raise ValueError(
                     f"{file} holds {extra[0]!r}"
                     + (f" and {len(extra) - 1} more tensors" if len(extra) > 1 else "")
-                    + f" unknown to {self.network.architecture} with num_hidden_layers {self.network.num_layers}"
+                    + f" unknown to {self.model_config.architecture} with num_hidden_layers {self.model_config.num_layers}"
                     + "; --load-checkpoint-loosely skips them"
                 )
 
@@ -481,7 +485,7 @@ class RankPlan:
 def plan_ranks(
     folder: Path,
     ops: Sequence[WeightOp],
-    network: Network,
+    model_config: ModelConfig,
     layout: Layout,
     dtype_of: Callable[[WeightOp], torch.dtype],
     *,
@@ -499,13 +503,13 @@ def plan_ranks(
         folder / rank_folder_name(rank, layout) / RANK_FILE: {} for rank in layout.ranks()
     }
     places = []
-    for op in stored_ops(ops, layout, network):
+    for op in stored_ops(ops, layout, model_config):
         where = holders(op, layout)
         local = layout.local_name(op.mcore)
         if legacy:
             inner = legacy_keys(op, local)
         else:
-            inner = (transformer_engine_name(network, op, local) if transformer_engine else local,)
+            inner = (transformer_engine_name(model_config, op, local) if transformer_engine else local,)
         keys = (model_key(where.vp_stage, layout.vpp), *inner)
         shape, dtype = op.shard_shape(len(where.shards)), dtype_of(op)
         shards = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 
 #: Where our checkpoints keep the HF config.json they were made from.
 HF_CONFIG_KEY = "hf_config_json"
@@ -92,7 +92,7 @@ def read_args(args: Any) -> CheckpointArgs:
 
 
 def write_args(
-    network: Network,
+    model_config: ModelConfig,
     layout: Layout,
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,
@@ -104,45 +104,45 @@ def write_args(
 ) -> argparse.Namespace:
     """The ``args`` of a checkpoint, under Megatron's names, with the HF config inside."""
     vpp = layout.vpp if layout.vpp > 1 else None
-    moe = network.num_moe_experts is not None
+    moe = model_config.num_moe_experts is not None
     return argparse.Namespace(
         num_layers=layout.num_slots,
-        hidden_size=network.hidden_size,
-        ffn_hidden_size=network.ffn_hidden_size,
-        num_attention_heads=network.num_attention_heads,
-        group_query_attention=network.num_query_groups != network.num_attention_heads,
-        num_query_groups=network.num_query_groups,
-        kv_channels=network.kv_channels,
-        max_position_embeddings=network.max_position_embeddings,
-        seq_length=network.max_position_embeddings,
+        hidden_size=model_config.hidden_size,
+        ffn_hidden_size=model_config.ffn_hidden_size,
+        num_attention_heads=model_config.num_attention_heads,
+        group_query_attention=model_config.num_query_groups != model_config.num_attention_heads,
+        num_query_groups=model_config.num_query_groups,
+        kv_channels=model_config.kv_channels,
+        max_position_embeddings=model_config.max_position_embeddings,
+        seq_length=model_config.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=network.rotary_base,
-        rotary_percent=network.rotary_percent,
+        rotary_base=model_config.rotary_base,
+        rotary_percent=model_config.rotary_percent,
         swiglu=True,
-        normalization=network.normalization,
-        norm_epsilon=network.norm_epsilon,
+        normalization=model_config.normalization,
+        norm_epsilon=model_config.norm_epsilon,
         add_bias_linear=False,
-        add_qkv_bias=network.add_qkv_bias,
-        qk_layernorm=network.qk_layernorm,
-        post_norm=network.post_norm,
-        untie_embeddings_and_output_weights=network.untie_embeddings_and_output_weights,
-        vocab_size=network.vocab_size,
-        padded_vocab_size=network.padded_vocab_size,
+        add_qkv_bias=model_config.add_qkv_bias,
+        qk_layernorm=model_config.qk_layernorm,
+        post_norm=model_config.post_norm,
+        untie_embeddings_and_output_weights=model_config.untie_embeddings_and_output_weights,
+        vocab_size=model_config.vocab_size,
+        padded_vocab_size=model_config.padded_vocab_size,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        orm=network.head == "reward",
-        num_experts=network.num_moe_experts,
-        moe_ffn_hidden_size=network.moe_ffn_hidden_size,
-        moe_router_topk=network.moe_router_topk if moe else None,
-        moe_shared_expert_intermediate_size=network.moe_shared_expert_intermediate_size,
+        orm=model_config.head == "reward",
+        num_experts=model_config.num_moe_experts,
+        moe_ffn_hidden_size=model_config.moe_ffn_hidden_size,
+        moe_router_topk=model_config.moe_router_topk if moe else None,
+        moe_shared_expert_intermediate_size=model_config.moe_shared_expert_intermediate_size,
         moe_grouped_gemm=grouped_gemm,
         moe_tp_extend_ep=layout.moe_tp_extend_ep,
-        multi_latent_attention=network.multi_latent_attention,
-        q_lora_rank=network.q_lora_rank,
-        kv_lora_rank=network.kv_lora_rank,
-        qk_head_dim=network.qk_head_dim,
-        qk_pos_emb_head_dim=network.qk_pos_emb_head_dim,
-        v_head_dim=network.v_head_dim,
-        mtp_num_layers=network.mtp_num_layers or None,
+        multi_latent_attention=model_config.multi_latent_attention,
+        q_lora_rank=model_config.q_lora_rank,
+        kv_lora_rank=model_config.kv_lora_rank,
+        qk_head_dim=model_config.qk_head_dim,
+        qk_pos_emb_head_dim=model_config.qk_pos_emb_head_dim,
+        v_head_dim=model_config.v_head_dim,
+        mtp_num_layers=model_config.mtp_num_layers or None,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=vpp,

@@ -9,7 +9,7 @@ from torch import Tensor
 from mindspeed_rl.checkpoint.jobs import Group
 from mindspeed_rl.checkpoint.mcore import MegatronFolder, iteration_folder
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 
 #: Megatron's name of the one weight that a critic or reward model has and a language model does not
 SCORE_HEAD = "rm_head.weight"
@@ -40,7 +40,7 @@ class MegatronTensors:
 def open_megatron(
     path: Path,
     architecture: Architecture,
-    network: Network,
+    model_config: ModelConfig,
     iteration: int | None = None,
     *,
     loosely: bool = False,
@@ -59,9 +59,9 @@ def open_megatron(
     if (iteration_folder(path, iteration) / "metadata.json").is_file():
         from mindspeed_rl.checkpoint.dist import DistFolder  # loads torch.distributed.checkpoint, which takes a second
 
-        opened = DistFolder(path, iteration, verified=verified).open(architecture, network, loosely)
+        opened = DistFolder(path, iteration, verified=verified).open(architecture, model_config, loosely)
     else:
-        opened = MegatronFolder(path, iteration, verified=verified).open(architecture, network, loosely)
+        opened = MegatronFolder(path, iteration, verified=verified).open(architecture, model_config, loosely)
     return MegatronTensors(list(opened.groups))
 
 

@@ -18,7 +18,7 @@ from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.models import all_architectures, architecture_for
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network, read_group, read_quantization_block, read_size
+from mindspeed_rl.models.model_config import ModelConfig, read_group, read_quantization_block, read_size
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.dist import DistFolder
@@ -76,7 +76,7 @@ class Source:
     kind: Literal["hf", "mcore", "legacy", "torch_dist"]
     path: Path
     architecture: Architecture
-    network: Network
+    model_config: ModelConfig
     hf_config: Mapping[str, Any]
     groups: Sequence[Group]
     companions: Path | None
@@ -100,7 +100,7 @@ class Source:
         return replace(self, groups=with_adapters(self.groups, self.adapters if adapters is None else adapters, scale))
 
 
-def check_model_type(options: ModelOptions, architecture: Architecture, network: Network) -> None:
+def check_model_type(options: ModelOptions, architecture: Architecture, model_config: ModelConfig) -> None:
     """Raise ValueError if what the user says about the model contradicts the checkpoint; the error names what is right."""
     right = " or ".join(dict.fromkeys((*architecture.upstream_names, architecture.name)))
     name = options.model_type
@@ -112,11 +112,11 @@ def check_model_type(options: ModelOptions, architecture: Architecture, network:
         known = {upstream for other in all_architectures() for upstream in (*other.upstream_names, other.name)}
         what = "is another family" if name in known else "is not supported"
         raise ValueError(f"--model-type-hf {name} {what}: the checkpoint is {architecture.name}; use {right}, or leave it out")
-    if options.add_qkv_bias and not network.add_qkv_bias:
+    if options.add_qkv_bias and not model_config.add_qkv_bias:
         raise ValueError(
             f"--add-qkv-bias contradicts the checkpoint: this {architecture.name} has no bias on query, key and value"
         )
-    if options.post_norm and not network.post_norm:
+    if options.post_norm and not model_config.post_norm:
         raise ValueError(f"--post-norm contradicts the checkpoint: {architecture.name} has no norm behind attention and MLP")
 
 
@@ -155,13 +155,13 @@ def as_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def _network(architecture: Architecture, config: Mapping[str, Any], options: ModelOptions) -> Network:
-    network = architecture.network(config)
+def _model_config(architecture: Architecture, config: Mapping[str, Any], options: ModelOptions) -> ModelConfig:
+    model_config = architecture.read_model_config(config)
     if options.reward_head:
-        network = network.with_head("reward")
-    elif network.head == "reward":
+        model_config = model_config.with_head("reward")
+    elif model_config.head == "reward":
         raise ValueError("config.json describes a classifier (a reward model); pass --orm to convert it as one")
-    return network
+    return model_config
 
 
 def open_hf(path: Path, options: ModelOptions) -> Source:
@@ -175,9 +175,9 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     block = read_quantization_block(folder.config)
     config = _changed_config(folder.config, options)
     architecture = architecture_for(config)
-    network = replace(_network(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)
-    check_model_type(options, architecture, network)
-    _check_layer_count(folder, architecture, network)
+    model_config = replace(_model_config(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)
+    check_model_type(options, architecture, model_config)
+    _check_layer_count(folder, architecture, model_config)
     notices = []
     if block is not None:
         notices.append("the weights are in 8-bit floats with a scale for each block; they are written as bfloat16")
@@ -185,7 +185,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
         config = {name: value for name, value in config.items() if name not in gone}
     groups: list[Group] = []
     expected: set[str] = set()
-    for op in architecture.weight_ops(network):
+    for op in architecture.weight_ops(model_config):
         for name, shape in zip(op.hf, op.shapes):
             # a tied head names the embedding once more
             if name in expected:
@@ -196,60 +196,60 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
                 groups.append(FreshGroup(name, shape, folder.record("model.embed_tokens.weight").dtype))
                 continue
             if name not in folder.records:
-                raise ValueError(f"{path} has no tensor {name!r}, which a {_described(network)} has")
+                raise ValueError(f"{path} has no tensor {name!r}, which a {_described(model_config)} has")
             record = folder.record(name)
             if record.shape != shape:
                 raise ValueError(f"{path}: {name} has shape {list(record.shape)}; config.json means {list(shape)}")
             groups.append(group_of(folder, name, block))
-    copies = architecture.hf_copies(network)
+    copies = architecture.hf_copies(model_config)
     # the head that a tied model may store is read all the same, to be held against the embedding that stands for it
-    if not network.untie_embeddings_and_output_weights and network.head == "lm":
+    if not model_config.untie_embeddings_and_output_weights and model_config.head == "lm":
         copies = {**copies, "lm_head.weight": "model.embed_tokens.weight"}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
     groups += [group_of(folder, copy, block) for copy in copies]
-    dropped, dropped_notices = _dropped(folder, expected | set(copies), architecture, network, options)
+    dropped, dropped_notices = _dropped(folder, expected | set(copies), architecture, model_config, options)
     notices += dropped_notices
     if options.reward_head:
         config = as_reward_config(config)
     return Source(
-        "hf", path, architecture, network, config, groups, path, equal=copies, notices=notices, num_dropped=len(dropped)
+        "hf", path, architecture, model_config, config, groups, path, equal=copies, notices=notices, num_dropped=len(dropped)
     )
 
 
-def _described(network: Network) -> str:
+def _described(model_config: ModelConfig) -> str:
     """A model in the words of config.json."""
-    return f"{network.architecture} whose config.json says num_hidden_layers {network.num_layers}"
+    return f"{model_config.architecture} whose config.json says num_hidden_layers {model_config.num_layers}"
 
 
 def _layer_of(name: str) -> int | None:
     return int(match[1]) if (match := _HF_LAYER.match(name)) else None
 
 
-def _check_layer_count(folder: HfFolder, architecture: Architecture, network: Network) -> None:
+def _check_layer_count(folder: HfFolder, architecture: Architecture, model_config: ModelConfig) -> None:
     """Raise ValueError if config.json has more layers than the weights; before a table of as many is made."""
-    if network.mtp_num_layers < 0:
-        raise ValueError(f"--mtp-num-layers is {network.mtp_num_layers}; it must be at least 0")
-    if network.mtp_num_layers and architecture.read_mtp_ops is None:
+    if model_config.mtp_num_layers < 0:
+        raise ValueError(f"--mtp-num-layers is {model_config.mtp_num_layers}; it must be at least 0")
+    if model_config.mtp_num_layers and architecture.read_mtp_ops is None:
         raise ValueError(f"{architecture.name} has no multi-token-prediction layers; --mtp-num-layers must be 0")
     stored = {layer for name in folder.stored_names if (layer := _layer_of(name)) is not None}
     # HF numbers prediction layers on behind the decoder's
-    wanted = network.num_layers + network.mtp_num_layers
+    wanted = model_config.num_layers + model_config.mtp_num_layers
     if not stored or wanted <= max(stored) + 1:
         return
     first = max(stored) + 1
-    if first < network.num_layers:
-        raise ValueError(f"{folder.path} has no tensor of 'model.layers.{first}', which a {_described(network)} has")
+    if first < model_config.num_layers:
+        raise ValueError(f"{folder.path} has no tensor of 'model.layers.{first}', which a {_described(model_config)} has")
     raise ValueError(
-        f"{folder.path} has no tensor of 'model.layers.{first}', which --mtp-num-layers {network.mtp_num_layers} behind "
-        f"num_hidden_layers {network.num_layers} of config.json asks for"
+        f"{folder.path} has no tensor of 'model.layers.{first}', which --mtp-num-layers {model_config.mtp_num_layers} behind "
+        f"num_hidden_layers {model_config.num_layers} of config.json asks for"
     )
 
 
-def check_hf_tensors(path: Path, architecture: Architecture, network: Network, *, loosely: bool) -> list[str]:
+def check_hf_tensors(path: Path, architecture: Architecture, model_config: ModelConfig, *, loosely: bool) -> list[str]:
     """Look whether the weights of an HF folder are those of the model that its config.json describes; reads headers alone.
 
     Args:
-        network: of the model that will be built; a reward head need not be among the weights.
+        model_config: of the model that will be built; a reward head need not be among the weights.
         loosely: tensors that the model does not have are skipped.
 
     Returns:
@@ -259,14 +259,17 @@ def check_hf_tensors(path: Path, architecture: Architecture, network: Network, *
         ValueError: it holds tensors or layers that the model does not have.
     """
     folder = HfFolder(path)
-    _check_layer_count(folder, architecture, network)
-    names = {name for op in architecture.weight_ops(network) for name in op.hf}
-    copies = {*architecture.hf_copies(network), *(() if network.untie_embeddings_and_output_weights else ("lm_head.weight",))}
-    options = ModelOptions(reward_head=network.head == "reward", loosely=loosely)
-    surplus = _surplus(folder, names | copies, architecture, network, options)
+    _check_layer_count(folder, architecture, model_config)
+    names = {name for op in architecture.weight_ops(model_config) for name in op.hf}
+    copies = {
+        *architecture.hf_copies(model_config),
+        *(() if model_config.untie_embeddings_and_output_weights else ("lm_head.weight",)),
+    }
+    options = ModelOptions(reward_head=model_config.head == "reward", loosely=loosely)
+    surplus = _surplus(folder, names | copies, architecture, model_config, options)
     if surplus.unknown and not loosely:
-        raise ValueError(f"{_unknown(folder, surplus, network)}; load_checkpoint_loosely: true skips them")
-    found = [_skipped(surplus, network)] if surplus.unknown else []
+        raise ValueError(f"{_unknown(folder, surplus, model_config)}; load_checkpoint_loosely: true skips them")
+    found = [_skipped(surplus, model_config)] if surplus.unknown else []
     if surplus.predictions:
         found.append(f"left out {_num_layers(surplus.predictions)} multi-token-prediction layer(s), which are not trained")
     return found
@@ -293,39 +296,39 @@ def _num_layers(names: Sequence[str]) -> int:
     return len({_layer_of(name) for name in names})
 
 
-def _skipped(surplus: _Surplus, network: Network) -> str:
-    return f"skipped {len(surplus.unknown)} tensors unknown to {network.architecture}, the first {surplus.unknown[0]!r}"
+def _skipped(surplus: _Surplus, model_config: ModelConfig) -> str:
+    return f"skipped {len(surplus.unknown)} tensors unknown to {model_config.architecture}, the first {surplus.unknown[0]!r}"
 
 
-def _unknown(folder: HfFolder, surplus: _Surplus, network: Network) -> str:
+def _unknown(folder: HfFolder, surplus: _Surplus, model_config: ModelConfig) -> str:
     """What is said of tensors that nobody knows."""
     real = read_size(folder.config, "num_hidden_layers")
     beyond = (layer := _layer_of(surplus.unknown[0])) is not None and layer >= real
     return (
         f"{folder.path} holds {surplus.unknown[0]!r}"
         + (f" and {len(surplus.unknown) - 1} more tensors" if len(surplus.unknown) > 1 else "")
-        + f" unknown to {f'a {_described(network)}' if beyond else network.architecture}"
+        + f" unknown to {f'a {_described(model_config)}' if beyond else model_config.architecture}"
     )
 
 
 def _dropped(
-    folder: HfFolder, expected: set[str], architecture: Architecture, network: Network, options: ModelOptions
+    folder: HfFolder, expected: set[str], architecture: Architecture, model_config: ModelConfig, options: ModelOptions
 ) -> tuple[list[str], list[str]]:
     """Names of the tensors that are left behind on purpose, and the notices that say so; ValueError for those nobody knows."""
-    surplus = _surplus(folder, expected, architecture, network, options)
+    surplus = _surplus(folder, expected, architecture, model_config, options)
     if surplus.unknown and not options.loosely:
-        raise ValueError(f"{_unknown(folder, surplus, network)}; --load-checkpoint-loosely skips them")
-    notices = [_skipped(surplus, network)] if surplus.unknown else []
+        raise ValueError(f"{_unknown(folder, surplus, model_config)}; --load-checkpoint-loosely skips them")
+    notices = [_skipped(surplus, model_config)] if surplus.unknown else []
     if surplus.predictions:
         count = _num_layers(surplus.predictions)
         notices.append(f"dropped {count} multi-token-prediction layer(s); --mtp-num-layers keeps them")
     if surplus.truncated:
-        notices.append(f"dropped {_num_layers(surplus.truncated)} decoder layers beyond --num-layers {network.num_layers}")
+        notices.append(f"dropped {_num_layers(surplus.truncated)} decoder layers beyond --num-layers {model_config.num_layers}")
     return [*surplus.unknown, *surplus.predictions, *surplus.truncated, *surplus.replaced], notices
 
 
 def _surplus(
-    folder: HfFolder, expected: set[str], architecture: Architecture, network: Network, options: ModelOptions
+    folder: HfFolder, expected: set[str], architecture: Architecture, model_config: ModelConfig, options: ModelOptions
 ) -> _Surplus:
     real = read_size(folder.config, "num_hidden_layers")
     # a fused tensor is known by the separate ones that it holds: one too many is one expert too many
@@ -335,7 +338,7 @@ def _surplus(
         if not (name in expected or name in folder.renamed or _HARMLESS.search(name) or is_scale(folder, name))
     ]
     # prediction layers come behind all real layers, also where --num-layers keeps fewer of them
-    predictions = _prediction_tensors(folder, rest, architecture, replace(network, num_layers=real))
+    predictions = _prediction_tensors(folder, rest, architecture, replace(model_config, num_layers=real))
     truncated: list[str] = []
     unknown: list[str] = []
     replaced: list[str] = []
@@ -343,7 +346,7 @@ def _surplus(
         layer = _layer_of(name)
         if name in predictions:
             continue
-        if layer is not None and network.num_layers <= layer < real:
+        if layer is not None and model_config.num_layers <= layer < real:
             truncated.append(name)
         elif options.reward_head and name == "lm_head.weight":
             replaced.append(name)
@@ -352,7 +355,9 @@ def _surplus(
     return _Surplus(unknown, [name for name in rest if name in predictions], truncated, replaced)
 
 
-def _prediction_tensors(folder: HfFolder, names: Sequence[str], architecture: Architecture, network: Network) -> frozenset[str]:
+def _prediction_tensors(
+    folder: HfFolder, names: Sequence[str], architecture: Architecture, model_config: ModelConfig
+) -> frozenset[str]:
     """Which of these tensors are whole multi-token-prediction layers, by their names and shapes.
 
     A decoder layer that config.json does not count lacks what only prediction layers have, and is none.
@@ -361,13 +366,13 @@ def _prediction_tensors(folder: HfFolder, names: Sequence[str], architecture: Ar
         return frozenset()
     layers: dict[int, set[str]] = {}
     for name in names:
-        if (layer := _layer_of(name)) is not None and layer >= network.num_layers:
-            layers.setdefault(layer - network.num_layers, set()).add(name)
+        if (layer := _layer_of(name)) is not None and layer >= model_config.num_layers:
+            layers.setdefault(layer - model_config.num_layers, set()).add(name)
     found: set[str] = set()
     for number, present in layers.items():
-        ops = architecture.read_mtp_ops(network, number, ExpertPacking())
+        ops = architecture.read_mtp_ops(model_config, number, ExpertPacking())
         shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
-        copies = architecture.hf_copies(replace(network, mtp_num_layers=number + 1))
+        copies = architecture.hf_copies(replace(model_config, mtp_num_layers=number + 1))
         shaped = all(folder.shape(name) == shapes[name] for name in present & shapes.keys())
         if shaped and shapes.keys() <= present <= shapes.keys() | copies.keys():
             found |= present
@@ -411,28 +416,30 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
         config = as_reward_config(config)
     config = _changed_config(config, options)
     architecture = architecture_for(config)
-    network = _network(architecture, config, options)
-    check_model_type(options, architecture, network)
-    checkpoint = opened.open(architecture, network, options.loosely)
+    model_config = _model_config(architecture, config, options)
+    check_model_type(options, architecture, model_config)
+    checkpoint = opened.open(architecture, model_config, options.loosely)
     # with what the files alone tell: padding of the vocabulary, prediction layers
-    network = checkpoint.network
+    model_config = checkpoint.model_config
     notices, num_dropped = [], len(checkpoint.skipped)
     if opened.holds_optimizer:
         notices.append(f"the optimizer state in {folder} is not converted, only the weights are")
     if checkpoint.skipped:
-        notices.append(f"skipped {num_dropped} tensors unknown to {network.architecture}, the first {checkpoint.skipped[0]!r}")
-    if options.mtp_num_layers is not None and options.mtp_num_layers != network.mtp_num_layers:
-        if not 0 <= options.mtp_num_layers < network.mtp_num_layers:
-            raise ValueError(f"--mtp-num-layers {options.mtp_num_layers}: {path} has {network.mtp_num_layers} such layers")
-        notices.append(f"dropped {network.mtp_num_layers - options.mtp_num_layers} multi-token-prediction layer(s)")
-        network = replace(network, mtp_num_layers=options.mtp_num_layers)
-        kept = {name for op in architecture.weight_ops(network) for name in op.hf}
+        notices.append(
+            f"skipped {num_dropped} tensors unknown to {model_config.architecture}, the first {checkpoint.skipped[0]!r}"
+        )
+    if options.mtp_num_layers is not None and options.mtp_num_layers != model_config.mtp_num_layers:
+        if not 0 <= options.mtp_num_layers < model_config.mtp_num_layers:
+            raise ValueError(f"--mtp-num-layers {options.mtp_num_layers}: {path} has {model_config.mtp_num_layers} such layers")
+        notices.append(f"dropped {model_config.mtp_num_layers - options.mtp_num_layers} multi-token-prediction layer(s)")
+        model_config = replace(model_config, mtp_num_layers=options.mtp_num_layers)
+        kept = {name for op in architecture.weight_ops(model_config) for name in op.hf}
         num_dropped += sum(1 for group in checkpoint.groups for name in group.hf if name not in kept)
     return Source(
         "torch_dist" if distributed else "legacy" if opened.legacy else "mcore",
         path,
         architecture,
-        network,
+        model_config,
         config,
         checkpoint.groups,
         companions,

@@ -13,8 +13,7 @@ from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import quiet_environment
-from mindspeed_rl.runtime.fork_server import RL, TRAINING, fork_server
-from mindspeed_rl.runtime.local_ray import local_ray_environment
+from mindspeed_rl.runtime.fork_server import RL, TRAINING, fork_server, build_local_ray_environment
 
 
 def main(argv: list[str]) -> int:
@@ -69,9 +68,9 @@ def main(argv: list[str]) -> int:
 def _resolved(cfg: RunConfig, num_nodes: int) -> Run:
     # these import torch and transformers, which read the environment
     from mindspeed_rl import platform
-    from mindspeed_rl.trainers.model_plans import with_networks
+    from mindspeed_rl.trainers.model_plans import with_model_configs
 
-    cfg = with_networks(cfg)
+    cfg = with_model_configs(cfg)
     return resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
 
 
@@ -87,6 +86,6 @@ def _say_how_to_go_on(run: Run | None, begun: float) -> None:
 def prepare_environment() -> None:
     """The driver needs no device and no library chatter; set before torch, Ray and transformers are imported."""
     os.environ.update(quiet_environment(os.environ))
-    os.environ.update(local_ray_environment(os.environ))
+    os.environ.update(build_local_ray_environment(os.environ))
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -24,7 +24,7 @@ from mindspeed_rl.resharding.bit_sums import bit_sum
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.probe import EngineProbe
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import sample_seed
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.role import Role
@@ -70,8 +70,8 @@ class ComparisonWorker(DeviceWorker):
         passes = shared_settings(run, tokenizer)
         self.role = Role("actor", config, plan, source, passes, steps_per_iteration=None)
         self._rest()  # vLLM refuses to start on a device that has less than its share free
-        self.rollout = RolloutReplica(run, None, source, plan.network, tokenizer, run_id)
-        self.vocab_size = plan.network.vocab_size
+        self.rollout = RolloutReplica(run, None, source, plan.model_config, tokenizer, run_id)
+        self.vocab_size = plan.model_config.vocab_size
         self.notes: list[str] = []
 
     # ------------------------------------------------------------------ weights

@@ -82,13 +82,13 @@ def count_order(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int) 
 def _shortened(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, ModelPlan]:
     """The role with fewer layers; one of them has experts where the model has."""
     whole = role_plan(config)
-    network = whole.network
-    with_experts = tuple(layer for layer in network.moe_layers if layer < layers)
-    network = replace(
-        network,
+    model_config = whole.model_config
+    with_experts = tuple(layer for layer in model_config.moe_layers if layer < layers)
+    model_config = replace(
+        model_config,
         num_layers=layers,
-        moe_layers=with_experts or ((layers - 1,) if network.moe_layers else ()),
-        sliding_window_layers=tuple(layer for layer in network.sliding_window_layers if layer < layers),
+        moe_layers=with_experts or ((layers - 1,) if model_config.moe_layers else ()),
+        sliding_window_layers=tuple(layer for layer in model_config.sliding_window_layers if layer < layers),
     )
     config = replace(
         config,
@@ -102,7 +102,7 @@ def _shortened(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, Mod
         lr_warmup_iters=0,
         lr_warmup_fraction=None,
     )
-    return config, placed(config, whole.architecture, network, whole.hf_config)
+    return config, placed(config, whole.architecture, model_config, whole.hf_config)
 
 
 def _counted(order: CountOrder, *, as_json: bool) -> str:
@@ -124,7 +124,7 @@ def _counted(order: CountOrder, *, as_json: bool) -> str:
 
 def _said(order: CountOrder, rows: list[int], shown: int) -> dict[str, str]:
     """What was counted on what."""
-    config, network = order.config, order.plan.network
+    config, model_config = order.config, order.plan.model_config
     simulated = "NPU_SIM_DEVICES" in os.environ
     sizes = {
         "TP": config.tensor_model_parallel_size,
@@ -135,8 +135,8 @@ def _said(order: CountOrder, rows: list[int], shown: int) -> dict[str, str]:
     layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
     return {
         "counted on": "a simulated NPU: calls, bytes and waits, not seconds" if simulated else "an NPU; not verified on NPU",
-        "model": f"{network.architecture}, {network.num_layers} layers, hidden size {network.hidden_size}, "
-        f"vocabulary {network.vocab_size}",
+        "model": f"{model_config.architecture}, {model_config.num_layers} layers, hidden size {model_config.hidden_size}, "
+        f"vocabulary {model_config.vocab_size}",
         "layout": f"{layout}{', sequence parallel' if config.sequence_parallel and sizes['TP'] > 1 else ''}; rank {shown}",
         "iteration": f"log-probs and one optimizer step on {order.rows} rows of {order.tokens} tokens in {len(rows)} "
         "micro-batches; training state off the device and back",

@@ -45,7 +45,7 @@ def _rows(order: CountOrder) -> Rows:
     generator = torch.Generator().manual_seed(1)
     prompt = order.tokens // 2
     response = order.tokens - prompt
-    vocabulary = order.plan.network.vocab_size
+    vocabulary = order.plan.model_config.vocab_size
     ids = torch.randint(0, vocabulary, (order.rows, order.tokens), generator=generator)
     # negative, as log-probs are, which most of these columns hold
     numbers = dict.fromkeys(("advantages", "rollout_log_probs", *order.columns), torch.linspace(-1.0, -0.5, response))
@@ -125,8 +125,8 @@ class _Plain:
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), plan.layout.pp
         # WrappedTorchNorm is no module itself, but makes one
         norm = cast(type[nn.Module], WrappedTorchNorm)
-        spec = layer_spec(plan.network, transformer, norm=norm, core_attention=DotProductAttention, layout=plan.layout)
-        model = build_gpt_model(plan.network, transformer, spec, pre_process=stage == 0, post_process=stage == stages - 1)
+        spec = layer_spec(plan.model_config, transformer, norm=norm, core_attention=DotProductAttention, layout=plan.layout)
+        model = build_gpt_model(plan.model_config, transformer, spec, pre_process=stage == 0, post_process=stage == stages - 1)
         model = model.to(self._device)
         inner: MegatronModule = Float16Module(transformer, model) if config.bf16 else model
         self._model = DistributedDataParallel(transformer, ddp_config(config), inner)

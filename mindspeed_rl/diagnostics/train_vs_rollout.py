@@ -20,7 +20,7 @@ from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.runtime.cluster import cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
-from mindspeed_rl.trainers.model_plans import with_networks
+from mindspeed_rl.trainers.model_plans import with_model_configs
 from mindspeed_rl.trainers.rl_setup import run_prompts
 from mindspeed_rl.trainers.run_folder import absolute_paths
 from mindspeed_rl.workers.groups import RunGroup
@@ -91,11 +91,11 @@ def compare_run(
 
     Raises:
         ValueError: a key or file is wrong, or the run generates on servers or not at all.
-        WorkerFailed: a worker died or raised.
+        WorkerError: a worker died or raised.
     """
     if cfg.is_supervised:
         raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
-    cfg = with_networks(cfg)
+    cfg = with_model_configs(cfg)
     run = resolve(cfg, num_nodes, platform=platform.named(cfg.platform))
     run = replace(run, folder=folder)
     if rollout_is_apart(run.config):
@@ -104,7 +104,7 @@ def compare_run(
             "rl_config.use_integrated_worker=true rl_config.rollout_resource=null generate_config.vllm_server_host=null"
         )
     source = find_model(run.config.actor_config, "actor_config")
-    network = plan_model(run.config.actor_config, source.hf_folder).network
+    model_config = plan_model(run.config.actor_config, source.hf_folder).model_config
     prompts, _ = run_prompts(run, load_tokenizer_of(run.config.actor_config, source))
     chosen = [list(prompts[number]["prompt_ids"]) for number in range(min(num_prompts, len(prompts)))]
     absolute_paths(run.config)
@@ -113,7 +113,7 @@ def compare_run(
         group = ComparisonGroup(run)
         try:
             group.set_up()
-            found = gather_evidence(run, group, chosen, num_tokens, network.moe_layers)
+            found = gather_evidence(run, group, chosen, num_tokens, model_config.moe_layers)
         finally:
             group.close()
     cause = name_cause(found)

@@ -27,7 +27,7 @@ from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.recompute import recompute_activations
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 
 
@@ -68,7 +68,7 @@ def batch_shape(
     )
 
 
-def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> dict[str, Any]:
+def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Layout) -> dict[str, Any]:
     """Fields of TransformerConfig that the run decides and the network does not."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     settings: dict[str, Any] = {
@@ -90,7 +90,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
         "recompute_num_layers": config.recompute_num_layers,
         "attention_softmax_in_fp32": True,
         "deterministic_mode": config.npu_deterministic or config.deterministic,
-        "moe_grouped_gemm": bool(network.num_moe_experts) and config.moe_grouped_gemm,
+        "moe_grouped_gemm": bool(model_config.num_moe_experts) and config.moe_grouped_gemm,
         # with both directions batched to one peer, gloo and HCCL match messages in posting order and mix them up
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
@@ -98,7 +98,7 @@ def _run_settings(config: MegatronConfig, network: Network, layout: Layout) -> d
     if config.recompute_granularity == "selective":
         settings["recompute_modules"] = list(config.recompute_modules or ["core_attn"])
     settings |= {"attention_dropout": config.attention_dropout, "hidden_dropout": config.hidden_dropout}
-    if network.num_moe_experts:
+    if model_config.num_moe_experts:
         if config.moe_token_dispatcher_type == "allgather":
             if config.pipeline_model_parallel_size > 1:
                 raise ValueError(
@@ -139,17 +139,17 @@ def planned_config(config: MegatronConfig, plan: ModelPlan) -> TransformerConfig
     Raises:
         ValueError: the layout, the adapters or another key does not fit the network.
     """
-    settings = _run_settings(config, plan.network, plan.layout) | adaptors.transformer_settings()
+    settings = _run_settings(config, plan.model_config, plan.layout) | adaptors.transformer_settings()
     lora = LoraSettings.from_config(config)
     if lora is not None:
-        lora.check(plan.network)
+        lora.check(plan.model_config)
         settings["moe_router_bias_update_rate"] = 0.0  # balancing would change the frozen router
-    return transformer_config(plan.network, layout=plan.layout, **settings)
+    return transformer_config(plan.model_config, layout=plan.layout, **settings)
 
 
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
     """This rank's model chunks with random weights; collective over the training world."""
-    network, layout = plan.network, plan.layout
+    model_config, layout = plan.model_config, plan.layout
     lora = LoraSettings.from_config(config)
     transformer = planned_config(config, plan)
     # WrappedTorchNorm is no module itself, but makes one
@@ -160,14 +160,20 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         for stage in range(layout.vpp):
             vp_stage = stage if layout.vpp > 1 else None
             spec = layer_spec(
-                network, transformer, norm=norm, core_attention=CoreAttention, layout=layout, vp_stage=vp_stage, pp_rank=pp_rank
+                model_config,
+                transformer,
+                norm=norm,
+                core_attention=CoreAttention,
+                layout=layout,
+                vp_stage=vp_stage,
+                pp_rank=pp_rank,
             )
             if config.recompute_activation_function and not platform.current().megatron_kernels:
                 recompute_activations(spec)
             if lora is not None:
                 adapt_spec(spec, lora, gated=transformer.gated_linear_unit)
             model = build_gpt_model(
-                network,
+                model_config,
                 transformer,
                 spec,
                 pre_process=(pp_rank, stage) == layout.first_chunk,
@@ -179,8 +185,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             if model.pre_process:
                 model.embedding.register_forward_hook(_in_plain_strides)
             if isinstance(model, PolicyModel):
-                model.true_vocab_size = network.vocab_size
-                model.final_logit_softcapping = network.final_logit_softcapping
+                model.true_vocab_size = model_config.vocab_size
+                model.final_logit_softcapping = model_config.final_logit_softcapping
             if layout.num_experts and layout.expert_tp_size < layout.tp:
                 _reduce_over_expert_ranks(model)
             models.append(model.to(platform.current().current_device()))

@@ -501,7 +501,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
         raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
     parts = _parts_to_load(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
-    fresh_head = engine.model.plan.network.head == "reward" and not has_score_head(Path(folder), iteration)
+    fresh_head = engine.model.plan.model_config.head == "reward" and not has_score_head(Path(folder), iteration)
     if fresh_head and with_optimizer:
         raise ValueError(
             f"load: {path} is a language model's, without a score head to go on with; set finetune: true to start from its "

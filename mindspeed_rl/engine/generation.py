@@ -29,8 +29,8 @@ class CachedModel:
             model: built without sequence parallelism and virtual stages; it does not train.
         """
         (self._model,) = model.models
-        self._vocab_size = model.plan.network.vocab_size
-        self._hidden_size = model.plan.network.hidden_size
+        self._vocab_size = model.plan.model_config.vocab_size
+        self._hidden_size = model.plan.model_config.hidden_size
         self._dtype = model.transformer_config.params_dtype
         self._device = next(self._model.parameters()).device
         self._stages = cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())

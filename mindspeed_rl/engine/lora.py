@@ -170,7 +170,7 @@ def merged_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 def _single_ops(model: BuiltModel) -> dict[str, WeightOp]:
     """Every weight by its Megatron name, each expert's its own."""
-    return {op.mcore: op for op in model.plan.architecture.weight_ops(model.plan.network, ExpertPacking("local", 1))}
+    return {op.mcore: op for op in model.plan.architecture.weight_ops(model.plan.model_config, ExpertPacking("local", 1))}
 
 
 def owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
@@ -203,7 +203,7 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
         assert op.layer is not None  # only layers have adapters
         mine.setdefault(op.layer, []).append((op.mcore, adapter.group.rank(), adapter.a.cpu(), adapter.b.cpu()))
     gathered: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    for layer in range(plan.network.num_layers):
+    for layer in range(plan.model_config.num_layers):
         everyone: list[Any] = [None] * dist.get_world_size()
         # every rank takes part for every layer, also for those of other stages
         dist.all_gather_object(everyone, mine.get(layer, []))

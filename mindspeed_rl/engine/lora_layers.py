@@ -26,7 +26,7 @@ from torch.nn import functional
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS
 from mindspeed_rl.engine.parallel import rng_tracker
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 
 #: (axis, part, parts) of what a module's tensors are a part of, as Megatron says it
 Offsets = tuple[tuple[int, int, int], ...]
@@ -69,9 +69,9 @@ class LoraSettings:
                 raise ValueError(f"lora_target_modules: '{name}' is none of {', '.join(LORA_TARGETS)}.")
         return cls(config.lora_r, config.lora_alpha, config.lora_dropout, tuple(config.lora_target_modules))
 
-    def check(self, network: Network) -> None:
+    def check(self, model_config: ModelConfig) -> None:
         """Raises ValueError when the network has no layer of a target's name."""
-        if network.multi_latent_attention and "linear_qkv" in self.targets:
+        if model_config.multi_latent_attention and "linear_qkv" in self.targets:
             raise ValueError(
                 "lora_target_modules: linear_qkv does not exist with multi_latent_attention; linear_proj, linear_fc1 and "
                 "linear_fc2 do."

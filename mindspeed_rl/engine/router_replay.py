@@ -126,7 +126,7 @@ class RoutedLayers:
                 router.router_replay = _Router()
                 self._chunks[-1].append(router.router_replay)
         self.num_layers = sum(map(len, self._chunks))
-        self._topk = plan.network.moe_router_topk
+        self._topk = plan.model_config.moe_router_topk
         self._recording: Recording | None = None
 
     def begin(self, chunk: int, micro_batch: MicroBatch) -> None:

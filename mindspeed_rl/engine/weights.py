@@ -44,7 +44,7 @@ def model_ops(model: BuiltModel) -> list[WeightOp]:
     layout = model.plan.layout
     grouped = model.transformer_config.moe_grouped_gemm
     packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
-    return model.plan.architecture.weight_ops(model.plan.network, packing)
+    return model.plan.architecture.weight_ops(model.plan.model_config, packing)
 
 
 def local_weights(model: BuiltModel) -> list[LocalWeight]:

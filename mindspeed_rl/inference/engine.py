@@ -46,7 +46,7 @@ class InferenceEngine(VllmEngine):
             # a stand-in: every request here brings its own
             Sampling(temperature=0.0, max_tokens=1, stop_token_ids=()),
             run_id=run_id or uuid.uuid4().hex[:12],
-            kv_bytes_per_token=kv_bytes_per_token(model.network, bytes_per_value),
+            kv_bytes_per_token=kv_bytes_per_token(model.model_config, bytes_per_value),
             # log-probs are the untempered model's; vLLM refuses to give more of them than were announced
             engine_arguments={"logprobs_mode": "raw_logprobs", "max_logprobs": settings.most_log_probs},
         )

@@ -22,7 +22,6 @@ from mindspeed_rl.engine.weights import LocalWeight, local_weights
 from mindspeed_rl.inference.engine_settings import EngineSettings
 from mindspeed_rl.inference.model_files import ModelFiles
 from mindspeed_rl.inference.requests import Finish, Piece, Request
-from mindspeed_rl.inference.sampling import draw
 from mindspeed_rl.inference.stop_watch import StopWatch
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
@@ -76,7 +75,7 @@ class MegatronEngine:
             pipeline_model_parallel_size=settings.pipeline_parallel_size,
         )
         plan = plan_model(config, model.hf_folder)
-        if plan.network.num_moe_experts and settings.tensor_parallel_size > 1:
+        if plan.model_config.num_moe_experts and settings.tensor_parallel_size > 1:
             raise ValueError(
                 f"--tensor-parallel-size {settings.tensor_parallel_size}: experts under tensor parallelism need sequence "
                 "parallelism in Megatron, which a pass over one token cannot have; use --pipeline-parallel-size"
@@ -197,3 +196,41 @@ def fill(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> None:
     missing = [name for name, weights in waiting.items() if weights]
     if missing:
         raise ValueError(f"the model has no tensor for {len(missing)} weights, for example {missing[0]}")
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, generator: torch.Generator, allowed_ids: tuple[int, ...] = ()
+) -> tuple[int, float]:
+    """(token, its log-prob under the untempered model) of one sequence.
+
+    Args:
+        logits: [vocabulary] float32, on the host.
+        generator: of this answer alone.
+        allowed_ids: tokens to choose from; empty allows all.
+    """
+    log_probs = logits.log_softmax(-1)
+    kept = logits
+    if allowed_ids:
+        kept = torch.full_like(logits, float("-inf"))
+        kept[list(allowed_ids)] = logits[list(allowed_ids)]
+    if sampling.temperature == 0.0:
+        token = int(kept.argmax())
+    else:
+        token = int(torch.multinomial(cut(kept / sampling.temperature, sampling).softmax(-1), 1, generator=generator))
+    return token, float(log_probs[token])
+
+
+def cut(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Tempered logits with those at minus infinity that top-k, top-p and min-p leave out."""
+    if 0 < sampling.top_k < logits.numel():
+        least = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if sampling.top_p < 1.0:
+        ordered, order = logits.sort(descending=True)
+        probs = ordered.softmax(-1)
+        beyond = probs.cumsum(-1) - probs >= sampling.top_p  # mass before the token; the most likely one stays
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), float("-inf"))
+    if sampling.min_p > 0.0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.max(), float("-inf"))
+    return logits

@@ -16,7 +16,7 @@ from mindspeed_rl.checkpoint.jobs import LoraShards, Transform
 from mindspeed_rl.checkpoint.lora import checked_scale, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.runtime.scratch import process_folder
 
 
@@ -58,9 +58,9 @@ class ModelFiles:
     transform: Transform | None = None
 
     @property
-    def network(self) -> Network:
+    def model_config(self) -> ModelConfig:
         """Shape of the model."""
-        return self.source.network
+        return self.source.model_config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +76,7 @@ class ModelFiles:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every weight; one stored parameter is in memory at a time."""
         copies: dict[str, list[str]] = {}
-        for copy, owner in self.source.architecture.hf_copies(self.network).items():
+        for copy, owner in self.source.architecture.hf_copies(self.model_config).items():
             copies.setdefault(owner, []).append(copy)
         stored = {name for group in self.source.groups for name in group.hf}
         for group in self.source.groups:
@@ -177,7 +177,7 @@ def _with_adapter(source: Source, settings: ModelSettings) -> tuple[Source, Tran
     if is_peft_folder(path):
         if settings.lora_target_modules:
             raise ValueError("--lora-target-modules checks Megatron adapters; a PEFT folder says its modules itself")
-        ops = source.architecture.weight_ops(source.network)
+        ops = source.architecture.weight_ops(source.model_config)
         return source, open_peft(path, {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}, r, alpha)
     if not path.is_dir():
         raise ValueError(f"--lora-load {path} is not a folder")
@@ -190,8 +190,8 @@ def _megatron_adapters(path: Path, source: Source) -> tuple[Adapters, tuple[int 
     """LoRA weights of a checkpoint, cut in any way, and the (r, alpha) that it states."""
     if (iteration_folder(path) / "metadata.json").is_file():
         dist_folder = DistFolder(path)
-        adapters = dist_folder.adapters(source.architecture, source.network)
+        adapters = dist_folder.adapters(source.architecture, source.model_config)
         return adapters, (dist_folder.args.lora_r, dist_folder.args.lora_alpha)
     folder = MegatronFolder(path)
-    adapters = folder.adapters(source.architecture, source.network, folder.layout(source.network))
+    adapters = folder.adapters(source.architecture, source.model_config, folder.layout(source.model_config))
     return adapters, (folder.args.lora_r, folder.args.lora_alpha)

@@ -115,7 +115,7 @@ class Session:
     @property
     def max_position(self) -> int:
         """The model's own limit of prompt + answer."""
-        return self.model.network.max_position_embeddings
+        return self.model.model_config.max_position_embeddings
 
     def needed_length(self, longest_prompt: int, max_new_tokens: int) -> int:
         """max_model_len for prompts and answers of these lengths.
@@ -162,17 +162,17 @@ class Session:
 
 def _shape(model: ModelFiles) -> EngineShape:
     """The model as the limits of the engine look at it."""
-    network = model.network
-    latent = network.multi_latent_attention and network.kv_lora_rank and network.qk_pos_emb_head_dim
+    model_config = model.model_config
+    latent = model_config.multi_latent_attention and model_config.kv_lora_rank and model_config.qk_pos_emb_head_dim
     return EngineShape(
         source=str(model.source.path),
-        num_heads=network.num_attention_heads,
-        num_kv_heads=network.num_query_groups,
-        head_size=network.kv_channels,
-        is_latent=network.multi_latent_attention,
-        latent_size=(network.kv_lora_rank or 0) + (network.qk_pos_emb_head_dim or 0) if latent else None,
-        ffn_hidden_size=network.ffn_hidden_size,
-        max_length=network.max_position_embeddings,
+        num_heads=model_config.num_attention_heads,
+        num_kv_heads=model_config.num_query_groups,
+        head_size=model_config.kv_channels,
+        is_latent=model_config.multi_latent_attention,
+        latent_size=(model_config.kv_lora_rank or 0) + (model_config.qk_pos_emb_head_dim or 0) if latent else None,
+        ffn_hidden_size=model_config.ffn_hidden_size,
+        max_length=model_config.max_position_embeddings,
     )
 
 
@@ -191,7 +191,7 @@ def open_session(options: SessionOptions) -> Session:
         os.environ.pop("TORCHDYNAMO_DISABLE", None)
     model_settings = options.model_settings()
     model = open_model(model_settings)
-    heads = model.network.num_attention_heads
+    heads = model.model_config.num_attention_heads
     if heads % options.tensor_parallel_size:
         raise ValueError(f"--tensor-parallel-size {options.tensor_parallel_size} does not divide the model's {heads} heads")
     set_up_logging(None)
@@ -207,7 +207,7 @@ def open_session(options: SessionOptions) -> Session:
         hf_folder=model.hf_folder,
         end_tokens=options.add_eos_token,
     )
-    longest = options.max_length or model.network.max_position_embeddings
+    longest = options.max_length or model.model_config.max_position_embeddings
     request = EngineRequest(options.tensor_parallel_size, longest, "--tensor-parallel-size", "--max-length")
     if options.engine == "vllm" and (found := list(engine_obstacles(_shape(model), request, device.name))):
         raise ValueError("; ".join(obstacle.message for obstacle in found))

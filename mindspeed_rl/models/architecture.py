@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.weights import (
     COLUMNS,
     ROWS,
@@ -53,11 +53,11 @@ class Architecture:
         hf_classes: entries of ``architectures`` in config.json that are this family.
         model_types: ``model_type`` values of config.json.
         upstream_names: ``--model-type-hf`` values of MindSpeed-LLM's converters that mean this family.
-        read_network: config.json -> Network.
-        read_layer_ops: (network, global layer number, expert packing) -> rows of one decoder layer.
+        read_model_config: config.json -> ModelConfig.
+        read_layer_ops: (model_config, global layer number, expert packing) -> rows of one decoder layer.
         legacy: whether Megatron's pre-core ("legacy") layout can express the model.
-        read_mtp_ops: (network, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
-        read_copies: network -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
+        read_mtp_ops: (model_config, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
+        read_copies: model_config -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
         expert_names: what the rows of ``read_layer_ops`` call router and experts where transformers stores experts fused.
     """
 
@@ -65,67 +65,63 @@ class Architecture:
     hf_classes: tuple[str, ...]
     model_types: tuple[str, ...]
     upstream_names: tuple[str, ...]
-    read_network: Callable[[Mapping[str, Any]], Network]
-    read_layer_ops: Callable[[Network, int, ExpertPacking], list[WeightOp]]
+    read_model_config: Callable[[Mapping[str, Any]], ModelConfig]
+    read_layer_ops: Callable[[ModelConfig, int, ExpertPacking], list[WeightOp]]
     legacy: bool = False
-    read_mtp_ops: Callable[[Network, int, ExpertPacking], list[WeightOp]] | None = None
-    read_copies: Callable[[Network], dict[str, str]] | None = None
+    read_mtp_ops: Callable[[ModelConfig, int, ExpertPacking], list[WeightOp]] | None = None
+    read_copies: Callable[[ModelConfig], dict[str, str]] | None = None
     expert_names: ExpertNames = ExpertNames()
 
-    def network(self, hf_config: Mapping[str, Any]) -> Network:
-        """Shape facts from a config.json; ValueError names a key that is missing or has an unsupported value."""
-        return self.read_network(hf_config)
-
-    def weight_ops(self, network: Network, experts: ExpertPacking | None = None) -> list[WeightOp]:
+    def weight_ops(self, model_config: ModelConfig, experts: ExpertPacking | None = None) -> list[WeightOp]:
         """Every parameter of the model, in the order of the forward pass, under global names."""
         packing = experts or ExpertPacking()
-        ops = [embedding_op(network)]
-        for layer in range(network.num_layers):
-            ops += self.read_layer_ops(network, layer, packing)
-        for layer in range(network.mtp_num_layers):
+        ops = [embedding_op(model_config)]
+        for layer in range(model_config.num_layers):
+            ops += self.read_layer_ops(model_config, layer, packing)
+        for layer in range(model_config.mtp_num_layers):
             if self.read_mtp_ops is None:
                 raise ValueError(f"{self.name} has no multi-token-prediction layers; mtp_num_layers must be 0")
-            ops += self.read_mtp_ops(network, layer, packing)
-        return ops + head_ops(network)
+            ops += self.read_mtp_ops(model_config, layer, packing)
+        return ops + head_ops(model_config)
 
-    def hf_copies(self, network: Network) -> dict[str, str]:
+    def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
         """HF tensors that no row names because they repeat another HF tensor: {copy: owner}."""
-        return {} if self.read_copies is None else self.read_copies(network)
+        return {} if self.read_copies is None else self.read_copies(model_config)
 
 
 # ---------------------------------------------------------------------- rows shared by the families
 
 
-def vocab_split(network: Network) -> Split:
+def vocab_split(model_config: ModelConfig) -> Split:
     """Rows over ranks, padded to ``padded_vocab_size``."""
-    padded = network.padded_vocab_size if network.padded_vocab_size != network.vocab_size else 0
-    return Split(dim=0, size=network.vocab_size if padded else 0, padded=padded)
+    padded = model_config.padded_vocab_size if model_config.padded_vocab_size != model_config.vocab_size else 0
+    return Split(dim=0, size=model_config.vocab_size if padded else 0, padded=padded)
 
 
-def embedding_op(network: Network) -> WeightOp:
+def embedding_op(model_config: ModelConfig) -> WeightOp:
     """The word embedding."""
     return WeightOp(
         "embedding.word_embeddings.weight",
         ("model.embed_tokens.weight",),
-        ((network.vocab_size, network.hidden_size),),
-        splits=(vocab_split(network),),
+        ((model_config.vocab_size, model_config.hidden_size),),
+        splits=(vocab_split(model_config),),
         place="pre",
     )
 
 
-def head_ops(network: Network) -> list[WeightOp]:
+def head_ops(model_config: ModelConfig) -> list[WeightOp]:
     """Final norm and head: vocabulary logits, a tied copy of the embedding, or one score."""
-    hidden = network.hidden_size
+    hidden = model_config.hidden_size
     ops = [WeightOp("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), place="post")]
-    if network.head == "reward":
+    if model_config.head == "reward":
         # cut along its input, as upstream's
         return [*ops, WeightOp("rm_head.weight", ("score.weight",), ((1, hidden),), splits=(COLUMNS,), place="post")]
-    tied = not network.untie_embeddings_and_output_weights
+    tied = not model_config.untie_embeddings_and_output_weights
     head = WeightOp(
         "output_layer.weight",
         ("model.embed_tokens.weight" if tied else "lm_head.weight",),
-        ((network.vocab_size, hidden),),
-        splits=(vocab_split(network),),
+        ((model_config.vocab_size, hidden),),
+        splits=(vocab_split(model_config),),
         place="post",
         copy_of_tied=tied,
     )
@@ -137,36 +133,36 @@ def norm_op(mcore: str, hf: str, size: int, layer: int) -> WeightOp:
     return WeightOp(mcore, (hf,), ((size,),), layer=layer)
 
 
-def attention_ops(network: Network, layer: int) -> list[WeightOp]:
+def attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
     """Input norm, fused qkv (weight and bias), output projection and QK norms, with Llama's HF names."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    hidden, head_dim = network.hidden_size, network.kv_channels
-    queries = network.num_attention_heads // network.num_query_groups
-    rows = (network.num_attention_heads * head_dim, *[network.num_query_groups * head_dim] * 2)
+    hidden, head_dim = model_config.hidden_size, model_config.kv_channels
+    queries = model_config.num_attention_heads // model_config.num_query_groups
+    rows = (model_config.num_attention_heads * head_dim, *[model_config.num_query_groups * head_dim] * 2)
     # a rank holds whole query groups: no key or value head is cut
     splits = (Split(0, unit=queries * head_dim), Split(0, unit=head_dim), Split(0, unit=head_dim))
     ops = [norm_op(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, layer)]
-    for kind in ("weight", "bias") if network.add_qkv_bias else ("weight",):
+    for kind in ("weight", "bias") if model_config.add_qkv_bias else ("weight",):
         shapes = tuple((count, hidden) if kind == "weight" else (count,) for count in rows)
         names = tuple(f"{hf}.self_attn.{part}_proj.{kind}" for part in "qkv")
         packing = FuseQkv(queries, head_dim)
         ops.append(WeightOp(f"{mcore}.self_attention.linear_qkv.{kind}", names, shapes, packing, splits, layer=layer))
-    if network.qk_layernorm:
+    if model_config.qk_layernorm:
         for part in "qk":
             mcore_name, hf_name = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
             ops.append(norm_op(f"{mcore}.{mcore_name}", f"{hf}.{hf_name}", head_dim, layer))
-    ops.append(attention_output_op(network, layer, rows[0]))
+    ops.append(attention_output_op(model_config, layer, rows[0]))
     return ops
 
 
-def attention_output_op(network: Network, layer: int, input_size: int) -> WeightOp:
+def attention_output_op(model_config: ModelConfig, layer: int, input_size: int) -> WeightOp:
     """The projection that follows attention; ``input_size`` is heads x value head size."""
     return WeightOp(
         f"decoder.layers.{layer}.self_attention.linear_proj.weight",
         (f"model.layers.{layer}.self_attn.o_proj.weight",),
-        ((network.hidden_size, input_size),),
+        ((model_config.hidden_size, input_size),),
         # whole heads, as the attention in front of it puts them out
-        splits=(Split(1, unit=input_size // network.num_attention_heads),),
+        splits=(Split(1, unit=input_size // model_config.num_attention_heads),),
         layer=layer,
     )
 
@@ -187,11 +183,11 @@ def gated_mlp_ops(
 
 
 def expert_ops(
-    network: Network, layer: int, hf: str, packing: ExpertPacking, names: tuple[str, str, str] = GATED_MLP
+    model_config: ModelConfig, layer: int, hf: str, packing: ExpertPacking, names: tuple[str, str, str] = GATED_MLP
 ) -> list[WeightOp]:
     """The experts of one decoder layer; ``hf`` is the HF prefix before the expert's number."""
     mcore = f"decoder.layers.{layer}.mlp.experts"
-    hidden, ffn, count = network.hidden_size, network.moe_ffn_hidden_size, network.num_moe_experts
+    hidden, ffn, count = model_config.hidden_size, model_config.moe_ffn_hidden_size, model_config.num_moe_experts
     assert count is not None and ffn is not None
     if packing.kind == "local":
         return [
@@ -226,32 +222,32 @@ def expert_ops(
     return ops
 
 
-def router_ops(network: Network, layer: int, hf: str, bias: str | None = None) -> list[WeightOp]:
+def router_ops(model_config: ModelConfig, layer: int, hf: str, bias: str | None = None) -> list[WeightOp]:
     """The router, and its load-balancing bias (a float32 buffer) if the family has one."""
     mcore = f"decoder.layers.{layer}.mlp.router"
-    assert network.num_moe_experts is not None
-    shape = (network.num_moe_experts, network.hidden_size)
+    assert model_config.num_moe_experts is not None
+    shape = (model_config.num_moe_experts, model_config.hidden_size)
     ops = [WeightOp(f"{mcore}.weight", (f"{hf}.weight",), (shape,), layer=layer)]
     if bias is not None:
         ops.append(WeightOp(f"{mcore}.expert_bias", (f"{hf}.{bias}",), (shape[:1],), layer=layer, buffer=True))
     return ops
 
 
-def dense_mlp_ops(network: Network, layer: int) -> list[WeightOp]:
+def dense_mlp_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
     """The norm before the MLP and a gated MLP, with Llama's HF names."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
     return [
-        mlp_norm_op(network, layer),
-        *gated_mlp_ops(f"{mcore}.mlp", f"{hf}.mlp", layer, network.hidden_size, network.ffn_hidden_size),
+        mlp_norm_op(model_config, layer),
+        *gated_mlp_ops(f"{mcore}.mlp", f"{hf}.mlp", layer, model_config.hidden_size, model_config.ffn_hidden_size),
     ]
 
 
-def mlp_norm_op(network: Network, layer: int, hf_name: str = "post_attention_layernorm") -> WeightOp:
+def mlp_norm_op(model_config: ModelConfig, layer: int, hf_name: str = "post_attention_layernorm") -> WeightOp:
     """The norm before the MLP."""
     mcore, hf = f"decoder.layers.{layer}.pre_mlp_layernorm.weight", f"model.layers.{layer}.{hf_name}.weight"
-    return norm_op(mcore, hf, network.hidden_size, layer)
+    return norm_op(mcore, hf, model_config.hidden_size, layer)
 
 
-def dense_layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+def dense_layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """A Llama-like decoder layer: attention, a norm, a gated MLP."""
-    return [*attention_ops(network, layer), *dense_mlp_ops(network, layer)]
+    return [*attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]

@@ -1,4 +1,4 @@
-"""Network -> Megatron's TransformerConfig, layer spec and GPTModel, without TransformerEngine or Apex.
+"""ModelConfig -> Megatron's TransformerConfig, layer spec and GPTModel, without TransformerEngine or Apex.
 
 Importing this imports Megatron, so on a machine that needs an adaptor `adaptors.apply("train")` must have run.
 """
@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from mindspeed_rl.models.layers import NoopLayer, SandwichNormLayer, WindowedAttention
 from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 from mindspeed_rl.models.names import fused_norm_prefixes, homogeneous
-from mindspeed_rl.models.network import Network, RopeScaling
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -44,11 +44,11 @@ _WITHOUT_FUSED_KERNELS = {
 }
 
 
-def transformer_config(network: Network, *, layout: Layout | None = None, **run: Any) -> TransformerConfig:
+def transformer_config(model_config: ModelConfig, *, layout: Layout | None = None, **run: Any) -> TransformerConfig:
     """Megatron's config of a network.
 
     Args:
-        network: the shape facts.
+        model_config: the shape facts.
         layout: where the layers go; sets the parallel sizes, the uneven pipeline of ``num_layer_list`` and the number
             of layers with no-op layers. Without it the parallel sizes come from ``run``.
         run: any field of TransformerConfig (parallel sizes, dtype, recomputation, dropout ...); wins over the network.
@@ -58,78 +58,82 @@ def transformer_config(network: Network, *, layout: Layout | None = None, **run:
     """
     settings: dict[str, Any] = {
         **_WITHOUT_FUSED_KERNELS,
-        "num_layers": network.num_layers,
-        "hidden_size": network.hidden_size,
-        "ffn_hidden_size": network.ffn_hidden_size,
-        "num_attention_heads": network.num_attention_heads,
-        "num_query_groups": network.num_query_groups,
-        "kv_channels": network.kv_channels,
-        "normalization": network.normalization,
-        "layernorm_epsilon": network.norm_epsilon,
-        "layernorm_zero_centered_gamma": network.layernorm_zero_centered_gamma,
+        "num_layers": model_config.num_layers,
+        "hidden_size": model_config.hidden_size,
+        "ffn_hidden_size": model_config.ffn_hidden_size,
+        "num_attention_heads": model_config.num_attention_heads,
+        "num_query_groups": model_config.num_query_groups,
+        "kv_channels": model_config.kv_channels,
+        "normalization": model_config.normalization,
+        "layernorm_epsilon": model_config.norm_epsilon,
+        "layernorm_zero_centered_gamma": model_config.layernorm_zero_centered_gamma,
         "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[network.activation],
+        "activation_func": ACTIVATIONS[model_config.activation],
         "add_bias_linear": False,
-        "add_qkv_bias": network.add_qkv_bias,
-        "qk_layernorm": network.qk_layernorm,
-        "rotary_interleaved": network.rotary_interleaved,
-        "softmax_scale": network.query_scale,
+        "add_qkv_bias": model_config.add_qkv_bias,
+        "qk_layernorm": model_config.qk_layernorm,
+        "rotary_interleaved": model_config.rotary_interleaved,
+        "softmax_scale": model_config.query_scale,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    if network.num_moe_experts:
-        settings |= _moe_settings(network, layout)
-    if network.multi_latent_attention:
-        settings |= _mla_settings(network)
+    if model_config.num_moe_experts:
+        settings |= _moe_settings(model_config, layout)
+    if model_config.multi_latent_attention:
+        settings |= _mla_settings(model_config)
     if layout is not None:
         settings |= _layout_settings(layout)
     settings |= run
-    config = (MLATransformerConfig if network.multi_latent_attention else TransformerConfig)(**settings)
-    if network.rope_scaling is not None and network.rope_scaling.type == "yarn" and not network.multi_latent_attention:
-        _set_yarn(config, network.rope_scaling)
+    config = (MLATransformerConfig if model_config.multi_latent_attention else TransformerConfig)(**settings)
+    if (
+        model_config.rope_scaling is not None
+        and model_config.rope_scaling.type == "yarn"
+        and not model_config.multi_latent_attention
+    ):
+        _set_yarn(config, model_config.rope_scaling)
     return config
 
 
-def _moe_settings(network: Network, layout: Layout | None) -> dict[str, Any]:
-    slots: list[int | None] = list(range(network.num_layers))
+def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> dict[str, Any]:
+    slots: list[int | None] = list(range(model_config.num_layers))
     if layout is not None:
         slots = layout.real_numbers()
     return {
-        "num_moe_experts": network.num_moe_experts,
-        "moe_ffn_hidden_size": network.moe_ffn_hidden_size,
+        "num_moe_experts": model_config.num_moe_experts,
+        "moe_ffn_hidden_size": model_config.moe_ffn_hidden_size,
         # an int keeps Megatron's distributed checkpoints in their usual form, with one key for all layers
         "moe_layer_freq": 1
-        if homogeneous(network) and None not in slots
-        else [int(layer is not None and network.is_moe_layer(layer)) for layer in slots],
-        "moe_router_topk": network.moe_router_topk,
-        "moe_router_pre_softmax": network.moe_router_pre_softmax,
-        "moe_router_score_function": network.moe_router_score_function,
-        "moe_router_enable_expert_bias": network.moe_router_enable_expert_bias,
-        "moe_router_num_groups": network.moe_router_num_groups,
-        "moe_router_group_topk": network.moe_router_group_topk,
-        "moe_router_topk_scaling_factor": network.moe_router_topk_scaling_factor,
+        if homogeneous(model_config) and None not in slots
+        else [int(layer is not None and model_config.is_moe_layer(layer)) for layer in slots],
+        "moe_router_topk": model_config.moe_router_topk,
+        "moe_router_pre_softmax": model_config.moe_router_pre_softmax,
+        "moe_router_score_function": model_config.moe_router_score_function,
+        "moe_router_enable_expert_bias": model_config.moe_router_enable_expert_bias,
+        "moe_router_num_groups": model_config.moe_router_num_groups,
+        "moe_router_group_topk": model_config.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model_config.moe_router_topk_scaling_factor,
         # a run that wants a balancing loss says so (engine/build.py)
         "moe_router_load_balancing_type": "none",
         # as transformers computes the router; in bfloat16 other experts could be chosen
         "moe_router_dtype": "fp32",
-        "moe_aux_loss_coeff": network.moe_aux_loss_coeff,
-        "moe_shared_expert_intermediate_size": network.moe_shared_expert_intermediate_size,
-        "moe_shared_expert_gate": network.moe_shared_expert_gate,
+        "moe_aux_loss_coeff": model_config.moe_aux_loss_coeff,
+        "moe_shared_expert_intermediate_size": model_config.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model_config.moe_shared_expert_gate,
         "moe_token_dispatcher_type": "alltoall",
     }
 
 
-def _mla_settings(network: Network) -> dict[str, Any]:
-    scaling = network.rope_scaling
+def _mla_settings(model_config: ModelConfig) -> dict[str, Any]:
+    scaling = model_config.rope_scaling
     yarn = scaling is not None and scaling.type == "yarn"
     settings: dict[str, Any] = {
-        "q_lora_rank": network.q_lora_rank,
-        "kv_lora_rank": network.kv_lora_rank,
-        "qk_head_dim": network.qk_head_dim,
-        "qk_pos_emb_head_dim": network.qk_pos_emb_head_dim,
-        "v_head_dim": network.v_head_dim,
+        "q_lora_rank": model_config.q_lora_rank,
+        "kv_lora_rank": model_config.kv_lora_rank,
+        "qk_head_dim": model_config.qk_head_dim,
+        "qk_pos_emb_head_dim": model_config.qk_pos_emb_head_dim,
+        "v_head_dim": model_config.v_head_dim,
         "qk_layernorm": True,
-        "rotary_base": network.rotary_base,
+        "rotary_base": model_config.rotary_base,
         # the rotary part of a head has dimensions of its own, all of which rotate
         "rotary_percent": 1.0,
         "rope_type": "yarn" if yarn else "rope",
@@ -200,7 +204,7 @@ def _set_yarn(config: TransformerConfig, scaling: RopeScaling) -> None:
 
 
 def layer_spec(
-    network: Network,
+    model_config: ModelConfig,
     config: TransformerConfig,
     *,
     norm: type[nn.Module],
@@ -220,24 +224,24 @@ def layer_spec(
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    numbers = list(range(network.num_layers)) if layout is None else layout.real_numbers()
+    numbers = list(range(model_config.num_layers)) if layout is None else layout.real_numbers()
     kinds: dict[tuple[bool, bool], ModuleSpec] = {}
     specs = []
     for layer in numbers[first : first + count]:
         if layer is None:
             specs.append(ModuleSpec(module=NoopLayer))
             continue
-        windowed = layer in network.sliding_window_layers
-        kind = (network.is_moe_layer(layer), windowed)
+        windowed = layer in model_config.sliding_window_layers
+        kind = (model_config.is_moe_layer(layer), windowed)
         if kind not in kinds:
-            kinds[kind] = _one_layer(network, config, norm, core_attention, *kind)
+            kinds[kind] = _one_layer(model_config, config, norm, core_attention, *kind)
         specs.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=cast(nn.Module, norm))
 
 
 def _one_layer(
-    network: Network,
+    model_config: ModelConfig,
     config: TransformerConfig,
     norm: type[nn.Module],
     core_attention: type[nn.Module],
@@ -246,10 +250,10 @@ def _one_layer(
 ) -> ModuleSpec:
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
-            num_experts=network.num_moe_experts if moe else None,
+            num_experts=model_config.num_moe_experts if moe else None,
             moe_grouped_gemm=config.moe_grouped_gemm if moe else False,
             qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=network.multi_latent_attention,
+            multi_latent_attention=model_config.multi_latent_attention,
         )
     )
     layer = spec.submodules
@@ -259,18 +263,21 @@ def _one_layer(
     assert isinstance(layer.self_attention, ModuleSpec)
     # of a class for each kind of attention, with fields of their own
     attention = cast(Any, layer.self_attention.submodules)
-    if network.multi_latent_attention:
+    if model_config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = norm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.core_attention = core_attention
-    if windowed or network.attn_logit_softcapping:
+    if windowed or model_config.attn_logit_softcapping:
         attention.core_attention = ModuleSpec(
             module=WindowedAttention,
-            params={"window": network.sliding_window if windowed else None, "softcap": network.attn_logit_softcapping},
+            params={
+                "window": model_config.sliding_window if windowed else None,
+                "softcap": model_config.attn_logit_softcapping,
+            },
         )
-    layer.sharded_state_dict_keys_map = fused_norm_prefixes(network, moe)
-    if network.post_norm:
+    layer.sharded_state_dict_keys_map = fused_norm_prefixes(model_config, moe)
+    if model_config.post_norm:
         spec.module = SandwichNormLayer
         spec.params = {"post_norm": norm}
     return spec
@@ -280,7 +287,7 @@ def _one_layer(
 
 
 def build_gpt_model(
-    network: Network,
+    model_config: ModelConfig,
     config: TransformerConfig,
     spec: TransformerBlockSubmodules,
     *,
@@ -293,46 +300,46 @@ def build_gpt_model(
     lm_class: type[GPTModel] = GPTModel,
     reward_class: type[GPTRewardModel] = GPTRewardModel,
 ) -> GPTModel:
-    """One model chunk, with random weights; logits, or scores [b, s, 1] when ``network.head`` is "reward".
+    """One model chunk, with random weights; logits, or scores [b, s, 1] when ``model_config.head`` is "reward".
 
     ``lm_class`` and ``reward_class`` may be subclasses that return something else from the same weights.
 
     Collective when an embedding is tied across pipeline stages. Multi-token-prediction layers are not built.
     """
-    scaling = network.rope_scaling
-    yarn = scaling is not None and scaling.type == "yarn" and not network.multi_latent_attention
-    reward = network.head == "reward"
+    scaling = model_config.rope_scaling
+    yarn = scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention
+    reward = model_config.head == "reward"
     model = (reward_class if reward else lm_class)(
         config,
         cast(ModuleSpec, spec),  # Megatron takes the specs of a block as well, but does not say so
-        vocab_size=network.padded_vocab_size,
-        max_sequence_length=max_sequence_length or network.max_position_embeddings,
+        vocab_size=model_config.padded_vocab_size,
+        max_sequence_length=max_sequence_length or model_config.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=parallel_output,
         # a score head has no rows in common with the vocabulary
-        share_embeddings_and_output_weights=not (network.untie_embeddings_and_output_weights or reward),
+        share_embeddings_and_output_weights=not (model_config.untie_embeddings_and_output_weights or reward),
         position_embedding_type="yarn" if yarn else "rope",
-        rotary_percent=network.rotary_percent,
-        rotary_base=cast(int, network.rotary_base),  # computed with as a float, whatever it is declared as
+        rotary_percent=model_config.rotary_percent,
+        rotary_base=cast(int, model_config.rotary_base),  # computed with as a float, whatever it is declared as
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
     if scaling is not None and scaling.type != "yarn":
-        _scale_frequencies(model, network)
-    if pre_process and network.embedding_scale is not None:
+        _scale_frequencies(model, model_config)
+    if pre_process and model_config.embedding_scale is not None:
         # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
-        model.embedding.word_embeddings.register_forward_hook(partial(_scale_output, factor=network.embedding_scale))
-    if post_process and network.final_logit_softcapping is not None and not reward:
-        model.output_layer.register_forward_hook(partial(_cap_logits, cap=network.final_logit_softcapping))
+        model.embedding.word_embeddings.register_forward_hook(partial(_scale_output, factor=model_config.embedding_scale))
+    if post_process and model_config.final_logit_softcapping is not None and not reward:
+        model.output_layer.register_forward_hook(partial(_cap_logits, cap=model_config.final_logit_softcapping))
     return model
 
 
-def _scale_frequencies(model: GPTModel, network: Network) -> None:
+def _scale_frequencies(model: GPTModel, model_config: ModelConfig) -> None:
     # Megatron's own rope scaling fixes every constant of Llama 3.1 but the factor, and has no linear scaling.
-    assert network.rope_scaling is not None
+    assert model_config.rope_scaling is not None
     embedding = model.rotary_pos_emb
-    scaled = scaled_frequencies(embedding.inv_freq.float().cpu(), network.rope_scaling)
+    scaled = scaled_frequencies(embedding.inv_freq.float().cpu(), model_config.rope_scaling)
     embedding.inv_freq = scaled.to(embedding.inv_freq.device)
 
 

@@ -16,9 +16,8 @@ from mindspeed_rl.models.architecture import (
     norm_op,
     router_ops,
 )
-from mindspeed_rl.models.moe import read_num_experts
-from mindspeed_rl.models.network import (
-    Network,
+from mindspeed_rl.models.model_config import (
+    ModelConfig,
     read_common,
     read_flag,
     read_number,
@@ -26,11 +25,12 @@ from mindspeed_rl.models.network import (
     read_size,
     require_activation,
 )
+from mindspeed_rl.models.moe import read_num_experts
 from mindspeed_rl.models.weights import ROWS, Split, WeightOp
 
 
 def read_deepseek(hf_config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The Network fields that V2 and V3 spell the same way."""
+    """The ModelConfig fields that V2 and V3 spell the same way."""
     require_activation(hf_config)
     if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; DeepSeek is converted without it")
@@ -61,14 +61,14 @@ def read_deepseek(hf_config: Mapping[str, Any], architecture: str) -> dict[str, 
     }
 
 
-def latent_attention_ops(network: Network, layer: int) -> list[WeightOp]:
+def latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
     """Multi-head latent attention: low-rank query (optional) and key/value, as Megatron's MLASelfAttention names them."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
     attention, hf_attention = f"{mcore}.self_attention", f"{hf}.self_attn"
-    hidden, heads = network.hidden_size, network.num_attention_heads
-    rope, kv_rank, q_rank = network.qk_pos_emb_head_dim, network.kv_lora_rank, network.q_lora_rank
-    assert network.qk_head_dim and network.v_head_dim and rope and kv_rank
-    query, key_value = network.qk_head_dim + rope, network.qk_head_dim + network.v_head_dim
+    hidden, heads = model_config.hidden_size, model_config.num_attention_heads
+    rope, kv_rank, q_rank = model_config.qk_pos_emb_head_dim, model_config.kv_lora_rank, model_config.q_lora_rank
+    assert model_config.qk_head_dim and model_config.v_head_dim and rope and kv_rank
+    query, key_value = model_config.qk_head_dim + rope, model_config.qk_head_dim + model_config.v_head_dim
 
     def linear(name: str, hf_name: str, rows: int, columns: int, unit: int = 1) -> WeightOp:
         # the down projections too: Megatron's local spec makes them column parallel and gathers their output
@@ -90,32 +90,36 @@ def latent_attention_ops(network: Network, layer: int) -> list[WeightOp]:
         linear("linear_kv_down_proj", "kv_a_proj_with_mqa", kv_rank + rope, hidden),
         norm_op(f"{attention}.kv_layernorm.weight", f"{hf_attention}.kv_a_layernorm.weight", kv_rank, layer),
         linear("linear_kv_up_proj", "kv_b_proj", heads * key_value, kv_rank, key_value),
-        attention_output_op(network, layer, heads * network.v_head_dim),
+        attention_output_op(model_config, layer, heads * model_config.v_head_dim),
     ]
 
 
-def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """A DeepSeek decoder layer: dense in the first few, experts and shared experts after."""
-    if not network.is_moe_layer(layer):
-        return [*latent_attention_ops(network, layer), *dense_mlp_ops(network, layer)]
+    if not model_config.is_moe_layer(layer):
+        return [*latent_attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]
     mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    bias = "e_score_correction_bias" if network.moe_router_enable_expert_bias else None
-    ops = [*latent_attention_ops(network, layer), mlp_norm_op(network, layer), *router_ops(network, layer, f"{hf}.gate", bias)]
-    ops += expert_ops(network, layer, f"{hf}.experts", packing)
-    if size := network.moe_shared_expert_intermediate_size:
-        ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_experts", layer, network.hidden_size, size)
+    bias = "e_score_correction_bias" if model_config.moe_router_enable_expert_bias else None
+    ops = [
+        *latent_attention_ops(model_config, layer),
+        mlp_norm_op(model_config, layer),
+        *router_ops(model_config, layer, f"{hf}.gate", bias),
+    ]
+    ops += expert_ops(model_config, layer, f"{hf}.experts", packing)
+    if size := model_config.moe_shared_expert_intermediate_size:
+        ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_experts", layer, model_config.hidden_size, size)
     return ops
 
 
-def prediction_layer_ops(network: Network, number: int, packing: ExpertPacking) -> list[WeightOp]:
+def prediction_layer_ops(model_config: ModelConfig, number: int, packing: ExpertPacking) -> list[WeightOp]:
     """A multi-token-prediction layer: HF stores it as one more decoder layer, Megatron under ``mtp.layers``.
 
     HF repeats the embedding and the head in it; Megatron shares them with the model.
     """
-    hf_layer = network.num_layers + number
-    hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{number}", network.hidden_size
+    hf_layer = model_config.num_layers + number
+    hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{number}", model_config.hidden_size
     # for `layer_ops` it is one more decoder layer, with experts
-    whole = replace(network, num_layers=hf_layer + 1, moe_layers=(*network.moe_layers, hf_layer))
+    whole = replace(model_config, num_layers=hf_layer + 1, moe_layers=(*model_config.moe_layers, hf_layer))
     decoder, inner = f"decoder.layers.{hf_layer}.", f"{mcore}.transformer_layer."
     projection = (f"{hf}.eh_proj.weight",)
     ops = [
@@ -128,11 +132,11 @@ def prediction_layer_ops(network: Network, number: int, packing: ExpertPacking) 
     return [replace(op, place="mtp") for op in ops]
 
 
-def prediction_copies(network: Network) -> dict[str, str]:
+def prediction_copies(model_config: ModelConfig) -> dict[str, str]:
     """HF tensors of the prediction layers that repeat another one: copy -> owner."""
-    head = "lm_head.weight" if network.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
+    head = "lm_head.weight" if model_config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
     copies = {}
-    for number in range(network.mtp_num_layers):
-        hf = f"model.layers.{network.num_layers + number}"
+    for number in range(model_config.mtp_num_layers):
+        hf = f"model.layers.{model_config.num_layers + number}"
         copies |= {f"{hf}.embed_tokens.weight": "model.embed_tokens.weight", f"{hf}.shared_head.head.weight": head}
     return copies

@@ -7,10 +7,10 @@ from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import layer_ops, read_deepseek
-from mindspeed_rl.models.network import Network, read_flag
+from mindspeed_rl.models.model_config import ModelConfig, read_flag
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a DeepSeek-V2 config.json.
 
     Raises:
@@ -20,7 +20,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     method = hf_config.get("topk_method", "greedy")
     if method != "greedy":
         raise ValueError(f"config.json has topk_method {method!r}; DeepSeek-V2 is supported with 'greedy' (V2-Lite)")
-    return Network(**fields, moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"))
+    return ModelConfig(**fields, moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"))
 
 
 DEEPSEEK_V2 = Architecture(
@@ -28,6 +28,6 @@ DEEPSEEK_V2 = Architecture(
     hf_classes=("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification"),
     model_types=("deepseek_v2",),
     upstream_names=("deepseek2", "deepseek2-lite"),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=layer_ops,
 )

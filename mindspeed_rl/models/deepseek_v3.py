@@ -7,11 +7,11 @@ from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import layer_ops, prediction_copies, prediction_layer_ops, read_deepseek
-from mindspeed_rl.models.network import Network, read_flag, read_size
+from mindspeed_rl.models.model_config import ModelConfig, read_flag, read_size
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
-    """Shape facts of a DeepSeek-V3 config.json; prediction layers are left out (see ``Network.mtp_num_layers``).
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """Shape facts of a DeepSeek-V3 config.json; prediction layers are left out (see ``ModelConfig.mtp_num_layers``).
 
     Raises:
         ValueError: routing that Megatron computes differently.
@@ -29,7 +29,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
                 "Megatron scores groups differently otherwise"
             )
         limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-    return Network(**fields, **limits, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    return ModelConfig(**fields, **limits, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 
 
 DEEPSEEK_V3 = Architecture(
@@ -37,7 +37,7 @@ DEEPSEEK_V3 = Architecture(
     hf_classes=("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification"),
     model_types=("deepseek_v3",),
     upstream_names=("deepseek3",),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=layer_ops,
     read_mtp_ops=prediction_layer_ops,
     read_copies=prediction_copies,

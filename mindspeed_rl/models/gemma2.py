@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, gated_mlp_ops, mlp_norm_op, norm_op
-from mindspeed_rl.models.network import (
-    Network,
+from mindspeed_rl.models.model_config import (
+    ModelConfig,
     read_common,
     read_flag,
     read_layer_types,
@@ -19,7 +19,7 @@ from mindspeed_rl.models.network import (
 from mindspeed_rl.models.weights import WeightOp
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a Gemma 2 config.json."""
     require_activation(hf_config, ("gelu_pytorch_tanh",))
     if read_flag(hf_config, "attention_bias"):
@@ -29,7 +29,7 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     layers = range(common["num_layers"])
     windowed = [kinds[i] == "sliding_attention" for i in layers] if kinds else [i % 2 == 0 for i in layers]
     window = read_optional_size(hf_config, "sliding_window")
-    return Network(
+    return ModelConfig(
         **common,
         activation="gelu_tanh",
         layernorm_zero_centered_gamma=True,
@@ -43,14 +43,14 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     )
 
 
-def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """A Gemma 2 layer: four norms."""
-    mcore, hf, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", network.hidden_size
+    mcore, hf, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", model_config.hidden_size
     return [
-        *attention_ops(network, layer),
+        *attention_ops(model_config, layer),
         norm_op(f"{mcore}.post_attn_norm.weight", f"{hf}.post_attention_layernorm.weight", hidden, layer),
-        mlp_norm_op(network, layer, "pre_feedforward_layernorm"),
-        *gated_mlp_ops(f"{mcore}.mlp", f"{hf}.mlp", layer, hidden, network.ffn_hidden_size),
+        mlp_norm_op(model_config, layer, "pre_feedforward_layernorm"),
+        *gated_mlp_ops(f"{mcore}.mlp", f"{hf}.mlp", layer, hidden, model_config.ffn_hidden_size),
         norm_op(f"{mcore}.post_mlp_layernorm.weight", f"{hf}.post_feedforward_layernorm.weight", hidden, layer),
     ]
 
@@ -60,6 +60,6 @@ GEMMA2 = Architecture(
     hf_classes=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
     model_types=("gemma2",),
     upstream_names=("gemma2",),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=layer_ops,
 )

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, mlp_norm_op, norm_op
-from mindspeed_rl.models.network import Network, read_common, read_flag, require_activation
+from mindspeed_rl.models.model_config import ModelConfig, read_common, read_flag, require_activation
 from mindspeed_rl.models.weights import COLUMNS, Split, WeightOp
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a GLM-4 config.json (``glm4``, and ``glm`` with two norms a layer)."""
     require_activation(hf_config)
     common = read_common({"head_dim": 128, "partial_rotary_factor": 0.5, **hf_config}, "glm4")
-    return Network(
+    return ModelConfig(
         **common,
         add_qkv_bias=read_flag(hf_config, "attention_bias"),
         rotary_interleaved=True,
@@ -22,9 +22,14 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     )
 
 
-def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """A GLM-4 layer; HF's gate_up_proj is [gate; up] already, and each half is divided over ranks."""
-    mcore, hf, hidden, ffn = f"decoder.layers.{layer}", f"model.layers.{layer}", network.hidden_size, network.ffn_hidden_size
+    mcore, hf, hidden, ffn = (
+        f"decoder.layers.{layer}",
+        f"model.layers.{layer}",
+        model_config.hidden_size,
+        model_config.ffn_hidden_size,
+    )
     fc1 = WeightOp(
         f"{mcore}.mlp.linear_fc1.weight",
         (f"{hf}.mlp.gate_up_proj.weight",),
@@ -34,8 +39,8 @@ def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[Weig
     )
     fc2_name = (f"{hf}.mlp.down_proj.weight",)
     fc2 = WeightOp(f"{mcore}.mlp.linear_fc2.weight", fc2_name, ((hidden, ffn),), splits=(COLUMNS,), layer=layer)
-    ops = [*attention_ops(network, layer), mlp_norm_op(network, layer), fc1, fc2]
-    if network.post_norm:
+    ops = [*attention_ops(model_config, layer), mlp_norm_op(model_config, layer), fc1, fc2]
+    if model_config.post_norm:
         ops += [
             norm_op(f"{mcore}.post_attn_norm.weight", f"{hf}.post_self_attn_layernorm.weight", hidden, layer),
             norm_op(f"{mcore}.post_mlp_layernorm.weight", f"{hf}.post_mlp_layernorm.weight", hidden, layer),
@@ -48,6 +53,6 @@ GLM4 = Architecture(
     hf_classes=("Glm4ForCausalLM", "Glm4ForSequenceClassification", "GlmForCausalLM", "GlmForSequenceClassification"),
     model_types=("glm4", "glm"),
     upstream_names=("glm4",),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=layer_ops,
 )

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 
 #: tokens of one KV block on the CPU; a sequence takes whole blocks
 _CPU_BLOCK_TOKENS = 128
 _MOST_DERIVED_BYTES = 8 << 30
 
 
-def kv_bytes_per_token(network: Network, itemsize: int, tensor: int = 1) -> int:
+def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1) -> int:
     """Bytes a token on one of `tensor` ranks: whole heads, at least one; latent attention caches one head, on every rank.
 
     Args:
         itemsize: bytes of a cached value.
     """
-    if network.multi_latent_attention:
-        assert network.kv_lora_rank is not None and network.qk_pos_emb_head_dim is not None
-        return network.num_layers * (network.kv_lora_rank + network.qk_pos_emb_head_dim) * itemsize
-    heads = -(-network.num_query_groups // tensor)
-    return 2 * network.num_layers * heads * network.kv_channels * itemsize
+    if model_config.multi_latent_attention:
+        assert model_config.kv_lora_rank is not None and model_config.qk_pos_emb_head_dim is not None
+        return model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim) * itemsize
+    heads = -(-model_config.num_query_groups // tensor)
+    return 2 * model_config.num_layers * heads * model_config.kv_channels * itemsize
 
 
 def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.network import Network, read_common, read_optional_size, require_activation
+from mindspeed_rl.models.model_config import ModelConfig, read_common, read_optional_size, require_activation
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a Mistral config.json."""
     require_activation(hf_config)
     common = read_common(hf_config, "mistral")
     window = read_optional_size(hf_config, "sliding_window")
     layers = tuple(range(common["num_layers"])) if window else ()
-    return Network(**common, sliding_window=window, sliding_window_layers=layers)
+    return ModelConfig(**common, sliding_window=window, sliding_window_layers=layers)
 
 
 MISTRAL = Architecture(
@@ -23,7 +23,7 @@ MISTRAL = Architecture(
     hf_classes=("MistralForCausalLM", "MistralForSequenceClassification"),
     model_types=("mistral",),
     upstream_names=("llama2", "mistral", "magistral"),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=dense_layer_ops,
     legacy=True,
 )

@@ -14,18 +14,18 @@ from mindspeed_rl.models.architecture import (
     mlp_norm_op,
     router_ops,
 )
+from mindspeed_rl.models.model_config import ModelConfig, read_common, read_optional_size, read_size, require_activation
 from mindspeed_rl.models.moe import read_num_experts
-from mindspeed_rl.models.network import Network, read_common, read_optional_size, read_size, require_activation
 from mindspeed_rl.models.weights import WeightOp
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a Mixtral config.json; every layer has experts, the softmax is over the chosen ones."""
     require_activation(hf_config)
     common = read_common(hf_config, "mixtral")
     window = read_optional_size(hf_config, "sliding_window")
     every_layer = tuple(range(common["num_layers"]))
-    return Network(
+    return ModelConfig(
         **common,
         sliding_window=window,
         sliding_window_layers=every_layer if window else (),
@@ -36,14 +36,14 @@ def read_network(hf_config: Mapping[str, Any]) -> Network:
     )
 
 
-def layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """A Mixtral layer: HF calls gate, down and up w1, w2 and w3."""
     hf = f"model.layers.{layer}.block_sparse_moe"
     return [
-        *attention_ops(network, layer),
-        mlp_norm_op(network, layer),
-        *router_ops(network, layer, f"{hf}.gate"),
-        *expert_ops(network, layer, f"{hf}.experts", packing, names=("w1", "w3", "w2")),
+        *attention_ops(model_config, layer),
+        mlp_norm_op(model_config, layer),
+        *router_ops(model_config, layer, f"{hf}.gate"),
+        *expert_ops(model_config, layer, f"{hf}.experts", packing, names=("w1", "w3", "w2")),
     ]
 
 
@@ -52,7 +52,7 @@ MIXTRAL = Architecture(
     hf_classes=("MixtralForCausalLM", "MixtralForSequenceClassification"),
     model_types=("mixtral",),
     upstream_names=("mixtral",),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=layer_ops,
     expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
 )

@@ -14,7 +14,7 @@ from mindspeed_rl.models.architecture import (
     mlp_norm_op,
     router_ops,
 )
-from mindspeed_rl.models.network import Network, read_size, read_sizes
+from mindspeed_rl.models.model_config import ModelConfig, read_size, read_sizes
 from mindspeed_rl.models.weights import WeightOp
 
 #: No layer has as many; a larger number in config.json is a mistake that would take hours to go through.
@@ -36,17 +36,21 @@ def read_num_experts(hf_config: Mapping[str, Any]) -> int:
     raise ValueError("config.json has none of num_experts, num_local_experts, n_routed_experts; a MoE checkpoint needs one")
 
 
-def qwen_moe_layer_ops(network: Network, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+def qwen_moe_layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
     """A Qwen MoE decoder layer: routed experts, and Qwen2-MoE's shared expert with its gate."""
-    if not network.is_moe_layer(layer):
-        return [*attention_ops(network, layer), *dense_mlp_ops(network, layer)]
+    if not model_config.is_moe_layer(layer):
+        return [*attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]
     mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    ops = [*attention_ops(network, layer), mlp_norm_op(network, layer), *router_ops(network, layer, f"{hf}.gate")]
-    ops += expert_ops(network, layer, f"{hf}.experts", packing)
-    if network.moe_shared_expert_intermediate_size:
-        size = network.moe_shared_expert_intermediate_size
-        ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_expert", layer, network.hidden_size, size)
-    if network.moe_shared_expert_gate:
+    ops = [
+        *attention_ops(model_config, layer),
+        mlp_norm_op(model_config, layer),
+        *router_ops(model_config, layer, f"{hf}.gate"),
+    ]
+    ops += expert_ops(model_config, layer, f"{hf}.experts", packing)
+    if model_config.moe_shared_expert_intermediate_size:
+        size = model_config.moe_shared_expert_intermediate_size
+        ops += gated_mlp_ops(f"{mcore}.shared_experts", f"{hf}.shared_expert", layer, model_config.hidden_size, size)
+    if model_config.moe_shared_expert_gate:
         gate = (f"{hf}.shared_expert_gate.weight",)
-        ops.append(WeightOp(f"{mcore}.shared_experts.gate_weight", gate, ((1, network.hidden_size),), layer=layer))
+        ops.append(WeightOp(f"{mcore}.shared_experts.gate_weight", gate, ((1, model_config.hidden_size),), layer=layer))
     return ops

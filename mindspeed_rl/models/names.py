@@ -6,21 +6,21 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.weights import REPLICATED, Concat, WeightOp
 
 _LAYER = re.compile(r"^((?:decoder\.layers|mtp\.layers)\.\d+\.(?:transformer_layer\.)?)(.+)$")
 
 
-def fused_norm_prefixes(network: Network, moe: bool) -> dict[str, str]:
+def fused_norm_prefixes(model_config: ModelConfig, moe: bool) -> dict[str, str]:
     """Norms that TransformerEngine fuses into the linear layer after them: prefix inside a layer -> TE's prefix.
 
     ``torch_dist`` checkpoints use TE's names whichever implementation wrote them.
     """
     prefixes: dict[str, str] = {}
-    if network.multi_latent_attention:
+    if model_config.multi_latent_attention:
         prefixes["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
-        if network.q_lora_rank is not None:
+        if model_config.q_lora_rank is not None:
             prefixes["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
     else:
         prefixes["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
@@ -29,15 +29,15 @@ def fused_norm_prefixes(network: Network, moe: bool) -> dict[str, str]:
     return prefixes
 
 
-def transformer_engine_name(network: Network, op: WeightOp, name: str) -> str:
+def transformer_engine_name(model_config: ModelConfig, op: WeightOp, name: str) -> str:
     """What a model built with TransformerEngine calls a parameter; ``name`` is its name in the local implementation."""
     match = _LAYER.match(name)
     if match is None:
         return name
     # the only prediction layers there are, DeepSeek's, hold experts
-    moe = op.place == "mtp" or (op.layer is not None and network.is_moe_layer(op.layer))
+    moe = op.place == "mtp" or (op.layer is not None and model_config.is_moe_layer(op.layer))
     prefix, inner = match.groups()
-    for local, fused in fused_norm_prefixes(network, moe).items():
+    for local, fused in fused_norm_prefixes(model_config, moe).items():
         if inner.startswith(local):
             return prefix + fused + inner.removeprefix(local)
     # its grouped experts number their weights instead of having a module each
@@ -54,9 +54,9 @@ _READ_ALIASES = (
 )
 
 
-def names_to_try(network: Network, op: WeightOp, name: str) -> list[str]:
+def names_to_try(model_config: ModelConfig, op: WeightOp, name: str) -> list[str]:
     """Every name under which a Megatron or MindSpeed checkpoint may hold a parameter, the usual one first."""
-    names = [name, transformer_engine_name(network, op, name)]
+    names = [name, transformer_engine_name(model_config, op, name)]
     for ours, theirs in _READ_ALIASES:
         if ours in name:
             names.append(name.replace(ours, theirs))
@@ -66,9 +66,9 @@ def names_to_try(network: Network, op: WeightOp, name: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def with_mindspeed_mla(network: Network, ops: Iterable[WeightOp]) -> list[WeightOp]:
+def with_mindspeed_mla(model_config: ModelConfig, ops: Iterable[WeightOp]) -> list[WeightOp]:
     """The table for MindSpeed's own latent attention: one replicated ``linear_qkv`` = [query (down); kv down]."""
-    first = "linear_q_proj" if network.q_lora_rank is None else "linear_q_down_proj"
+    first = "linear_q_proj" if model_config.q_lora_rank is None else "linear_q_down_proj"
     result: list[WeightOp] = []
     for op in ops:
         prefix, found, _ = op.mcore.rpartition(f".{first}.weight")
@@ -140,7 +140,7 @@ def legacy_keys_to_try(op: WeightOp, local_name: str) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(variants))
 
 
-def distributed_name(network: Network, op: WeightOp) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def distributed_name(model_config: ModelConfig, op: WeightOp) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Where ``torch_dist`` keeps a parameter: its key, its place along leading axes, and the lengths of those axes.
 
     Layers of one kind share a key with a leading layer axis; where dense and MoE layers mix, every layer has its own key.
@@ -151,24 +151,24 @@ def distributed_name(network: Network, op: WeightOp) -> tuple[str, tuple[int, ..
         match = re.match(r"^decoder\.layers\.(\d+)\.(.+)$", name)
         assert match is not None and op.layer is not None
         inner = match[2]
-        for local, fused in fused_norm_prefixes(network, network.is_moe_layer(op.layer)).items():
+        for local, fused in fused_norm_prefixes(model_config, model_config.is_moe_layer(op.layer)).items():
             if inner.startswith(local):
                 inner = fused + inner.removeprefix(local)
-        if homogeneous(network):
+        if homogeneous(model_config):
             name = f"decoder.layers.{inner}"
             index.append(op.layer)
-            sizes.append(network.num_layers)
+            sizes.append(model_config.num_layers)
         else:
             name = f"decoder.layers.{op.layer}.{inner}"
     if op.experts:
-        assert len(op.experts) == 1 and network.num_moe_experts is not None, "torch_dist holds experts one by one"
+        assert len(op.experts) == 1 and model_config.num_moe_experts is not None, "torch_dist holds experts one by one"
         # as Megatron's SequentialMLP names all experts at once, which lie along the leading axis
         name = re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.experts.", name)
         index.append(op.experts[0])
-        sizes.append(network.num_moe_experts)
+        sizes.append(model_config.num_moe_experts)
     return name, tuple(index), tuple(sizes)
 
 
-def homogeneous(network: Network) -> bool:
+def homogeneous(model_config: ModelConfig) -> bool:
     """Whether all decoder layers have the same parameters."""
-    return len(network.moe_layers) in (0, network.num_layers)
+    return len(model_config.moe_layers) in (0, model_config.num_layers)

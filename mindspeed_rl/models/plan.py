@@ -12,8 +12,8 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout, layer_list, noop_layers
-from mindspeed_rl.models.network import Network, read_quantization_block
-from mindspeed_rl.models.network_keys import check_network_keys
+from mindspeed_rl.models.model_config import ModelConfig, read_quantization_block
+from mindspeed_rl.models.model_keys import check_model_keys
 
 #: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); what is left needs TransformerEngine
 LAST_WITH_GROUPED_EXPERTS = (0, 16)
@@ -24,20 +24,20 @@ class ModelPlan:
     """What is to be built, before anything is.
 
     Attributes:
-        architecture, network: from the HF config.json, checked against the run file's network keys.
+        architecture, model_config: from the HF config.json, checked against the run file's network keys.
         layout: how the model is cut.
         hf_config: the config.json.
     """
 
     architecture: Architecture
-    network: Network
+    model_config: ModelConfig
     layout: Layout
     hf_config: dict[str, Any]
 
     def routed_layers(self, pp_rank: int) -> list[list[int]]:
         """Numbers, from 0, of the layers with experts in each model chunk of a pipeline stage."""
         chunks = [self.layout.chunk_layers(pp_rank, stage) for stage in range(self.layout.vpp)]
-        return [[layer for layer in chunk if layer is not None and self.network.is_moe_layer(layer)] for chunk in chunks]
+        return [[layer for layer in chunk if layer is not None and self.model_config.is_moe_layer(layer)] for chunk in chunks]
 
 
 def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["lm", "reward"] = "lm") -> ModelPlan:
@@ -47,43 +47,45 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
         ValueError: there is no config.json, a network key of the run file contradicts it, the layout does not fit, or the
             installed megatron-core has not what the keys ask for.
     """
-    architecture, network, hf_config = read_model(hf_folder)
-    _check_grouped_experts(config, network)
-    network = network.with_head(head)
-    check_network_keys(config, network, Path(hf_folder, "config.json"))
-    return placed(config, architecture, network, hf_config)
+    architecture, model_config, hf_config = read_model(hf_folder)
+    _check_grouped_experts(config, model_config)
+    model_config = model_config.with_head(head)
+    check_model_keys(config, model_config, Path(hf_folder, "config.json"))
+    return placed(config, architecture, model_config, hf_config)
 
 
-def placed(config: MegatronConfig, architecture: Architecture, network: Network, hf_config: dict[str, Any]) -> ModelPlan:
+def placed(
+    config: MegatronConfig, architecture: Architecture, model_config: ModelConfig, hf_config: dict[str, Any]
+) -> ModelPlan:
     """The plan of a network whose shape is known.
 
     Raises:
         ValueError: the layout does not fit it.
     """
     # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
-    network = network.padded(1, config.tensor_model_parallel_size)
+    model_config = model_config.padded(1, config.tensor_model_parallel_size)
     if config.padded_vocab_size is not None:
-        if config.padded_vocab_size < network.vocab_size:
+        if config.padded_vocab_size < model_config.vocab_size:
             raise ValueError(
-                f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {network.vocab_size}."
+                f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {model_config.vocab_size}."
             )
         # to a multiple of this size, which is the size itself, as it is no less than vocab_size
-        network = network.padded(config.padded_vocab_size, 1)
+        model_config = model_config.padded(config.padded_vocab_size, 1)
     layout = Layout(
-        num_layers=network.num_layers,
+        num_layers=model_config.num_layers,
         tp=config.tensor_model_parallel_size,
         pp=config.pipeline_model_parallel_size,
-        vpp=num_stage_chunks(config, network.num_layers),
+        vpp=num_stage_chunks(config, model_config.num_layers),
         ep=expert_sizes(config)[0],
         etp=expert_sizes(config)[1],
         num_layer_list=layer_list(config),
         noop_layers=noop_layers(config),
-        num_experts=network.num_moe_experts or 0,
+        num_experts=model_config.num_moe_experts or 0,
     )
-    return ModelPlan(architecture, network, layout, hf_config)
+    return ModelPlan(architecture, model_config, layout, hf_config)
 
 
-def read_model(hf_folder: str | Path) -> tuple[Architecture, Network, dict[str, Any]]:
+def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
     """Return what a Hugging Face folder says of its model: architecture, shape, and the config.json itself.
 
     Raises:
@@ -97,12 +99,12 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, Network, dict[str, 
     hf_config = json.loads(path.read_text())
     read_quantization_block(hf_config)  # raises for weights that cannot be read
     architecture = architecture_for(hf_config)
-    return architecture, architecture.network(hf_config), hf_config
+    return architecture, architecture.read_model_config(hf_config), hf_config
 
 
-def _check_grouped_experts(config: MegatronConfig, network: Network) -> None:
+def _check_grouped_experts(config: MegatronConfig, model_config: ModelConfig) -> None:
     """Raises ValueError for grouped experts where the installed megatron-core would silently build single ones."""
-    if not (config.moe_grouped_gemm and network.num_moe_experts):
+    if not (config.moe_grouped_gemm and model_config.num_moe_experts):
         return
     try:
         release = importlib.metadata.version("megatron-core")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.network import (
-    Network,
+from mindspeed_rl.models.model_config import (
+    ModelConfig,
     read_common,
     read_flag,
     read_layer_types,
@@ -29,11 +29,11 @@ def read_sliding_window(hf_config: Mapping[str, Any], num_layers: int) -> dict[s
     return {"sliding_window": read_optional_size(hf_config, "sliding_window"), "sliding_window_layers": layers}
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a Qwen2 config.json."""
     require_activation(hf_config)
     common = read_common(hf_config, "qwen2")
-    return Network(**common, add_qkv_bias=True, **read_sliding_window(hf_config, common["num_layers"]))
+    return ModelConfig(**common, add_qkv_bias=True, **read_sliding_window(hf_config, common["num_layers"]))
 
 
 QWEN2 = Architecture(
@@ -41,7 +41,7 @@ QWEN2 = Architecture(
     hf_classes=("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
     model_types=("qwen2",),
     upstream_names=("llama2", "qwen25"),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=dense_layer_ops,
     legacy=True,
 )

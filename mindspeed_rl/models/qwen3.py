@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.network import Network, read_common, read_flag, require_activation
+from mindspeed_rl.models.model_config import ModelConfig, read_common, read_flag, require_activation
 from mindspeed_rl.models.qwen2 import read_sliding_window
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a Qwen3 config.json."""
     require_activation(hf_config)
     common = read_common({"head_dim": 128, **hf_config}, "qwen3")
-    return Network(
+    return ModelConfig(
         **common,
         qk_layernorm=True,
         add_qkv_bias=read_flag(hf_config, "attention_bias"),
@@ -27,6 +27,6 @@ QWEN3 = Architecture(
     hf_classes=("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
     model_types=("qwen3",),
     upstream_names=("qwen3",),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=dense_layer_ops,
 )

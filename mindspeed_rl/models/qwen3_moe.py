@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.model_config import ModelConfig, read_common, read_flag, read_size, require_activation
 from mindspeed_rl.models.moe import qwen_moe_layer_ops, read_num_experts, read_sparse_layers
-from mindspeed_rl.models.network import Network, read_common, read_flag, read_size, require_activation
 from mindspeed_rl.models.qwen2 import read_sliding_window
 
 
-def read_network(hf_config: Mapping[str, Any]) -> Network:
+def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """Shape facts of a Qwen3-MoE config.json."""
     require_activation(hf_config)
     common = read_common(hf_config, "qwen3_moe")
-    return Network(
+    return ModelConfig(
         **common,
         **read_sliding_window(hf_config, common["num_layers"]),
         qk_layernorm=True,
@@ -33,6 +33,6 @@ QWEN3_MOE = Architecture(
     hf_classes=("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"),
     model_types=("qwen3_moe",),
     upstream_names=("qwen3-moe",),
-    read_network=read_network,
+    read_model_config=read_model_config,
     read_layer_ops=qwen_moe_layer_ops,
 )

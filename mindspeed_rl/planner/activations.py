@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 
 #: the busiest expert rank gets so many times the tokens of an even split: in one layer, and over the layers of a stage
@@ -30,40 +30,40 @@ class LayerBytes:
     input: float
 
 
-def layer_bytes(config: MegatronConfig, network: Network, tokens: float, *, has_experts: bool) -> LayerBytes:
+def layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, has_experts: bool) -> LayerBytes:
     """Bytes of a layer for this many tokens of a replica."""
     tp, itemsize = config.tensor_model_parallel_size, 2 if config.bf16 else 4
     tokens /= config.context_parallel_size
     across = tp if config.sequence_parallel and tp > 1 else 1
-    hidden = network.hidden_size / across
-    heads, width = network.num_attention_heads, network.kv_channels
-    if network.multi_latent_attention:
-        values = heads * (network.v_head_dim or width)
-        ranks = (network.q_lora_rank or 0) + (network.kv_lora_rank or 0)
+    hidden = model_config.hidden_size / across
+    heads, width = model_config.num_attention_heads, model_config.kv_channels
+    if model_config.multi_latent_attention:
+        values = heads * (model_config.v_head_dim or width)
+        ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
         attention = (2 * heads * width + 2 * values) / tp + 2 * ranks
     else:
-        attention = (2 * heads + 2 * network.num_query_groups) * width / tp
-    if network.qk_layernorm and not network.multi_latent_attention:
-        attention += (heads + network.num_query_groups) * width / tp
+        attention = (2 * heads + 2 * model_config.num_query_groups) * width / tp
+    if model_config.qk_layernorm and not model_config.multi_latent_attention:
+        attention += (heads + model_config.num_query_groups) * width / tp
     recomputed = set(config.recompute_modules or ["core_attn"]) if config.recompute_granularity == "selective" else set()
     statistics = heads / tp * 64 / itemsize  # the running maximum and sum of fused attention, eight float32 each
     widths = 2 if config.recompute_activation_function or recomputed & {"moe_act", "mlp"} else 3
-    mlp = 2 * hidden + (0 if "mlp" in recomputed else widths * network.ffn_hidden_size / tp)
+    mlp = 2 * hidden + (0 if "mlp" in recomputed else widths * model_config.ffn_hidden_size / tp)
     if has_experts:
-        mlp = 2 * hidden + _experts(config, network, across, widths + 1 if "moe" not in recomputed else 0)
-        mlp += widths * (network.moe_shared_expert_intermediate_size or 0) / tp
+        mlp = 2 * hidden + _experts(config, model_config, across, widths + 1 if "moe" not in recomputed else 0)
+        mlp += widths * (model_config.moe_shared_expert_intermediate_size or 0) / tp
     kept = 2 * hidden + attention + statistics + mlp
     if "core_attn" in recomputed:
         kept -= heads * width / tp  # its output is computed again
     return LayerBytes(kept * tokens * itemsize, hidden * tokens * itemsize)
 
 
-def _experts(config: MegatronConfig, network: Network, across: int, widths: int) -> float:
+def _experts(config: MegatronConfig, model_config: ModelConfig, across: int, widths: int) -> float:
     """Elements for each token of the replica that an expert rank keeps, where it gets its share of them."""
     _, inner = config.expert_sizes
-    received = network.moe_router_topk * inner / across
-    assert network.moe_ffn_hidden_size is not None
-    return received * (network.hidden_size + widths * network.moe_ffn_hidden_size / inner)
+    received = model_config.moe_router_topk * inner / across
+    assert model_config.moe_ffn_hidden_size is not None
+    return received * (model_config.hidden_size + widths * model_config.moe_ffn_hidden_size / inner)
 
 
 def stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: float, micro_batches: int, stage: int) -> float:
@@ -73,14 +73,14 @@ def stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: float, mi
         tokens: of a micro-batch of one replica.
         micro_batches: of an optimizer step on one replica; a stage holds no more of them than its place in the pipeline asks.
     """
-    layout, network = plan.layout, plan.network
+    layout, model_config = plan.layout, plan.model_config
     full, working = 0.0, 0.0
     for chunk in range(layout.vpp):
         for place, layer in enumerate(layout.chunk_layers(stage, chunk)):
             if layer is None:
                 continue
-            moe = network.is_moe_layer(layer)
-            one = layer_bytes(config, network, tokens, has_experts=moe)
+            moe = model_config.is_moe_layer(layer)
+            one = layer_bytes(config, model_config, tokens, has_experts=moe)
             uneven = moe and layout.num_expert_groups > 1
             working = max(working, one.kept * (EXPERT_IMBALANCE if uneven else 1.0))
             kept = one.kept * (MEAN_EXPERT_IMBALANCE if uneven else 1.0)
@@ -106,21 +106,21 @@ def _after_recompute(config: MegatronConfig, layer: LayerBytes, kept: float, pla
 
 def forward_bytes(config: MegatronConfig, plan: ModelPlan, tokens: float) -> float:
     """Bytes of a forward pass that keeps nothing: the largest layer and its input."""
-    moe = bool(plan.network.moe_layers)
-    one = layer_bytes(config, plan.network, tokens, has_experts=moe)
+    moe = bool(plan.model_config.moe_layers)
+    one = layer_bytes(config, plan.model_config, tokens, has_experts=moe)
     return one.kept * (EXPERT_IMBALANCE if moe and plan.layout.num_expert_groups > 1 else 1.0) + one.input
 
 
-def head_bytes(config: MegatronConfig, network: Network, tokens: float, *, trains: bool) -> float:
+def head_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, trains: bool) -> float:
     """Bytes of the last stage's head: logits of a chunk of tokens, and in training the head's gradient in float32."""
     itemsize = 2 if config.bf16 else 4
     tp = config.tensor_model_parallel_size
-    rows, tokens = network.padded_vocab_size / tp, tokens / config.context_parallel_size
-    hidden = tokens * network.hidden_size * itemsize * (2 if trains else 1)
-    if network.head == "reward":
+    rows, tokens = model_config.padded_vocab_size / tp, tokens / config.context_parallel_size
+    hidden = tokens * model_config.hidden_size * itemsize * (2 if trains else 1)
+    if model_config.head == "reward":
         return hidden
     chunk = min(config.loss_chunk_size, tokens) * rows
     # forward: product in the model's format, float32 logits, shifted ones, their exponentials; backward: two more of them
     logits = chunk * (itemsize + 4 * (5 if trains else 3))
-    gradient = rows * network.hidden_size * (4 + itemsize) if trains else 0.0
+    gradient = rows * model_config.hidden_size * (4 + itemsize) if trains else 0.0
     return hidden + logits + gradient

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.explain.effects import ROLE_GROUPS
-from mindspeed_rl.config.keys.network import NetworkKeys
+from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.observability.history import History
@@ -75,7 +75,7 @@ def run_tree(whole: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
     tree: dict[str, Any] = {group: dict(values) for group, values in written.items()}
     tree |= tree.pop("run", {"platform": whole.get("platform", "auto")})
     tree.pop("sampling_config", None)
-    shape = {field.name for field in dataclasses.fields(NetworkKeys)} | {"padded_vocab_size"}
+    shape = {field.name for field in dataclasses.fields(ModelKeys)} | {"padded_vocab_size"}
     blocks = {}
     for role in ROLE_GROUPS:
         values = whole.get(role) or {}

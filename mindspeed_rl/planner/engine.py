@@ -55,28 +55,35 @@ def engine_of(run: RunShape) -> Engine | None:
     if generate is None:
         return None
     lie = rollout_layout(generate, run.sizes.rollout.num_npus)
-    network = run.actor.plan.network
+    model_config = run.actor.plan.model_config
     itemsize = 2 if generate.dtype == "bfloat16" else 4
     weights = rollout_weights(run.actor.plan, lie) * itemsize
-    if network.multi_latent_attention:
+    if model_config.multi_latent_attention:
         # the engine keeps what its absorbed products need beside the projection itself
-        heads, widths = network.num_attention_heads // lie.tensor, (network.qk_head_dim or 0) + (network.v_head_dim or 0)
-        weights += network.num_layers * heads * widths * (network.kv_lora_rank or 0) * itemsize
-    packed = 0 if run.chip.sleeps else packed_elements(run.actor.plan.architecture, network, lie.tensor) * itemsize
+        heads, widths = (
+            model_config.num_attention_heads // lie.tensor,
+            (model_config.qk_head_dim or 0) + (model_config.v_head_dim or 0),
+        )
+        weights += model_config.num_layers * heads * widths * (model_config.kv_lora_rank or 0) * itemsize
+    packed = 0 if run.chip.sleeps else packed_elements(run.actor.plan.architecture, model_config, lie.tensor) * itemsize
     adapters = 0
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
-        adapters = rollout_adapters(run.actor.plan.architecture, network, lie.tensor, rank) * itemsize
-    each = kv_bytes_per_token(network, itemsize, lie.tensor)
+        adapters = rollout_adapters(run.actor.plan.architecture, model_config, lie.tensor, rank) * itemsize
+    each = kv_bytes_per_token(model_config, itemsize, lie.tensor)
     sequence = each * generate.max_model_len
     rows = max(generate.max_num_batched_tokens, generate.max_num_seqs)
-    inner = network.moe_router_topk * (network.moe_ffn_hidden_size or 0) if network.moe_layers else network.ffn_hidden_size
-    step = int(rows * (4 * network.hidden_size + 3 * inner / lie.tensor) * itemsize)
+    inner = (
+        model_config.moe_router_topk * (model_config.moe_ffn_hidden_size or 0)
+        if model_config.moe_layers
+        else model_config.ffn_hidden_size
+    )
+    step = int(rows * (4 * model_config.hidden_size + 3 * inner / lie.tensor) * itemsize)
     # the sampler's rows: logits, their float32 form and the log-probs, of the whole vocabulary
-    step += min(generate.max_num_seqs, rows) * network.vocab_size * 12
+    step += min(generate.max_num_seqs, rows) * model_config.vocab_size * 12
     problem = ""
     if not run.chip.sleeps:
-        room = cpu_cache_bytes(generate, kv_bytes_per_token(network, itemsize))
+        room = cpu_cache_bytes(generate, kv_bytes_per_token(model_config, itemsize))
     else:
         room = int(generate.gpu_memory_utilization * run.chip.visible) - weights - adapters - step
         if room < sequence:

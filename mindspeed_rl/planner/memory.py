@@ -288,7 +288,7 @@ def _update_activations(run: RunShape, model: Model, stage: int) -> int:
 def _head(run: RunShape, model: Model, stage: int, use: str, trains: bool) -> int:
     if stage != model.plan.layout.last_chunk[0]:
         return 0
-    return int(head_bytes(model.config, model.plan.network, run.tokens(use), trains=trains))
+    return int(head_bytes(model.config, model.plan.model_config, run.tokens(use), trains=trains))
 
 
 def _pass(run: RunShape, model: Model, stage: int, use: str) -> dict[str, int]:

@@ -20,7 +20,7 @@ from mindspeed_rl.config.sizes import (
     read_sizes,
     world_size,
 )
-from mindspeed_rl.models.network_keys import reward_model_config, without_network_keys
+from mindspeed_rl.models.model_keys import reward_model_config, without_model_keys
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.shapes import Elements, model_folder, role_plan, stage_elements
@@ -209,7 +209,7 @@ def _reference(config: MegatronConfig, rl: RLConfig) -> MegatronConfig:
     config, mode = _frozen(config), rl.integrated_mode_config
     if mode is None or model_folder(mode.ref_model_load_path) is None:
         return config
-    return replace(without_network_keys(config), load=mode.ref_model_load_path)
+    return replace(without_model_keys(config), load=mode.ref_model_load_path)
 
 
 def _frozen(config: MegatronConfig) -> MegatronConfig:

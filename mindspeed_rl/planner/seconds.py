@@ -25,7 +25,7 @@ from mindspeed_rl.config.sizes import (
 )
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.flops import ModelFlops
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
 from mindspeed_rl.planner.engine import engine_of
@@ -179,7 +179,7 @@ class _Passes:
         self._run, self._model, self._efficiency = run, model, efficiency
         self._links = Links.of(run.chip, efficiency.collective)
         self._mean, square = drawn.tokens - _shared(run, model, drawn), drawn.squared_tokens
-        flops = _flops(model.plan.architecture, model.plan.network)
+        flops = _flops(model.plan.architecture, model.plan.model_config)
         self._operations = flops.per_token * self._mean + flops.per_squared_token * square
 
     @property
@@ -252,8 +252,8 @@ def _rollout(run: RunShape, efficiency: Efficiency, drawn: Samples) -> dict[str,
     count = run.sizes.rollout_samples / replicas
     room = engine.cache.room / max(1.0, engine.cache.bytes_per_token * (lengths.mean + prompt))
     slots = max(1.0, min(float(generate.max_num_seqs), room, count))
-    tensor, network = run.sizes.rollout.tensor, run.actor.plan.network
-    flops = _flops(run.actor.plan.architecture, network)
+    tensor, model_config = run.sizes.rollout.tensor, run.actor.plan.model_config
+    flops = _flops(run.actor.plan.architecture, model_config)
     # the responses of a prompt are prefilled together: the first one's keys and values serve the others
     repeated = run.sizes.group_size if generate.enable_prefix_caching else 1
     # without a cache of prefixes every further turn computes all that came before it
@@ -262,7 +262,7 @@ def _rollout(run: RunShape, efficiency: Efficiency, drawn: Samples) -> dict[str,
     prefill = prefilled * flops.per_token / (tensor * run.chip.flops * efficiency.prefill)
 
     touched = _touched(run, engine.weights)
-    host = network.num_layers * (efficiency.layer_s if generate.enforce_eager else efficiency.graph_layer_s)
+    host = model_config.num_layers * (efficiency.layer_s if generate.enforce_eager else efficiency.graph_layer_s)
 
     def step(active: float, context: float) -> float:
         moved = touched(active) + active * context * engine.cache.bytes_per_token
@@ -286,19 +286,25 @@ def _rollout(run: RunShape, efficiency: Efficiency, drawn: Samples) -> dict[str,
 
 def _touched(run: RunShape, weights: int) -> Callable[[float], float]:
     """(responses under way in a replica) -> bytes of weights that a step reads on a rank."""
-    network = run.actor.plan.network
-    if not network.moe_layers:
+    model_config = run.actor.plan.model_config
+    if not model_config.moe_layers:
         return lambda active: float(weights)
     generate = run.generate
-    assert generate is not None and network.num_moe_experts is not None and network.moe_ffn_hidden_size is not None
+    assert generate is not None and model_config.num_moe_experts is not None and model_config.moe_ffn_hidden_size is not None
     itemsize = 2 if generate.dtype == "bfloat16" else 4
     sharing = generate.infer_expert_parallel_size if generate.enable_expert_parallel else 1
     ranks = generate.infer_tensor_parallel_size * sharing
     # three matrices an expert: gate, up and down
-    experts = 3 * network.hidden_size * network.moe_ffn_hidden_size * network.num_moe_experts * len(network.moe_layers)
+    experts = (
+        3
+        * model_config.hidden_size
+        * model_config.moe_ffn_hidden_size
+        * model_config.num_moe_experts
+        * len(model_config.moe_layers)
+    )
     share = experts * itemsize / ranks
     # each token is taken to choose its experts whatever others chose, and all alike
-    missed = 1.0 - network.moe_router_topk / network.num_moe_experts
+    missed = 1.0 - model_config.moe_router_topk / model_config.num_moe_experts
     return lambda active: weights - share + share * (1.0 - missed ** (active * sharing))
 
 
@@ -333,8 +339,8 @@ def _supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
 
 
 @lru_cache(maxsize=64)
-def _flops(architecture: Architecture, network: Network) -> ModelFlops:
-    return ModelFlops.of(architecture, network)
+def _flops(architecture: Architecture, model_config: ModelConfig) -> ModelFlops:
+    return ModelFlops.of(architecture, model_config)
 
 
 def calibrated(plan: TimePlan, factors: dict[str, float]) -> TimePlan:

@@ -11,9 +11,8 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.config.placement import PACKED_ELEMENTS, RolloutLayout
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
-from mindspeed_rl.models.keyed_network import network_of_keys
-from mindspeed_rl.models.network import Network
-from mindspeed_rl.models.network_keys import check_network_keys
+from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
 from mindspeed_rl.models.plan import ModelPlan, placed, read_model
 from mindspeed_rl.models.weights import WeightOp
 
@@ -48,7 +47,7 @@ class Elements:
 
 
 def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
-    """Return the plan of a role's model: from config.json where its folder is here, else from the role's network keys.
+    """Return the plan of a role's model: from config.json where its folder is here, else from the role's model keys.
 
     Args:
         is_scored: the model ends in one score a token (critic, reward model).
@@ -59,22 +58,22 @@ def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
     hf_config = {}
     folder = model_folder(config.load, config.pretrained_checkpoint, config.tokenizer_name_or_path)
     if folder is not None:
-        architecture, network, hf_config = read_model(folder)
-        check_network_keys(config, network, folder / "config.json")
+        architecture, model_config, hf_config = read_model(folder)
+        check_model_keys(config, model_config, folder / "config.json")
     else:
-        architecture, network = network_of_keys(config)
-    network = network.with_head("reward" if is_scored else network.head)
-    plan = placed(config, architecture, network, hf_config)
-    if mistake := _indivisible(plan.architecture, plan.network, plan.layout.tp, plan.layout.expert_tp_size):
+        architecture, model_config = infer_model_config(config)
+    model_config = model_config.with_head("reward" if is_scored else model_config.head)
+    plan = placed(config, architecture, model_config, hf_config)
+    if mistake := _indivisible(plan.architecture, plan.model_config, plan.layout.tp, plan.layout.expert_tp_size):
         raise ValueError(mistake)
     return plan
 
 
 @lru_cache(maxsize=256)
-def _indivisible(architecture: Architecture, network: Network, tp: int, etp: int) -> str | None:
+def _indivisible(architecture: Architecture, model_config: ModelConfig, tp: int, etp: int) -> str | None:
     """The first weight that cannot be cut over so many ranks."""
     try:
-        for op in _ops(architecture, network):
+        for op in _ops(architecture, model_config):
             op.check_divisible(etp if op.axis == "etp" else tp)
     except ValueError as error:
         return str(error)
@@ -91,18 +90,18 @@ def model_folder(*names: str | None) -> Path | None:
 
 
 @lru_cache(maxsize=64)
-def _ops(architecture: Architecture, network: Network) -> tuple[WeightOp, ...]:
+def _ops(architecture: Architecture, model_config: ModelConfig) -> tuple[WeightOp, ...]:
     """The table with all experts of a layer in one row; of the expert ranks each holds an equal part of it."""
-    return tuple(architecture.weight_ops(network, ExpertPacking("grouped", 1)))
+    return tuple(architecture.weight_ops(model_config, ExpertPacking("grouped", 1)))
 
 
 @lru_cache(maxsize=4096)
 def _by_place(
-    architecture: Architecture, network: Network, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]
+    architecture: Architecture, model_config: ModelConfig, tp: int, etp: int, groups: int, rank: int, targets: tuple[str, ...]
 ) -> dict[str | int, Elements]:
     """One rank's elements by place: "pre", "post", "tied" (a head that repeats the embedding), or the number of a layer."""
     found: dict[str | int, Elements] = {}
-    for op in _ops(architecture, network):
+    for op in _ops(architecture, model_config):
         # prediction layers lie on the last stage, with the head
         place: str | int = "tied" if op.copy_of_tied else "post" if op.place == "mtp" else op.place
         if op.place == "layer":
@@ -135,7 +134,7 @@ def stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
     targets = tuple(config.lora_target_modules or ())
     places = _by_place(
         plan.architecture,
-        plan.network,
+        plan.model_config,
         layout.tp,
         layout.expert_tp_size,
         layout.num_expert_groups if layout.num_experts else 1,
@@ -159,82 +158,82 @@ def stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
     return stages
 
 
-def model_parameters(architecture: Architecture, network: Network) -> int:
+def model_parameters(architecture: Architecture, model_config: ModelConfig) -> int:
     """Return the parameters of the whole model, tied ones once, without padding."""
-    network = network.padded(1, 1)
-    ops = _ops(architecture, network)
+    model_config = model_config.padded(1, 1)
+    ops = _ops(architecture, model_config)
     return sum(math.prod(op.shard_shape()) for op in ops if not op.copy_of_tied and not op.buffer)
 
 
 @lru_cache(maxsize=256)
-def rollout_elements(architecture: Architecture, network: Network, tensor: int, expert_ranks: int) -> int:
+def rollout_elements(architecture: Architecture, model_config: ModelConfig, tensor: int, expert_ranks: int) -> int:
     """Return the weights of one rank of the rollout engine, under the engine's own rules of cutting.
 
     Query, key and value are cut by heads (a rank has one key/value head at least), the low-rank down projections of latent
     attention are whole on every rank, and experts lie over `expert_ranks` where those are above 1.
     """
     total = 0
-    for op in _ops(architecture, network.padded(1, 1)):
+    for op in _ops(architecture, model_config.padded(1, 1)):
         # the engine has one matrix for a tied head, and loads no prediction layers
         if op.copy_of_tied or op.place == "mtp":
             continue
         if op.axis == "etp" and expert_ranks > 1:
             total += math.prod(op.shard_shape()) // expert_ranks
         else:
-            total += _on_engine_rank(op, network, tensor)
+            total += _on_engine_rank(op, model_config, tensor)
     return total
 
 
-def _on_engine_rank(op: WeightOp, network: Network, tensor: int) -> int:
+def _on_engine_rank(op: WeightOp, model_config: ModelConfig, tensor: int) -> int:
     """Elements of one row of the table on a rank of the engine, experts cut over the tensor ranks."""
-    vocab = -(-network.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
+    vocab = -(-model_config.vocab_size // _ENGINE_VOCAB) * _ENGINE_VOCAB
     total = 0
     for shape, split in zip(op.shapes, op.splits):
         size = math.prod(shape)
         if split.dim is None or "_down_proj" in op.mcore:
             total += size
-        elif shape[0] == network.vocab_size:
+        elif shape[0] == model_config.vocab_size:
             total += size // shape[0] * (vocab // tensor)
         else:
             # query heads may part from their key/value head
-            unit = split.unit if split.unit % network.kv_channels else network.kv_channels
+            unit = split.unit if split.unit % model_config.kv_channels else model_config.kv_channels
             units = shape[split.dim] // unit
             total += size // units * -(-units // tensor)
     return total
 
 
 @lru_cache(maxsize=256)
-def packed_elements(architecture: Architecture, network: Network, tensor: int) -> int:
+def packed_elements(architecture: Architecture, model_config: ModelConfig, tensor: int) -> int:
     """Return the elements that a rank of the CPU's engine keeps packed beside its weights: of large linear layers and the head.
 
     Matrices that the engine has as one (query, key and value; gate and up) count as one here too.
     """
     total = 0
-    ops = _ops(architecture, network.padded(1, 1))
+    ops = _ops(architecture, model_config.padded(1, 1))
     tied = any(op.copy_of_tied for op in ops)
     for op in ops:
         looked_up = op.place == "pre" and not tied
         if op.copy_of_tied or op.place == "mtp" or op.axis == "etp" or looked_up or any(len(shape) != 2 for shape in op.shapes):
             continue
-        size = _on_engine_rank(op, network, tensor)
+        size = _on_engine_rank(op, model_config, tensor)
         total += size if size >= PACKED_ELEMENTS else 0
     return total
 
 
 def rollout_weights(plan: ModelPlan, lie: RolloutLayout) -> int:
     """Return the elements of a rank of these engines."""
-    return rollout_elements(plan.architecture, plan.network, lie.tensor, lie.expert_ranks)
+    return rollout_elements(plan.architecture, plan.model_config, lie.tensor, lie.expert_ranks)
 
 
 @lru_cache(maxsize=64)
-def rollout_adapters(architecture: Architecture, network: Network, tensor: int, rank: int) -> int:
+def rollout_adapters(architecture: Architecture, model_config: ModelConfig, tensor: int, rank: int) -> int:
     """Return the elements that a rank of the rollout engine keeps room for beside its weights.
 
     They are A and B of every linear layer, whatever trains. The input of A is cut where the layer's own input is, the output
     of B where its output is.
     """
     total = 0
-    for op in _ops(architecture, network.padded(1, 1)):
+    for op in _ops(architecture, model_config.padded(1, 1)):
         if op.place != "layer" or op.axis != "tp" or op.buffer:
             continue
         for shape, split in zip(op.shapes, op.splits):
@@ -247,5 +246,5 @@ def rollout_adapters(architecture: Architecture, network: Network, tensor: int, 
 def trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
     """Return the elements of all adapters that train, whole."""
     targets = tuple(config.lora_target_modules or ())
-    places = _by_place(plan.architecture, plan.network, 1, 1, 1, config.lora_r, targets)
+    places = _by_place(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, targets)
     return sum(held.dense_adapters + held.expert_adapters for held in places.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.activations import layer_bytes
 from mindspeed_rl.planner.shapes import stage_elements
@@ -41,21 +41,22 @@ def least_costs(plan: ModelPlan, config: MegatronConfig, *, rows: list[int], tok
         tokens: of a row.
         replicas: data-parallel ranks.
     """
-    network, count = plan.network, len(rows)
-    layers = range(network.num_layers)
-    forward = sum(_forward(network, network.is_moe_layer(layer)) for layer in layers) + 2  # embedding, last norm
-    backward = sum(_backward(network, network.is_moe_layer(layer)) for layer in layers) + 2
+    model_config, count = plan.model_config, len(rows)
+    layers = range(model_config.num_layers)
+    forward = sum(_forward(model_config, model_config.is_moe_layer(layer)) for layer in layers) + 2  # embedding, last norm
+    backward = sum(_backward(model_config, model_config.is_moe_layer(layer)) for layer in layers) + 2
     tp, itemsize = config.tensor_model_parallel_size, 2 if config.bf16 else 4
     # two exchanges of activations a layer, one behind the embedding and one in front of the head
-    exchanges = 2 * network.num_layers + 2
+    exchanges = 2 * model_config.num_layers + 2
     if config.sequence_parallel:
         exchanges *= 2  # a gather in front of each product, a scattered sum behind it
-    activations = sum(rows) * tokens * network.hidden_size * itemsize * exchanges if tp > 1 else 0
+    activations = sum(rows) * tokens * model_config.hidden_size * itemsize * exchanges if tp > 1 else 0
     parameters = stage_elements(plan, config)[0].parameters
     shared = parameters * (4 + itemsize) if replicas > 1 else 0  # gradients in float32, weights
     optimizer = parameters * 12 // (replicas if config.use_distributed_optimizer else 1)
     kept = sum(
-        layer_bytes(config, network, max(rows) * tokens, has_experts=network.is_moe_layer(layer)).kept for layer in layers
+        layer_bytes(config, model_config, max(rows) * tokens, has_experts=model_config.is_moe_layer(layer)).kept
+        for layer in layers
     )
     weights = parameters * itemsize
     resident = weights + parameters * 4 + optimizer
@@ -74,22 +75,22 @@ def least_costs(plan: ModelPlan, config: MegatronConfig, *, rows: list[int], tok
     }
 
 
-def _attention(network: Network) -> tuple[int, int]:
+def _attention(model_config: ModelConfig) -> tuple[int, int]:
     """(norms, matrix products) of an attention block."""
-    if network.multi_latent_attention:
-        return 3, 5 if network.q_lora_rank else 4
-    return 3 if network.qk_layernorm else 1, 2
+    if model_config.multi_latent_attention:
+        return 3, 5 if model_config.q_lora_rank else 4
+    return 3 if model_config.qk_layernorm else 1, 2
 
 
-def _forward(network: Network, has_experts: bool) -> int:
-    norms, products = _attention(network)
+def _forward(model_config: ModelConfig, has_experts: bool) -> int:
+    norms, products = _attention(model_config)
     # rotary embedding of query and key, attention, two residual sums, the norm in front of the MLP
     common = norms + products + 2 + 1 + 2 + 1
     # with experts: the router, its choice, tokens to their experts and back
     return common + (7 if has_experts else 3)
 
 
-def _backward(network: Network, has_experts: bool) -> int:
-    norms, products = _attention(network)
+def _backward(model_config: ModelConfig, has_experts: bool) -> int:
+    norms, products = _attention(model_config)
     common = norms + 2 * products + 2 + 1 + 2 + 1
     return common + (10 if has_experts else 5)

@@ -37,22 +37,22 @@ def pass_seconds(model: Model, tokens: float, links: Links) -> float:
     Tensor parallelism gathers and scatters the hidden states twice a layer, context parallelism exchanges query, key, value and
     output, experts get and return each token as often as it chose one, and a stage hands its output to the next.
     """
-    config, layout, network = model.config, model.plan.layout, model.plan.network
+    config, layout, model_config = model.config, model.plan.layout, model.plan.model_config
     tp, cp = layout.tp, config.context_parallel_size
     layers = layout.num_slots / layout.pp
     local = tokens / cp * model.itemsize
-    hidden = local * network.hidden_size
+    hidden = local * model_config.hidden_size
     seconds = 0.0
     if tp > 1:
         seconds += layers * 4 * hidden * (tp - 1) / tp / links.spanning(tp)
     if cp > 1:
-        width = (2 * network.num_attention_heads + 2 * network.num_query_groups) * network.kv_channels / tp
+        width = (2 * model_config.num_attention_heads + 2 * model_config.num_query_groups) * model_config.kv_channels / tp
         seconds += layers * local * width * (cp - 1) / cp / links.spanning(tp * cp)
     groups = layout.num_expert_groups if layout.num_experts else 1
     if groups > 1:
         across = tp if config.sequence_parallel else 1
-        sent = 2 * hidden / across * network.moe_router_topk * (groups - 1) / groups
-        moe = len(network.moe_layers) / layout.pp
+        sent = 2 * hidden / across * model_config.moe_router_topk * (groups - 1) / groups
+        moe = len(model_config.moe_layers) / layout.pp
         seconds += moe * sent / links.spanning(groups * layout.expert_tp_size)
     if layout.pp > 1:
         handed = layout.vpp * hidden / (tp if config.sequence_parallel else 1)

@@ -15,9 +15,8 @@ from torch import Tensor
 from mindspeed_rl.engine.build import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, local_weights, model_ops
 from mindspeed_rl.models.weights import WeightOp
-from mindspeed_rl.resharding.boxes import whole
 from mindspeed_rl.resharding.exchange import Sinks, carry, world_exchange
-from mindspeed_rl.resharding.layouts import Place, training_boxes
+from mindspeed_rl.resharding.layouts import Place, training_boxes, whole
 from mindspeed_rl.resharding.plan import Plan, TensorInfo, plan_transfer
 from mindspeed_rl.resharding.push import Trained
 from mindspeed_rl.resharding.sources import Sources
@@ -38,7 +37,7 @@ class WeightStream:
         """
         self._weights: dict[str, LocalWeight] = {weight.op.mcore: weight for weight in local_weights(model)}
         self._ops = model_ops(model)
-        self.copies: dict[str, str] = model.plan.architecture.hf_copies(model.plan.network)
+        self.copies: dict[str, str] = model.plan.architecture.hf_copies(model.plan.model_config)
         self.sources = Sources(list(self._weights.values()), self.copies)
         layout = model.plan.layout
         tp, experts, etp = parallel_state.get_tensor_model_parallel_rank(), 0, 0

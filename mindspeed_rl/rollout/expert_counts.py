@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.expert_load import counts_file, counts_files, read_counts, write_counts
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -71,7 +71,7 @@ class ExpertCounts:
         write_counts(self._path, self._total.tolist())
 
 
-def check_folder(folder: Path, network: Network) -> None:
+def check_folder(folder: Path, model_config: ModelConfig) -> None:
     """What workers would find out later.
 
     Raises:
@@ -84,7 +84,7 @@ def check_folder(folder: Path, network: Network) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{_KEY}: nothing can be written in {folder}.")
     for path in counts_files(folder):
-        _held(path, (len(network.moe_layers), network.num_moe_experts or 0))
+        _held(path, (len(model_config.moe_layers), model_config.num_moe_experts or 0))
 
 
 def _held(path: Path, shape: tuple[int, ...]) -> np.ndarray:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
-from mindspeed_rl.models.network_keys import described, reward_model_config
+from mindspeed_rl.models.model_keys import described, reward_model_config
 from mindspeed_rl.models.plan import ModelPlan, plan_model, read_model
 from mindspeed_rl.workers.model_source import (
     ModelSource,
@@ -19,8 +19,8 @@ from mindspeed_rl.workers.model_source import (
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 
 
-def with_networks(cfg: RunConfig) -> RunConfig:
-    """Return the run file with the network keys that it does not write as the roles' models have them.
+def with_model_configs(cfg: RunConfig) -> RunConfig:
+    """Return the run file with the model keys that it does not write as the roles' models have them.
 
     A role whose weights are not there stays as it is; who loads them says so.
 
@@ -56,8 +56,8 @@ def _described(role: MegatronConfig, name: str, written: frozenset[str]) -> Mega
         folder = find_model(role, name).hf_folder
     except ValueError:
         return role
-    _, network, _ = read_model(folder)
-    return described(role, network, Path(folder, "config.json"), written)
+    _, model_config, _ = read_model(folder)
+    return described(role, model_config, Path(folder, "config.json"), written)
 
 
 def model_plans(run: Run, source: ModelSource) -> dict[str, ModelPlan]:

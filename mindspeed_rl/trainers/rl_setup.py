@@ -31,13 +31,12 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, check_promp
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
-from mindspeed_rl.models.network import Network
-from mindspeed_rl.models.network_keys import reward_model_config
-from mindspeed_rl.observability.progress import IterationProgress
-from mindspeed_rl.observability.steps import StartSteps
+from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_keys import reward_model_config
+from mindspeed_rl.observability.console import IterationProgress, StartSteps
 from mindspeed_rl.observability.trackers import Trackers
-from mindspeed_rl.rewards.declared import reward_mistakes
-from mindspeed_rl.rewards.trial import loading_mistakes
+from mindspeed_rl.rewards.dry_run import loading_mistakes
+from mindspeed_rl.rewards.static_check import reward_mistakes
 from mindspeed_rl.rollout import expert_counts
 from mindspeed_rl.runtime.cluster import process_environment, worker_environment
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
@@ -45,9 +44,9 @@ from mindspeed_rl.trainers.evaluation import Evaluator
 from mindspeed_rl.trainers.greedy_baselines import GreedyBaselines, NoBaselines
 from mindspeed_rl.trainers.model_plans import model_plans
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
-from mindspeed_rl.trainers.resume import find_beginning, with_sound_checkpoint
+from mindspeed_rl.trainers.resume import find_resume_point, with_sound_checkpoint
 from mindspeed_rl.trainers.rl import RLTrainer
-from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptFeed
+from mindspeed_rl.trainers.rollout import PROMPT_COLUMNS, PromptLoader
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import make_rollout
 from mindspeed_rl.trainers.schedule import Schedule
@@ -117,7 +116,7 @@ class RLParts:
         _check_rewards(run)
         source = find_model(actor, "actor_config")
         plans = model_plans(run, source)
-        _check_expert_files(run, plans["actor_config"].network)
+        _check_expert_files(run, plans["actor_config"].model_config)
         tokenizer_path = str(Path(actor.tokenizer_name_or_path or source.hf_folder).expanduser())
         tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
         prompts, held_out = run_prompts(run, tokenizer)
@@ -127,7 +126,7 @@ class RLParts:
         self._inputs = Inputs(tokenizer, tokenizer_path, prompts, held_out)
         # before the beginning, which has to know how many iterations are left
         self._run = run = with_length(run, len(prompts))
-        self.beginning = find_beginning(run, source)
+        self.beginning = find_resume_point(run, source)
         _check_models(run, self._inputs, source, self.beginning.iteration or None)
         self._apart = own_reward_devices(cfg) or 0
         self.num_devices = num_devices(cfg)
@@ -201,13 +200,15 @@ def _files(run: Run) -> Iterator[Callable[[], object]]:
         yield partial(find_model, reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
 
 
-def _check_expert_files(run: Run, network: Network) -> None:
+def _check_expert_files(run: Run, model_config: ModelConfig) -> None:
     generate = run.generate
     if generate.eplb_token_collects:
-        expert_counts.check_folder(Path(generate.eplb_token_save_path), network)
+        expert_counts.check_folder(Path(generate.eplb_token_save_path), model_config)
     if generate.expert_map_path and "generate_config.expert_map_path" not in keys_without_effect(run.config):
         devices = rollout_layout(generate, run.plan.world_size).expert_ranks
-        check_expert_map(Path(generate.expert_map_path), len(network.moe_layers), network.num_moe_experts or 0, devices)
+        check_expert_map(
+            Path(generate.expert_map_path), len(model_config.moe_layers), model_config.num_moe_experts or 0, devices
+        )
 
 
 def count_prompts(run: Run) -> int:
@@ -402,7 +403,7 @@ def assemble(run: Run, services: Services, inputs: Inputs, logger: RolloutLogger
     baselines: GreedyBaselines | NoBaselines = NoBaselines()
     if "greedy_baseline" in schedule.objective.needs:
         baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
-    feed = PromptFeed(inputs.prompts, plane, run.plan, seed=actor.seed, shuffle=not actor.no_shuffle)
+    feed = PromptLoader(inputs.prompts, plane, run.plan, seed=actor.seed, shuffle=not actor.no_shuffle)
     rollout, to_add = make_rollout(run, services, feed, model_rewards)
     if resumed:
         schedule.load_state_dict(resumed["run_state"])

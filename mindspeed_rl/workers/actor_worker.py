@@ -22,7 +22,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import init_distributed
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
@@ -65,15 +65,15 @@ class ActorWorker(ModelWorker):
         self.roles = build_roles(run, source, model_plan, tokenizer)
         self.routing = make_routing(run, self.roles.actor.engine, self.replica)
         self._offload_all()  # vLLM refuses to start on a device that has less than its share free
-        self._open_rollout(plane, source, model_plan.network, tokenizer, run_id)
+        self._open_rollout(plane, source, model_plan.model_config, tokenizer, run_id)
         self.dumps = PhaseDumps(run.config.msprobe_config, self.resumed_state().get("iteration", 0))
         self.memory = PhaseMemory(self._resident_bytes)
 
     def _open_rollout(
-        self, plane: DataPlane, source: ModelSource, network: Network, tokenizer: PreTrainedTokenizerBase, run_id: str
+        self, plane: DataPlane, source: ModelSource, model_config: ModelConfig, tokenizer: PreTrainedTokenizerBase, run_id: str
     ) -> None:
         """The rollout engine shares this rank's device."""
-        self.rollout = RolloutReplica(self.run, plane, source, network, tokenizer, run_id)
+        self.rollout = RolloutReplica(self.run, plane, source, model_config, tokenizer, run_id)
         self._adapters: AdapterFolder | None = None
         settings = LoraSettings.from_config(self.run.config.actor_config)
         if settings is not None and self.run.generate.lora_push == "adapter":
@@ -162,12 +162,12 @@ class ActorWorker(ModelWorker):
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
 
-    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
-        """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.extend`."""
+    def continue_responses(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
+        """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.continue_responses`."""
         metrics = Metrics()
         measured = self.memory("generate", "engine step", metrics)
         with self.profiler("actor_generate"), self.timers("rollout"), self.dumps.rollout(self.rollout), measured:
-            found = self.rollout.extend(pieces, num_tokens)
+            found = self.rollout.continue_responses(pieces, num_tokens)
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics), found
 
@@ -179,9 +179,9 @@ class ActorWorker(ModelWorker):
                 self.rollout.engine.release_memory()
         return self._report()
 
-    def answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory] | None:
-        """Trajectories of this replica's share of the prompts; see `RolloutReplica.answer`."""
-        return self.rollout.answer(items, seed, greedy=greedy)
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory] | None:
+        """Trajectories of this replica's share of the prompts; see `RolloutReplica.generate_responses`."""
+        return self.rollout.generate_responses(items, seed, greedy=greedy)
 
     # ------------------------------------------------------------------ reward model
 

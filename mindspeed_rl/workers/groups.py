@@ -22,18 +22,17 @@ from mindspeed_rl import adaptors
 from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run, own_reward_devices
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.models.network_keys import reward_model_config
-from mindspeed_rl.observability.process_status import end_processes, forget
-from mindspeed_rl.observability.steps import StartSteps
+from mindspeed_rl.models.model_keys import reward_model_config
+from mindspeed_rl.observability.console import StartSteps
+from mindspeed_rl.observability.process_status import terminate_processes, remove_status_files
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.runtime.cluster import head_is_gone, is_own_cluster, process_environment, worker_environment
+from mindspeed_rl.runtime.cluster import actor_handle, is_head_dead, is_own_cluster, process_environment, worker_environment
 from mindspeed_rl.runtime.futures import Pending, Watch, wait_all
-from mindspeed_rl.runtime.handles import actor_handle
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
-from mindspeed_rl.runtime.shared_filesystem import HostLook, check_hosts
+from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_hosts
 from mindspeed_rl.workers.order import UpdateOrder
 
 _LOG = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class WorkerGroup:
         self._watch = watch or Watch(settings.folder, Deadlines(), FaultTolerance())
         self._folder = settings.folder
         self._names = [f"{title} {rank}" for rank in range(size)]
-        forget(self._folder, self._names)
+        remove_status_files(self._folder, self._names)
         limit_s = self._watch.limit("placement")
         self._placement = placement_group([bundle] * size, strategy="PACK")
         if not self._placement.wait(timeout_seconds=limit_s):
@@ -121,7 +120,7 @@ class WorkerGroup:
         """What each worker returned.
 
         Raises:
-            WorkerFailed: naming the worker, the phase and the cause.
+            WorkerError: naming the worker, the phase and the cause.
         """
         return wait_all(futures, self._names, phase, self._plane, self._watch)
 
@@ -129,8 +128,8 @@ class WorkerGroup:
         """Ends all worker processes."""
         for process in self.processes:
             ray.kill(process)
-        end_processes(self._folder, self._names)
-        if not head_is_gone():  # it would be waited for
+        terminate_processes(self._folder, self._names)
+        if not is_head_dead():  # it would be waited for
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)
 
@@ -204,7 +203,7 @@ class RunGroup(WorkerGroup):
                 _LOG.warning(notice)
         super().prepare_workers()
 
-    def _look_at(self, paths: Sequence[str]) -> list[HostLook]:
+    def _look_at(self, paths: Sequence[str]) -> list[HostFiles]:
         return self.wait("set_up", [process.look_at.remote(list(paths)) for process in self.processes])
 
 
@@ -250,17 +249,17 @@ class ActorGroup(ScoringGroup):
         futures = [process.call.remote("generate", draw) for process in self.processes]
         return Pending(futures, self._names, "generate", self._plane, self._watch)
 
-    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[tuple[WorkerReport, list[Generated] | None]]:
+    def continue_responses(self, pieces: Sequence[Piece], num_tokens: int) -> list[tuple[WorkerReport, list[Generated] | None]]:
         """The responses are up to `num_tokens` tokens longer: each replica's share; None from ranks that hand none out."""
-        return self.wait("extend", [process.call.remote("extend", pieces, num_tokens) for process in self.processes])
+        return self.wait("continue_responses", [process.call.remote("continue_responses", pieces, num_tokens) for process in self.processes])
 
     def finish_rollout(self) -> list[WorkerReport]:
         """Nothing more is generated in this iteration; the engines' memory belongs to training."""
         return self.wait("finish_rollout", [process.call.remote("finish_rollout") for process in self.processes])
 
-    def answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
         """Trajectories of the prompts, each replica's share; None from ranks that do not hand results out."""
-        return self.wait("answer", [process.call.remote("answer", items, seed, greedy) for process in self.processes])
+        return self.wait("generate_responses", [process.call.remote("generate_responses", items, seed, greedy) for process in self.processes])
 
     def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
         """The first `count` rows have the log-probs of this role, "actor" or "ref"."""

@@ -11,7 +11,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.train_engine import MicroBatching
-from mindspeed_rl.models.network_keys import reward_model_config
+from mindspeed_rl.models.model_keys import reward_model_config
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.device_memory import PhaseMemory

@@ -118,17 +118,17 @@ class Role:
         if source.kind == "training":
             return
         plan = self.model.plan
-        fresh_head = plan.network.head == "reward" and lacks_score_head(source, iteration)
+        fresh_head = plan.model_config.head == "reward" and lacks_score_head(source, iteration)
         if source.kind == "hf":
             loosely = self.config.load_checkpoint_loosely
-            check_hf_tensors(source.weights, plan.architecture, plan.network, loosely=loosely)
+            check_hf_tensors(source.weights, plan.architecture, plan.model_config, loosely=loosely)
             tensors: TensorSource = open_weights(source.weights)
         else:
-            stored = plan.network.with_head("lm") if fresh_head else plan.network
+            stored = plan.model_config.with_head("lm") if fresh_head else plan.model_config
             loosely = self.config.load_checkpoint_loosely
             verify_files(mcore.iteration_folder(source.weights, iteration), "convert it again")
             tensors = open_megatron(source.weights, plan.architecture, stored, iteration, loosely=loosely, verified=True)
-        load_weights(self.model, WithFreshHead(tensors, plan.network.hidden_size) if fresh_head else tensors)
+        load_weights(self.model, WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,7 +172,7 @@ class Role:
             return
         config = read_json(self.source.hf_folder / "config.json")
         changes = {**without_quantization(config), **dtype_keys(config, self.dtype)}
-        if self.model.plan.network.head == "reward":
+        if self.model.plan.model_config.head == "reward":
             changes = {**as_reward_config(config), **changes}
         copy_companions(self.source.hf_folder, folder, changes)
 
@@ -195,13 +195,13 @@ class Role:
         if dist.get_rank() == 0 and folder.exists():
             shutil.rmtree(folder)
         lora = LoraSettings.from_config(self.config)
-        if lora is not None and self.config.lora_ckpt_filter and self.model.plan.network.head == "lm":
+        if lora is not None and self.config.lora_ckpt_filter and self.model.plan.model_config.head == "lm":
             save_peft(self.model, lora, folder, str(self.source.hf_folder))
             return
         if dist.get_rank() == 0:
             config = read_json(self.source.hf_folder / "config.json")
             changes = {**without_quantization(config), **dtype_keys(config, self.dtype)}
-            if self.model.plan.network.head == "reward":  # transformers finds the scored token by the padding behind it
+            if self.model.plan.model_config.head == "reward":  # transformers finds the scored token by the padding behind it
                 changes = {**as_reward_config(config), **changes, "pad_token_id": self.engine.shape.pad_id}
             with HfFolderWriter(folder, self.source.hf_folder, changes) as writer:
                 writer.add_all(self.stream.named_tensors(ranks=[0]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl.config import MegatronConfig, Run, own_critic_devices, own_reference_devices, own_reward_devices
-from mindspeed_rl.models.network_keys import reward_model_config
+from mindspeed_rl.models.model_keys import reward_model_config
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.workers.model_source import (
     ModelSource,

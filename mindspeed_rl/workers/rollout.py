@@ -20,7 +20,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.models.kv_cache import kv_bytes_per_token
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
@@ -69,7 +69,7 @@ class RolloutReplica:
         run: Run,
         plane: DataPlane | None,
         source: ModelSource,
-        network: Network,
+        model_config: ModelConfig,
         tokenizer: PreTrainedTokenizerBase,
         run_id: str,
     ) -> None:
@@ -90,7 +90,7 @@ class RolloutReplica:
             config,
             sampling,
             run_id=run_id,
-            kv_bytes_per_token=kv_bytes_per_token(network, self.dtype.itemsize),
+            kv_bytes_per_token=kv_bytes_per_token(model_config, self.dtype.itemsize),
             engine_arguments={
                 **(adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
                 **(routing_arguments(asks) if replays or config.eplb_token_collects else {}),
@@ -106,7 +106,7 @@ class RolloutReplica:
         group = _own_group(layout.replica_groups())
         self.host = InProcessEngine(self.engine, group, self.replica * layout.tensor)
         self._push: WeightPush | None = None
-        self._network, self._tokenizer = network, tokenizer
+        self._model_config, self._tokenizer = model_config, tokenizer
         self.follow(run, plane)
 
     def follow(self, run: Run, plane: DataPlane | None) -> None:
@@ -117,10 +117,10 @@ class RolloutReplica:
         self.host.aside(self.agents.start)
 
     def _make_expert_counts(self) -> ExpertCounts:
-        network = self._network
-        assert network.num_moe_experts is not None
+        model_config = self._model_config
+        assert model_config.num_moe_experts is not None
         folder = Path(self.run.generate.eplb_token_save_path)
-        return ExpertCounts(folder, self.rank, network.moe_layers, network.num_moe_experts)
+        return ExpertCounts(folder, self.rank, model_config.moe_layers, model_config.num_moe_experts)
 
     # ------------------------------------------------------------------ weights and memory
 
@@ -253,7 +253,7 @@ class RolloutReplica:
         self.plane.put(columns, indexes)
         return response_metrics(trajectories)
 
-    def extend(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
+    def continue_responses(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
         """Every num_replicas-th response from this replica's number on, with up to `num_tokens` tokens more.
 
         Those that may go on are "aborted". None on ranks that hand none out.
@@ -273,7 +273,7 @@ class RolloutReplica:
 
         return self.host.run(grown_all)
 
-    def answer(self, items: Sequence[PromptItem], seed: int, *, greedy: bool) -> list[Trajectory] | None:
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, *, greedy: bool) -> list[Trajectory] | None:
         """Trajectories of every num_replicas-th prompt, from this replica's number on; None on ranks that hand none out.
 
         Args:

@@ -19,7 +19,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import MicroBatching, TrainEngine
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -63,7 +63,7 @@ class _Replay:
         engine.routed = self._layers
         self._replica = replica
         replica.divide_by_stage()
-        self._topk = engine.model.plan.network.moe_router_topk
+        self._topk = engine.model.plan.model_config.moe_router_topk
         # a column for each stage: experts of the layers of other stages would be most of what travels
         self._column = routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
@@ -90,7 +90,7 @@ class RecordedRouting(_Replay):
 
     def __init__(self, engine: TrainEngine, replica: Replica) -> None:
         super().__init__(engine, replica)
-        self._dtype = wire_type(engine.model.plan.network)
+        self._dtype = wire_type(engine.model.plan.model_config)
 
     def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, numbers: Sequence[int]) -> Output:
         with self._layers.recording() as recording:
@@ -124,7 +124,7 @@ def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict
     Raises:
         RuntimeError: the engine did not say.
     """
-    dtype = wire_type(plan.network)
+    dtype = wire_type(plan.model_config)
     rows: list[Tensor] = []
     known: list[Tensor] = []
     for trajectory in trajectories:
@@ -133,7 +133,7 @@ def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict
             raise RuntimeError(f"rl_config.router_replay: the rollout engine did not say the experts of sequence {missing[0]}.")
         said = [one for one in found if one is not None]
         known.append(torch.tensor([0 if one is None else len(one) for one in found]))
-        whole = np.concatenate(said) if said else np.zeros((0, plan.network.num_layers, plan.network.moe_router_topk))
+        whole = np.concatenate(said) if said else np.zeros((0, plan.model_config.num_layers, plan.model_config.moe_router_topk))
         rows.append(torch.from_numpy(whole.astype(np.int16)))
     columns: dict[str, list[Any]] = {ROUTED_LENGTHS: known}
     for stage in range(plan.layout.pp):
@@ -142,10 +142,10 @@ def rollout_routing(plan: ModelPlan, trajectories: Sequence[Trajectory]) -> dict
     return columns
 
 
-def wire_type(network: Network) -> torch.dtype:
+def wire_type(model_config: ModelConfig) -> torch.dtype:
     """The smallest integers that hold an expert's number."""
-    assert network.num_moe_experts is not None
-    return torch.uint8 if network.num_moe_experts <= 256 else torch.int16
+    assert model_config.num_moe_experts is not None
+    return torch.uint8 if model_config.num_moe_experts <= 256 else torch.int16
 
 
 def _spread(values: Tensor, known: Sequence[int], lengths: Sequence[int]) -> Tensor:

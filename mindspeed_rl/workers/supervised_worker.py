@@ -47,7 +47,7 @@ class SupervisedWorker(DeviceWorker):
         self.stage = make_stage(config, tokenizer)
         model_plan = plan_model(config, source.hf_folder, head=self.stage.head)
         init_distributed(config, model_plan.layout.vpp)
-        self.flops = ModelFlops.of(model_plan.architecture, model_plan.network)
+        self.flops = ModelFlops.of(model_plan.architecture, model_plan.model_config)
         self.is_output = is_output_source()
         self.replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         self.train_items, self.held_out = self.stage.datasets(plan)

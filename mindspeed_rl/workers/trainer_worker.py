@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import SpanningGroup, trainer_push
-from mindspeed_rl.resharding.meeting import Meeting
 from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.rendezvous import Meeting
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.actor_worker import ActorWorker
 from mindspeed_rl.workers.model_source import ModelSource
@@ -25,7 +25,7 @@ class TrainerWorker(ActorWorker):
     """Actor and the roles that share its device; no rollout engine."""
 
     def _open_rollout(
-        self, plane: DataPlane, source: ModelSource, network: Network, tokenizer: PreTrainedTokenizerBase, run_id: str
+        self, plane: DataPlane, source: ModelSource, model_config: ModelConfig, tokenizer: PreTrainedTokenizerBase, run_id: str
     ) -> None:
         self._group: SpanningGroup | None = None
         self._push: WeightPush | None = None

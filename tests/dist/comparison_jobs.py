@@ -180,7 +180,7 @@ def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | N
     run = resolve(cfg, platform="cpu")
     if engine_type is not None:  # run files may not say so: the two would disagree
         cfg.generate_config.dtype = engine_type
-    moe_layers = plan_model(cfg.actor_config, Path(folder)).network.moe_layers
+    moe_layers = plan_model(cfg.actor_config, Path(folder)).model_config.moe_layers
     found: dict[str, tuple[str, Evidence]] = {}
     worker = ComparisonWorker(run, f"comparison{dist.__name__}", rank=0)
     try:

@@ -105,11 +105,11 @@ class Side:
     def __init__(self, case: Case, exchange: Exchange | None = None, *, meets: bool = True) -> None:
         self.case = case
         architecture = architecture_for(case.config)
-        network = architecture.network(case.config)
-        num_experts = network.num_moe_experts or 0
-        self.layout = Layout(num_layers=network.num_layers, num_experts=num_experts, **case.train)
+        model_config = architecture.read_model_config(case.config)
+        num_experts = model_config.num_moe_experts or 0
+        self.layout = Layout(num_layers=model_config.num_layers, num_experts=num_experts, **case.train)
         packing = ExpertPacking("grouped", self.layout.num_expert_groups) if case.grouped else None
-        self.ops = architecture.weight_ops(network, packing)
+        self.ops = architecture.weight_ops(model_config, packing)
         self.exchange = exchange or world_exchange()
         rank, world = self.exchange.rank, self.exchange.size
         trainers = case.train_ranks or world
@@ -127,8 +127,8 @@ class Side:
             at = EngineRank(
                 case.infer_tp,
                 (rank - first) % case.infer_tp,
-                network.num_attention_heads,
-                network.num_query_groups,
+                model_config.num_attention_heads,
+                model_config.num_query_groups,
                 num_experts,
                 case.expert_ranks,
                 (rank - first) % case.expert_ranks,

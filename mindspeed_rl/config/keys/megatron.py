@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mindspeed_rl.config.keys.network import NetworkKeys
+from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.keys.schema import key
 
 RLStage = Literal["ray_grpo", "ray_dapo", "ray_ppo"]
@@ -277,9 +277,7 @@ class PreferenceKeys:
 
 
 @dataclass(kw_only=True)
-class MegatronConfig(
-    NetworkKeys, DataKeys, ParallelKeys, OptimizerKeys, CheckpointKeys, MemoryKeys, KernelKeys, PreferenceKeys
-):
+class MegatronConfig(ModelKeys, DataKeys, ParallelKeys, OptimizerKeys, CheckpointKeys, MemoryKeys, KernelKeys, PreferenceKeys):
     """One role's training engine. `megatron_training` holds what all roles share."""
 
     # one Literal, so that a wrong stage is answered with the nearest of all

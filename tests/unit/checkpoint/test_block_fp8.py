@@ -123,7 +123,7 @@ def test_a_model_that_is_trained_may_have_8_bit_prediction_layers(tmp_path: Path
     as_published(tmp_path / "full", tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text())
     architecture = architecture_for(config)
-    said = check_hf_tensors(tmp_path / "hf", architecture, architecture.network(config), loosely=False)
+    said = check_hf_tensors(tmp_path / "hf", architecture, architecture.read_model_config(config), loosely=False)
     assert said == ["left out 1 multi-token-prediction layer(s), which are not trained"]
 
 

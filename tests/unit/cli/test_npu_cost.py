@@ -30,10 +30,10 @@ def order(name, layers=2):
 
 def test_a_large_model_is_counted_with_few_layers_in_its_own_layout():
     found = order("grpo_qwen25_7b_A3")
-    assert (found.plan.network.num_layers, found.plan.network.hidden_size) == (2, 3584)
+    assert (found.plan.model_config.num_layers, found.plan.model_config.hidden_size) == (2, 3584)
     assert found.world_size == 4  # TP2 x PP2
 
 
 def test_one_of_few_layers_has_experts_where_the_model_has():
-    network = order("grpo_deepseek_r1_671b_A3", layers=8).plan.network
-    assert network.num_layers == 8 and network.moe_layers == (3, 4, 5, 6, 7)
+    model_config = order("grpo_deepseek_r1_671b_A3", layers=8).plan.model_config
+    assert model_config.num_layers == 8 and model_config.moe_layers == (3, 4, 5, 6, 7)

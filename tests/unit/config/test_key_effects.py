@@ -28,7 +28,7 @@ DERIVING = (
     "turns.py",
 )
 #: objects of other layers that have attributes of the same names
-OTHERS = {"args", "arguments", "options", "network", "scaling", "destination", "sample"}
+OTHERS = {"args", "arguments", "options", "model_config", "scaling", "destination", "sample"}
 
 
 def names_read(paths: list[Path]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Memory savers change memory and nothing else; keys of the network are held against config.json."""
+"""Memory savers change memory and nothing else; keys of the model are compared with config.json."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_grouped_experts_refuse_to_recompute_their_activation(tmp_path: Path) ->
         build_model(keys, plan_model(keys, tmp_path), trainable=True)
 
 
-# ---------------------------------------------------------------- ranks and network keys
+# ---------------------------------------------------------------- ranks and model keys
 
 
 @pytest.mark.parametrize("tp_pp_dp", [False, True])
@@ -204,8 +204,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_network_keys_that_describe_the_model_are_accepted(llama: Path) -> None:
-    assert plan_model(MegatronConfig(**NETWORK), llama).network.rope_scaling.factor == 8.0
+def test_model_keys_that_describe_the_model_are_accepted(llama: Path) -> None:
+    assert plan_model(MegatronConfig(**NETWORK), llama).model_config.rope_scaling.factor == 8.0
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,6 @@ def test_network_keys_that_describe_the_model_are_accepted(llama: Path) -> None:
         ("group_query_attention", False),
     ],
 )
-def test_network_keys_that_contradict_the_model_are_named(llama: Path, key: str, value: object) -> None:
+def test_model_keys_that_contradict_the_model_are_named(llama: Path, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"do not describe the model of .*{key}: {value} .there "):
         plan_model(MegatronConfig(**{**NETWORK, key: value}), llama)

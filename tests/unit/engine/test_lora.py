@@ -406,10 +406,10 @@ def test_a_target_that_cannot_be_adapted_is_named(dense: Path) -> None:
 
 
 def test_a_layer_that_the_network_lacks_is_named(dense: Path) -> None:
-    network = copy.copy(plan_model(MegatronConfig(), dense).network)
-    object.__setattr__(network, "multi_latent_attention", True)
+    model_config = copy.copy(plan_model(MegatronConfig(), dense).model_config)
+    object.__setattr__(model_config, "multi_latent_attention", True)
     with pytest.raises(ValueError, match="linear_qkv does not exist with multi_latent_attention"):
-        LoraSettings(4, 8, 0.0, ("linear_qkv",)).check(network)
+        LoraSettings(4, 8, 0.0, ("linear_qkv",)).check(model_config)
 
 
 def test_every_adapted_module_can_be_switched(moe: Path) -> None:

@@ -66,10 +66,10 @@ def test_a_shipped_block_is_counted_as_the_model_that_megatron_builds(name: str,
     plan = role_plan(config)
     transformer = planned_config(config, plan)
     transformer.perform_initialization = False
-    spec = layer_spec(plan.network, transformer, norm=RMSNorm, core_attention=CoreAttention, layout=plan.layout)
+    spec = layer_spec(plan.model_config, transformer, norm=RMSNorm, core_attention=CoreAttention, layout=plan.layout)
     with _WithoutMemory():
         built = build_gpt_model(
-            plan.network,
+            plan.model_config,
             transformer,
             spec,
             pre_process=True,

@@ -36,7 +36,7 @@ from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.norm import RMSNorm
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 
 TOKENS = 24
 
@@ -81,14 +81,18 @@ def init_groups(layout: Layout) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 
-def build(network: Network, layout: Layout, sequence_parallel: bool) -> GPTModel:
+def build(model_config: ModelConfig, layout: Layout, sequence_parallel: bool) -> GPTModel:
     """This rank's chunk with random weights."""
     config = transformer_config(
-        network, layout=layout, params_dtype=torch.float32, pipeline_dtype=torch.float32, sequence_parallel=sequence_parallel
+        model_config,
+        layout=layout,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=sequence_parallel,
     )
-    spec = layer_spec(network, config, norm=RMSNorm, core_attention=CoreAttention, layout=layout)
+    spec = layer_spec(model_config, config, norm=RMSNorm, core_attention=CoreAttention, layout=layout)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model = build_gpt_model(network, config, spec, pre_process=first, post_process=last, parallel_output=False)
+    model = build_gpt_model(model_config, config, spec, pre_process=first, post_process=last, parallel_output=False)
     return model.eval()
 
 
@@ -151,8 +155,8 @@ def case(folder: Path, name: str, title: str, expected: torch.Tensor, tokens: to
     reward = options.pop("reward", False)
     sequence_parallel = options.pop("sequence_parallel", False)
     source = open_hf(folder / name, ModelOptions(reward_head=reward))
-    network = source.network
-    layout = Layout(num_layers=network.num_layers, num_experts=network.num_moe_experts or 0, **options)
+    model_config = source.model_config
+    layout = Layout(num_layers=model_config.num_layers, num_experts=model_config.num_moe_experts or 0, **options)
     result = folder / f"{name}-{title}".replace("/", "_")
     if dist.get_rank() == 0:
         words = ["--load-dir", str(folder / name), "--save-dir", str(result), *(["--orm"] if reward else [])]
@@ -160,7 +164,7 @@ def case(folder: Path, name: str, title: str, expected: torch.Tensor, tokens: to
         assert convert(words) == 0, words
     dist.barrier()
     init_groups(layout)
-    model = build(network, layout, sequence_parallel)
+    model = build(model_config, layout, sequence_parallel)
     if kind == "torch_dist":
         load_distributed(model, result)
         resaved = {f"{name}/saved_by_megatron": saved_by_megatron(model, folder / f"{name}-resaved", folder / name)}

@@ -18,10 +18,10 @@ def test_the_table_names_every_tensor_that_transformers_saves_with_its_shape(nam
     tiny_models.save_hf_model(name, tmp_path)
     folder = HfFolder(tmp_path)
     architecture = architecture_for(folder.config)
-    network = architecture.network(folder.config)
-    packing = ExpertPacking(kind, 2 if network.num_moe_experts else 1)
+    model_config = architecture.read_model_config(folder.config)
+    packing = ExpertPacking(kind, 2 if model_config.num_moe_experts else 1)
     shapes = {}
-    for op in architecture.weight_ops(network, packing):
+    for op in architecture.weight_ops(model_config, packing):
         if not op.copy_of_tied:
             assert not shapes.keys() & set(op.hf), f"{op.mcore} repeats an HF tensor"
             shapes |= dict(zip(op.hf, op.shapes))
@@ -52,22 +52,22 @@ def test_rope_settings_are_read_in_both_spellings() -> None:
     common |= {"intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 131072}
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     llama = find_architecture("llama")
-    old = llama.network({**common, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}})
-    new = llama.network({**common, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
+    old = llama.read_model_config({**common, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}})
+    new = llama.read_model_config({**common, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
     assert old == new
     assert (new.rotary_base, new.rope_scaling.type, new.rope_scaling.factor) == (5e5, "llama3", 8.0)
-    assert llama.network({**common, "rope_theta": 5e5}).rope_scaling is None
+    assert llama.read_model_config({**common, "rope_theta": 5e5}).rope_scaling is None
 
 
 def test_a_rope_type_that_megatron_cannot_express_is_refused() -> None:
     config = tiny_models.hf_config_of(tiny_models.make_hf_model("llama"))
     with pytest.raises(ValueError, match="rope type 'dynamic'; supported are default, linear, llama3 and yarn"):
-        architecture_for(config).network({**config, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
+        architecture_for(config).read_model_config({**config, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
 
 
 def test_a_missing_key_is_named() -> None:
     with pytest.raises(ValueError, match="config.json has no 'hidden_size'"):
-        find_architecture("qwen2").network({"model_type": "qwen2"})
+        find_architecture("qwen2").read_model_config({"model_type": "qwen2"})
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_a_missing_key_is_named() -> None:
 def test_settings_that_would_compute_something_else_are_refused(name: str, change: dict, message: str) -> None:
     config = {**tiny_models.hf_config_of(tiny_models.make_hf_model(name)), **change}
     with pytest.raises(ValueError, match=message):
-        architecture_for(config).network(config)
+        architecture_for(config).read_model_config(config)

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 
 from mindspeed_rl.models import architecture_for
-from mindspeed_rl.models.network import Network
+from mindspeed_rl.models.model_config import ModelConfig
 
 VALUES = [None, 0, -1, 1, 0.5, 1e9, 10**9, 10**12, float("nan"), float("inf"), True, False, "", "x", [], [1], {"a": 1}]
 MORE_KEYS = ("rope_scaling", "rope_theta", "mlp_only_layers", "use_sliding_window", "head_dim", "max_window_layers")
@@ -25,9 +25,13 @@ def test_every_key_with_every_kind_of_value_is_read_or_refused_in_one_line(name:
         start = time.process_time()
         try:
             architecture = architecture_for({**config, **change})
-            network = architecture.network({**config, **change})
-            assert isinstance(network, Network) and network.num_layers == config["num_hidden_layers"] or "num_" in str(change)
-            architecture.weight_ops(network)
+            model_config = architecture.read_model_config({**config, **change})
+            assert (
+                isinstance(model_config, ModelConfig)
+                and model_config.num_layers == config["num_hidden_layers"]
+                or "num_" in str(change)
+            )
+            architecture.weight_ops(model_config)
         except ValueError as error:
             assert "\n" not in str(error), change
         assert time.process_time() - start < 2, change
@@ -50,4 +54,4 @@ def test_every_key_with_every_kind_of_value_is_read_or_refused_in_one_line(name:
 def test_a_value_that_cannot_be_is_named_with_its_key(change: dict, message: str) -> None:
     config = {**tiny_models.hf_config_of(tiny_models.make_hf_model("llama")), **change}
     with pytest.raises(ValueError, match=message):
-        architecture_for(config).network(config)
+        architecture_for(config).read_model_config(config)

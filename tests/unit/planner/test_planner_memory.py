@@ -17,8 +17,8 @@ from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
 from mindspeed_rl.config.run_files import compose, locate, project_configs
-from mindspeed_rl.models.keyed_network import network_of_keys
 from mindspeed_rl.models.kv_cache import kv_bytes_per_token
+from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import placed
 from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.assumptions import of_memory
@@ -66,9 +66,9 @@ def owners(plan: MemoryPlan, owner: str) -> int:
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_a_model_block_has_as_many_parameters_as_the_published_model(name: str) -> None:
-    architecture, network = network_of_keys(MegatronConfig(**BLOCKS[name]))
+    architecture, model_config = infer_model_config(MegatronConfig(**BLOCKS[name]))
     # the blocks name the rows of the published checkpoints
-    assert model_parameters(architecture, network) == PARAMETERS[name]
+    assert model_parameters(architecture, model_config) == PARAMETERS[name]
 
 
 def test_every_shipped_model_block_is_counted() -> None:
@@ -98,7 +98,7 @@ def test_a_block_is_counted_as_the_model_that_transformers_builds(block: str, ch
     )
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
-    assert model_parameters(*network_of_keys(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
+    assert model_parameters(*infer_model_config(MegatronConfig(**keys))) == sum(p.numel() for p in built.parameters())
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 2, 1), (4, 1, 1)])
@@ -108,7 +108,7 @@ def test_the_stages_of_a_dense_model_hold_all_of_it_between_them(tp: int, pp: in
     layer_whole = 2 * 5120 + 2 * 128
     vocabulary = 151936 * 5120
     config = MegatronConfig(**BLOCKS["qwen3_32b"], tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    stages = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    stages = stage_elements(placed(config, *infer_model_config(config), {}), config)
     layers = 64 // pp * (layer_cut // tp + layer_whole)
     expected = [layers] * pp
     expected[0] += vocabulary // tp
@@ -121,14 +121,14 @@ def test_experts_are_divided_over_expert_ranks_and_cut_over_expert_tensor_ranks(
     keys = {**BLOCKS["qwen3_30b_a3b"], "tensor_model_parallel_size": 4, "expert_model_parallel_size": 2}
     experts = 48 * 128 * 3 * 768 * 2048
     config = MegatronConfig(**keys)
-    (cut,) = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    (cut,) = stage_elements(placed(config, *infer_model_config(config), {}), config)
     config = MegatronConfig(**keys, moe_tp_extend_ep=True)
-    (whole,) = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    (whole,) = stage_elements(placed(config, *infer_model_config(config), {}), config)
     assert cut.expert == whole.expert == experts // 8
 
 
 def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
-    architecture, network = network_of_keys(MegatronConfig(**BLOCKS["qwen3_30b_a3b"]))
+    architecture, model_config = infer_model_config(MegatronConfig(**BLOCKS["qwen3_30b_a3b"]))
     layer_cut = 32 * 128 * 2048 + 2048 * 32 * 128  # query and output
     key_value = 2 * 128 * 2048  # of one head; there are four
     experts = 128 * 3 * 768 * 2048
@@ -137,15 +137,18 @@ def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
     rest = 48 * whole + 2048
     # eight ranks: each has one of four key/value heads, and vocabulary rows come in 64s
     expected = 48 * (layer_cut // 8 + key_value + experts // 8) + rest + vocabulary // 8
-    assert rollout_elements(architecture, network, 8, 1) == expected
+    assert rollout_elements(architecture, model_config, 8, 1) == expected
     # replicas of one rank that share experts hold the rest whole
-    assert rollout_elements(architecture, network, 1, 8) == 48 * (layer_cut + 4 * key_value + experts // 8) + rest + vocabulary
+    assert (
+        rollout_elements(architecture, model_config, 1, 8)
+        == 48 * (layer_cut + 4 * key_value + experts // 8) + rest + vocabulary
+    )
 
 
 def test_adapters_are_all_that_trains() -> None:
     keys = {**BLOCKS["tiny_qwen25"], "lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 8}
     config = MegatronConfig(**keys, tensor_model_parallel_size=2)
-    (held,) = stage_elements(placed(config, *network_of_keys(config), {}), config)
+    (held,) = stage_elements(placed(config, *infer_model_config(config), {}), config)
     # qkv: [8, 128] and [256 / 2, 8]; fc2: [8, 384 / 2] and [128, 8]
     assert held.dense_adapters == 4 * 8 * (128 + 128 + 192 + 128)
 
@@ -164,12 +167,12 @@ def test_bytes_of_gradients_and_optimizer_follow_from_parameters_and_ranks() -> 
 
 
 def test_bytes_of_a_cached_token() -> None:
-    _, dense = network_of_keys(MegatronConfig(**BLOCKS["qwen3_235b_a22b"]))
+    _, dense = infer_model_config(MegatronConfig(**BLOCKS["qwen3_235b_a22b"]))
     # 94 layers, 4 heads of 128, keys and values, bf16: 1.47 GB for 32768 tokens on a rank of TP4, as published
     assert kv_bytes_per_token(dense, 2, 4) == 94 * 2 * 128 * 2
     assert round(kv_bytes_per_token(dense, 2, 4) * 32768 / 1e9, 2) == 1.58  # 1.47 GiB
     assert round(kv_bytes_per_token(dense, 2, 4) * 32768 / GIB, 2) == 1.47
-    _, latent = network_of_keys(MegatronConfig(**BLOCKS["deepseekv3_671b"]))
+    _, latent = infer_model_config(MegatronConfig(**BLOCKS["deepseekv3_671b"]))
     assert kv_bytes_per_token(latent, 2, 4) == 61 * (512 + 64) * 2
 
 
@@ -278,7 +281,7 @@ def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> No
 
 def test_a_model_that_nothing_describes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["memory", "--config-name", "dapo_qwen3_32b_A3", "model.qwen3_32b.num_layers=null"]) == 2
-    assert "network keys num_layers are not set" in capsys.readouterr().err
+    assert "model keys num_layers are not set" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_peak_and_returns_1_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

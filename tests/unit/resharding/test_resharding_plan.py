@@ -17,8 +17,18 @@ from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.weights import WeightOp
-from mindspeed_rl.resharding.boxes import Box, intersection, lengths, parts, volume, whole
-from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places
+from mindspeed_rl.resharding.layouts import (
+    Box,
+    InferenceLayout,
+    inference_boxes,
+    intersection,
+    lengths,
+    parts,
+    training_boxes,
+    training_places,
+    volume,
+    whole,
+)
 from mindspeed_rl.resharding.plan import Plan, PlanError, TensorInfo, plan_transfer
 
 _DENSE: dict[str, Any] = {
@@ -68,7 +78,7 @@ def ops_of(name: str, packing: ExpertPacking | None = None, **network_changes: A
     if name == "latent":  # the prediction layer is no part of what an engine takes
         values["num_nextn_predict_layers"] = 0
     architecture = architecture_for(values)
-    return architecture.weight_ops(architecture.network(values), packing)
+    return architecture.weight_ops(architecture.read_model_config(values), packing)
 
 
 def draw(seed: int) -> Pair | None:

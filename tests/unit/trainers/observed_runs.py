@@ -18,7 +18,7 @@ from mindspeed_rl.config.plan import build_batch_plan
 from mindspeed_rl.engine.build import planned_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
-from mindspeed_rl.models.network_keys import described, reward_model_config
+from mindspeed_rl.models.model_keys import described, reward_model_config
 from mindspeed_rl.models.plan import plan_model, read_model
 from mindspeed_rl.runtime.cluster import worker_environment
 from mindspeed_rl.trainers.rl_setup import _raw_prompts
@@ -37,10 +37,10 @@ def observed(tree: Tree, folder: Path) -> dict[str, str] | None:
         cfg = build_run_config(copy.deepcopy(tree), config_name="observed")
         if validate(cfg) or unavailable(cfg):
             return None
-        _, network, _ = read_model(folder)
+        _, model_config, _ = read_model(folder)
         written = cfg.set_keys["megatron_training"] | cfg.set_keys.get("actor_config", frozenset())
         try:
-            cfg.actor_config = described(cfg.actor_config, network, folder / "config.json", written)
+            cfg.actor_config = described(cfg.actor_config, model_config, folder / "config.json", written)
         except ValueError as error:
             return {"contradiction": str(error)}
         return {name: repr(value) for name, value in _parts(cfg, folder)}
@@ -54,7 +54,7 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "learning rate", learning_rate(cfg)
     yield "derived keys", cfg.derived
     plan = plan_model(actor, folder)
-    yield "layout", (plan.layout, plan.network)
+    yield "layout", (plan.layout, plan.model_config)
     yield "model", planned_config(actor, plan)
     yield "adapters", LoraSettings.from_config(actor)
     yield "gradient buckets", ddp_config(actor)

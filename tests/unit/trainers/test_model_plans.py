@@ -11,7 +11,7 @@ from published import ALL, FITTING, MODELS, SHIPPED, name_of
 
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
 from mindspeed_rl.engine.build import planned_config
-from mindspeed_rl.trainers.model_plans import model_plans, with_networks
+from mindspeed_rl.trainers.model_plans import model_plans, with_model_configs
 from mindspeed_rl.workers.model_source import find_model
 
 BY_NAME = {path.stem: path for path in SHIPPED}
@@ -52,15 +52,17 @@ PAIRS = [
 def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> None:
     cfg = load(path)
     assert cfg is not None
-    cfg = with_networks(with_model(cfg, tmp_path, MODELS[model]))
+    cfg = with_model_configs(with_model(cfg, tmp_path, MODELS[model]))
     run = resolve(cfg, platform="npu")
     plans = model_plans(run, find_model(run.config.actor_config, "actor_config"))
     assert "actor_config" in plans
     for name, plan in plans.items():
         said = MODELS[model]
         role = getattr(run.config, name, run.config.actor_config) or run.config.actor_config
-        assert plan.network.num_layers == said["num_hidden_layers"] and plan.network.norm_epsilon == said["rms_norm_eps"]
-        assert plan.network.rotary_base == said["rope_theta"]
+        assert (
+            plan.model_config.num_layers == said["num_hidden_layers"] and plan.model_config.norm_epsilon == said["rms_norm_eps"]
+        )
+        assert plan.model_config.rotary_base == said["rope_theta"]
         config = planned_config(role, plan)
         assert config.num_moe_experts == said.get("num_experts", said.get("n_routed_experts"))
         assert config.layernorm_epsilon == said["rms_norm_eps"] and config.hidden_dropout == config.attention_dropout == 0.0
@@ -75,7 +77,7 @@ def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) ->
     wrong = load(BY_NAME["grpo_qwen25_7b_A3"], ["actor_config.rotary_base=10000", "megatron_training.num_layers=27"])
     assert wrong is not None
     with pytest.raises(ConfigError) as caught:
-        with_networks(with_model(wrong, tmp_path, MODELS["Qwen2.5-7B"]))
+        with_model_configs(with_model(wrong, tmp_path, MODELS["Qwen2.5-7B"]))
     sentence = caught.value.errors[0]
     for words in ("actor_config: model", "num_layers: 27 (there 28)", "rotary_base: 10000 (there 1000000"):
         assert words in sentence
@@ -85,7 +87,7 @@ def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) ->
 def test_a_block_gives_way_to_the_model_where_nothing_is_written(tmp_path: Path) -> None:
     cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
     assert cfg is not None
-    actor = with_networks(with_model(cfg, tmp_path, MODELS["Qwen3-8B"])).actor_config
+    actor = with_model_configs(with_model(cfg, tmp_path, MODELS["Qwen3-8B"])).actor_config
     shape = (actor.num_layers, actor.hidden_size, actor.ffn_hidden_size, actor.num_attention_heads, actor.num_query_groups)
     assert shape == (36, 4096, 12288, 32, 8)
     assert (actor.qk_layernorm, actor.add_qkv_bias, actor.kv_channels, actor.padded_vocab_size) == (True, False, 128, 152064)
@@ -95,7 +97,7 @@ def test_a_role_whose_weights_are_not_there_keeps_its_block(tmp_path: Path) -> N
     cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
     assert cfg is not None
     cfg.actor_config.load = str(tmp_path / "none")
-    assert with_networks(cfg).actor_config.num_layers == 28
+    assert with_model_configs(cfg).actor_config.num_layers == 28
 
 
 def test_the_driver_names_the_role_whose_model_is_not_supported(tmp_path: Path) -> None:
@@ -103,4 +105,4 @@ def test_the_driver_names_the_role_whose_model_is_not_supported(tmp_path: Path) 
     assert cfg is not None
     quantized = {**MODELS["Qwen2.5-7B"], "quantization_config": {"quant_method": "awq", "bits": 4}}
     with pytest.raises(ConfigError, match="actor_config: config.json has a quantization_config with quant_method 'awq'"):
-        with_networks(with_model(cfg, tmp_path, quantized))
+        with_model_configs(with_model(cfg, tmp_path, quantized))

@@ -14,7 +14,7 @@ from supervised_samples import answers, instruction_row, pair_row, write_columns
 
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
-# with its network keys the model has dropout, so that random generators matter
+# with its model keys the model has dropout, so that random generators matter
 NETWORK_KEYS = {
     "num_layers": 2,
     "hidden_size": 128,

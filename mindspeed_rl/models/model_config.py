@@ -31,7 +31,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Network:
+class ModelConfig:
     """Shape facts of one model; the names are Megatron's, so they can be compared with a training script.
 
     ``num_layers`` counts real decoder layers only: neither no-op layers of a pipeline layout nor multi-token-prediction
@@ -103,7 +103,7 @@ class Network:
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
 
-    def padded(self, make_vocab_size_divisible_by: int = 1, tp_size: int = 1) -> Network:
+    def padded(self, make_vocab_size_divisible_by: int = 1, tp_size: int = 1) -> ModelConfig:
         """The same network with its vocabulary padded to a multiple of ``make_vocab_size_divisible_by`` x ``tp_size``.
 
         Raises:
@@ -114,7 +114,7 @@ class Network:
         multiple = make_vocab_size_divisible_by * tp_size
         return replace(self, padded_vocab_size=math.ceil(self.vocab_size / multiple) * multiple)
 
-    def with_head(self, head: Literal["lm", "reward"]) -> Network:
+    def with_head(self, head: Literal["lm", "reward"]) -> ModelConfig:
         """The same network that ends in vocabulary logits (``lm``) or in one score per token (``reward``)."""
         return replace(self, head=head)
 
@@ -289,7 +289,7 @@ def _scale(scaling: Mapping[str, Any], key: str) -> float:
 
 
 def read_common(hf_config: Mapping[str, Any], architecture: str, *, tied_by_default: bool = False) -> dict[str, Any]:
-    """The Network fields that nearly every decoder-only config.json spells the same way."""
+    """The ModelConfig fields that nearly every decoder-only config.json spells the same way."""
     hidden, heads = read_size(hf_config, "hidden_size"), read_size(hf_config, "num_attention_heads")
     vocab = read_size(hf_config, "vocab_size")
     names = hf_config.get("architectures") or []
