@@ -27,7 +27,7 @@ SETTINGS: dict[str, Bounds] = {
     "clip_ratio": _NOT_NEGATIVE,
     "clip_ratio_low": _SHARE,
     "clip_ratio_high": _NOT_NEGATIVE,
-    "clip_ratio_c": Bounds(1, excludes_low=True, usual=3.0, rule="dual_clip"),
+    "clip_ratio_c": Bounds(1, excludes_low=True, default=3.0, rule="dual_clip"),
     "tau_pos": _POSITIVE,
     "tau_neg": _POSITIVE,
     "gamma": _SHARE,
@@ -87,7 +87,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         reads=frozenset(("clip_ratio_high",)),
         bounds={
             "clip_ratio_high": Bounds(
-                1, meaning="the ratio's absolute cap", usual=5.0, otherwise={"loss_type": "cispo"}, rule="absolute_cap"
+                1, meaning="the ratio's absolute cap", default=5.0, otherwise={"loss_type": "cispo"}, rule="absolute_cap"
             )
         },
         formula="-sg[min(r, {clip_ratio_high:g})] * A * log pi",

@@ -33,7 +33,7 @@ class Bounds:
         low, high: None is open.
         excludes_low: the number must be greater than `low`.
         meaning: what the number is, for the sentence that refuses a wrong one.
-        usual: a sound value.
+        default: a value to propose instead of one outside.
         otherwise: keys of rl_config with the values that make the bound pointless.
         rule: short stable name of the rule that a number outside breaks.
         excludes_high: the number must be less than `high`.
@@ -43,12 +43,12 @@ class Bounds:
     high: float | None = None
     excludes_low: bool = False
     meaning: str = ""
-    usual: float | None = None
+    default: float | None = None
     otherwise: Mapping[str, Any] = field(default_factory=dict)
     rule: str = "range"
     excludes_high: bool = False
 
-    def hold(self, value: float) -> bool:
+    def contain(self, value: float) -> bool:
         """True when the value lies within."""
         if self.low is not None and (value <= self.low if self.excludes_low else value < self.low):
             return False

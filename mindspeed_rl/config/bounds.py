@@ -23,7 +23,7 @@ _RESOURCES = ("actor", "reference", "reward", "critic", "vit", "rollout")
 
 _ANY_WEIGHT = Bounds(-1e6, 1e6)
 _SHARE = Bounds(0, 1)
-_DECAY = Bounds(0, 1, excludes_high=True, usual=0.9)
+_DECAY = Bounds(0, 1, excludes_high=True, default=0.9)
 _RATE = Bounds(0, 1e3)
 _POSITIVE = Bounds(0, 1e9, excludes_low=True)
 _WIDTH = Bounds(1, 10**7)
@@ -54,7 +54,7 @@ RANGES: dict[str, Bounds] = {
     **_of("actor_config", "global_batch_size micro_batch_size eval_num_prompts", Bounds(1, _ROWS)),
     **_of("actor_config", "seq_length", Bounds(1, _TOKENS)),
     "actor_config.train_iters": Bounds(0, _ITERATIONS),
-    "actor_config.train_epochs": Bounds(0, 1e6, excludes_low=True, usual=1),
+    "actor_config.train_epochs": Bounds(0, 1e6, excludes_low=True, default=1),
     **_of("actor_config", "eval_interval save_interval keep_last log_interval", Bounds(1, _ITERATIONS)),
     **_of("actor_config", "eval_iters lr_warmup_iters", Bounds(0, _ITERATIONS)),
     **_of("actor_config", "lr_decay_iters refer_model_iter", Bounds(1, _ITERATIONS)),
@@ -69,8 +69,8 @@ RANGES: dict[str, Bounds] = {
     "actor_config.weight_decay": Bounds(0, 1e3),
     "actor_config.clip_grad": Bounds(0, 1e9),
     **_of("actor_config", "adam_beta1 adam_beta2", _DECAY),
-    "actor_config.adam_eps": Bounds(0, 1, excludes_low=True, usual=1e-8),
-    "actor_config.initial_loss_scale": Bounds(0, 2.0**64, excludes_low=True, usual=2.0**32),
+    "actor_config.adam_eps": Bounds(0, 1, excludes_low=True, default=1e-8),
+    "actor_config.initial_loss_scale": Bounds(0, 2.0**64, excludes_low=True, default=2.0**32),
     "actor_config.ddp_bucket_size": Bounds(1, 10**12),
     # layout
     "actor_config.num_npus": Bounds(1, _DEVICES),
@@ -81,7 +81,7 @@ RANGES: dict[str, Bounds] = {
     # the network
     "actor_config.num_layers": Bounds(1, _LAYERS),
     **_of("actor_config", _WIDTHS, _WIDTH),
-    **_of("actor_config", "norm_epsilon", Bounds(0, 1, excludes_low=True, usual=1e-6)),
+    **_of("actor_config", "norm_epsilon", Bounds(0, 1, excludes_low=True, default=1e-6)),
     **_of("actor_config", "init_method_std", Bounds(0, 1e3)),
     **_of("actor_config", "attention_dropout hidden_dropout lora_dropout", _SHARE),
     **_of("actor_config", "rope_scaling_factor low_freq_factor high_freq_factor", _POSITIVE),
@@ -127,10 +127,10 @@ RANGES: dict[str, Bounds] = {
     "rl_config.filter_groups_max_batches": Bounds(-1, 10**6),
     # the objective
     "rl_config.beta": Bounds(0, 1e6),
-    "rl_config.delta": Bounds(1, 1e6, excludes_low=True, usual=2.0),
+    "rl_config.delta": Bounds(1, 1e6, excludes_low=True, default=2.0),
     "rl_config.entropy_coeff": Bounds(-1e6, 1e6),
     "rl_config.off_policy_sequence_mask_delta": Bounds(-1e6, 1e6),
-    "rl_config.log_probs_diff_limit": Bounds(0, 1e6, excludes_low=True, usual=0.1),
+    "rl_config.log_probs_diff_limit": Bounds(0, 1e6, excludes_low=True, default=0.1),
     "rl_config.ref_model_sync_steps": Bounds(1, _ITERATIONS),
     "rl_config.ref_model_mixup_alpha": _SHARE,
     # rewards
@@ -142,7 +142,7 @@ RANGES: dict[str, Bounds] = {
     **_of("rl_config", "soft_cache_length overlong_buffer", Bounds(0, _TOKENS)),
     "rl_config.repetition_n_grams": Bounds(1, 10**6),
     **_of("rl_config", "num_reward_workers verifier_parallel", Bounds(1, _PROCESSES)),
-    **_of("rl_config", "reward_timeout_s judge_timeout_s", Bounds(0, _SECONDS, excludes_low=True, usual=30)),
+    **_of("rl_config", "reward_timeout_s judge_timeout_s", Bounds(0, _SECONDS, excludes_low=True, default=30)),
     "rl_config.verifier_timeout": Bounds(1, int(_SECONDS)),
     "rl_config.reward_failure_limit": _SHARE,
     "rl_config.unscored_iterations_limit": Bounds(0, _ITERATIONS),
@@ -155,8 +155,8 @@ RANGES: dict[str, Bounds] = {
     "rl_config.max_turns": Bounds(1, 10**6),
     "rl_config.trajectory_reward_weight": Bounds(-1e6, 1e6),
     **_of("rl_config", "max_total_response_length max_tool_response_length", Bounds(0, _TOKENS)),
-    "rl_config.wait_timeout_s": Bounds(0, _SECONDS, excludes_low=True, usual=1800),
-    **_of("rl_config.deadlines", _DEADLINES, Bounds(0, _SECONDS, excludes_low=True, usual=1800)),
+    "rl_config.wait_timeout_s": Bounds(0, _SECONDS, excludes_low=True, default=1800),
+    **_of("rl_config.deadlines", _DEADLINES, Bounds(0, _SECONDS, excludes_low=True, default=1800)),
     "rl_config.fault_tolerance.max_restarts": Bounds(0, 10**4),
     "rl_config.fault_tolerance.heartbeat_interval_s": Bounds(0.1, 3600),
     "rl_config.transfer_queue_data_shard_num": Bounds(1, _PROCESSES),
@@ -232,7 +232,7 @@ def _value(cfg: RunConfig, path: str) -> Any:
 def _outside(path: str, value: Any, bounds: Bounds) -> Iterator[Violation]:
     numbers = value if isinstance(value, list) else [value]
     for number in numbers:
-        if isinstance(number, (int, float)) and not bounds.hold(number):
+        if isinstance(number, (int, float)) and not bounds.contain(number):
             found = out_of_range(path, number, bounds)
             # a list is mended in one of its items, which is no value of the key
             yield dataclasses.replace(found, nearest=()) if isinstance(value, list) else found

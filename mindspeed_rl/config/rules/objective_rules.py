@@ -104,7 +104,7 @@ def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violati
     """Yield the broken rules between the keys of losses, estimators and corrections, whatever the size of a group."""
     for name, bounds in SETTINGS.items():
         value = getattr(rl, name)
-        if value is not None and not bounds.hold(value):
+        if value is not None and not bounds.contain(value):
             yield out_of_range(f"rl_config.{name}", value, bounds)
     yield from _loss_violations(rl, objective)
     if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
@@ -158,7 +158,7 @@ def _loss_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
             {"rl_config.clip_ratio_high": rl.clip_ratio_low},
         )
     for name, bounds in loss.bounds.items():
-        if not bounds.hold(getattr(objective, name)):
+        if not bounds.contain(getattr(objective, name)):
             yield _out_of_loss_bounds(rl, loss_type, name, bounds)
     if rl.clip_ratio_c is not None and rl.delta is not None:
         yield broken(
@@ -207,7 +207,7 @@ def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds)
     """The violation of a bound that one loss sets; clip_ratio_high says what it means only with clip_higher_enable."""
     value = getattr(rl, name)
     keys = {"rl_config.loss_type": loss_type, f"rl_config.{name}": value}
-    mended: dict[str, Any] = {f"rl_config.{name}": value if bounds.hold(value) else bounds.usual}
+    mended: dict[str, Any] = {f"rl_config.{name}": value if bounds.contain(value) else bounds.default}
     condition = ""
     if name in ("clip_ratio_low", "clip_ratio_high"):
         keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
@@ -217,7 +217,7 @@ def _out_of_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds)
         bounds.rule,
         keys,
         f"rl_config.loss_type {loss_type} {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
-        # a bound without a usual value proposes none
+        # bounds without a default propose none
         *([] if None in mended.values() else [mended]),
         *([{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}] if bounds.otherwise else []),
     )

@@ -42,10 +42,10 @@ def broken(rule: str, keys: Mapping[str, Any], message: str, *nearest: Mapping[s
 
 
 def out_of_range(key: str, value: float, bounds: Bounds) -> Violation:
-    """Return the violation of a number outside its bounds; the nearest value is the bound, or a usual one beyond it."""
+    """Return the violation of a number outside its bounds; the nearest value is the bound, or the default where the bound itself is excluded."""
     below = bounds.low is not None and value <= bounds.low
     is_open = bounds.excludes_low if below else bounds.excludes_high
-    nearest = bounds.usual if is_open else bounds.low if below else bounds.high
+    nearest = bounds.default if is_open else bounds.low if below else bounds.high
     mended = () if nearest is None else ({key: nearest},)
     return broken(bounds.rule, {key: value}, f"{key} ({value:g}) must be {bounds} (see {reference(key)})", *mended)
 

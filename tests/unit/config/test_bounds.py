@@ -57,7 +57,7 @@ def test_every_number_of_the_schema_has_bounds_that_hold_its_default() -> None:
         if bounds is not None:
             assert bounds.low is not None, f"{name} has no lower bound"
             for value in default if isinstance(default, list) else [default]:
-                assert value is None or isinstance(value, str) or bounds.hold(value), f"{name}: {value}"
+                assert value is None or isinstance(value, str) or bounds.contain(value), f"{name}: {value}"
     assert RANGES.keys() <= NUMBERS.keys()
 
 
