@@ -14,8 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from mindspeed_rl import registry
 from mindspeed_rl.dataplane import ALIASES, DATA_STRATEGIES
 from mindspeed_rl.dataplane.columns import Batch, Ragged, pack
-from mindspeed_rl.dataplane.rows import Users, check_name
-from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.dataplane.transfer_dock import TransferDock, Users, check_name
 from mindspeed_rl.observability import heartbeat
 
 # Requests that may wait in the dock at the same time; each is a coroutine, not a thread.
@@ -29,7 +28,7 @@ _ABORT_TIMEOUT_S = 10.0
 Answer = TypeVar("Answer")
 
 
-class DataPlaneLost(ConnectionError):
+class DataPlaneError(ConnectionError):
     """The data plane's process died, or does not answer."""
 
 
@@ -76,14 +75,14 @@ class DataPlane(Protocol):
         Raises:
             ValueError: a wrong name, index or count.
             TimeoutError: the deadline passed; says who waited for what and who was to produce it.
-            DataPlaneAborted: `abort` was called.
+            DataPlaneAbortedError: `abort` was called.
         """
 
     def clear(self, num_prompts: int) -> None:
         """Drops all rows; the next iteration has num_prompts prompts."""
 
     def abort(self, reason: str) -> None:
-        """Raises `DataPlaneAborted` in everybody who waits, or asks until the next `clear`."""
+        """Raises `DataPlaneAbortedError` in everybody who waits, or asks until the next `clear`."""
 
     def close(self) -> None:
         """Ends the engine behind all clients; call it once, on the driver."""
@@ -175,18 +174,18 @@ class TransferDockClient:
             rows_s: what it may take until the rows asked for are there.
 
         Raises:
-            DataPlaneLost: it does not answer any more.
+            DataPlaneError: it does not answer any more.
         """
         limit_s = self._answer_timeout_s + rows_s
         try:
             return ray.get(reference, timeout=limit_s)
         except GetTimeoutError:
-            raise DataPlaneLost(
+            raise DataPlaneError(
                 f"the data plane has not answered a {call} for {limit_s:.0f} s (rl_config.deadlines.data_plane): its process "
                 "is stopped, or its machine is out of reach."
             ) from None
         except RayActorError:
-            raise DataPlaneLost("the data plane's process died (the kernel may have killed it for memory).") from None
+            raise DataPlaneError("the data plane's process died (the kernel may have killed it for memory).") from None
         except RayTaskError as error:
             # The dock's own sentence, without the actor's stack around it.
             raise error.cause from None

@@ -26,8 +26,8 @@ from tensordict import NonTensorStack, TensorDict
 from transfer_queue.sampler import BaseSampler
 
 from mindspeed_rl.dataplane.columns import Batch, Column, Ragged, kind, pack
-from mindspeed_rl.dataplane.rows import (
-    DataPlaneAborted,
+from mindspeed_rl.dataplane.transfer_dock import (
+    DataPlaneAbortedError,
     Request,
     Users,
     check_kind,
@@ -215,7 +215,7 @@ class TransferQueueClient:
     def _reserve(self, request: Request) -> Any:
         """TransferQueue's metadata of the rows that serve the request, marked as consumed; empty when not enough are ready."""
         if (reason := self._aborted()) is not None:
-            raise DataPlaneAborted(reason)
+            raise DataPlaneAbortedError(reason)
         # What the controller receives must be plain lists.
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(request).items()}
         return self._ask(list(request.columns), request.consumer, "get", **plain)

@@ -20,7 +20,7 @@ _REWARDS = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
 
 
 @dataclass(frozen=True)
-class Sign:
+class Alert:
     """A warning.
 
     Attributes:
@@ -38,7 +38,7 @@ class Sign:
     advice: str
 
 
-def find_signs(history: History, completions: Sequence[Mapping[str, Any]] = ()) -> list[Sign]:
+def find_alerts(history: History, completions: Sequence[Mapping[str, Any]] = ()) -> list[Alert]:
     """All warnings, bad ones first.
 
     Args:
@@ -50,13 +50,13 @@ def find_signs(history: History, completions: Sequence[Mapping[str, Any]] = ()) 
     return sorted(found, key=lambda sign: (sign.severity != "bad", sign.iteration))
 
 
-def repeats(text: str) -> bool:
+def is_repetitive(text: str) -> bool:
     """True for a text of 200 characters or more that says the same again and again (deflate leaves a tenth of it)."""
     data = text.encode("utf-8", "replace")
     return len(data) >= 200 and len(zlib.compress(data, 6)) < 0.1 * len(data)
 
 
-def garbled(text: str) -> bool:
+def is_garbled(text: str) -> bool:
     """True when more than one character in fifty is no text: a broken byte, a control character, unassigned."""
     # a single odd character would be more than one in fifty
     if len(text) < 20:
@@ -71,7 +71,7 @@ def _series(history: History, *names: str) -> tuple[array[int], array[float]]:
     return found.x, found.y
 
 
-def _flat_reward(history: History) -> Iterator[Sign]:
+def _flat_reward(history: History) -> Iterator[Alert]:
     iterations, values = _series(history, *_REWARDS)
     if len(values) < 30:
         return
@@ -81,7 +81,7 @@ def _flat_reward(history: History) -> Iterator[Sign]:
     error = math.sqrt(statistics.variance(first) / quarter + statistics.variance(last) / quarter)
     # within two standard errors the difference may be chance
     if abs(after - before) <= 2 * error or after == before:
-        yield Sign(
+        yield Alert(
             "reward_flat",
             "watch",
             iterations[-1],
@@ -90,11 +90,11 @@ def _flat_reward(history: History) -> Iterator[Sign]:
         )
 
 
-def _no_spread(history: History) -> Iterator[Sign]:
+def _no_spread(history: History) -> Iterator[Alert]:
     iterations, values = _series(history, "rewards/groups_without_spread", "reward/zero_std_groups")
     # three in a row: one batch of prompts that are too easy is no sign
     if len(values) >= 3 and min(values[-3:]) >= 0.9:
-        yield Sign(
+        yield Alert(
             "no_spread",
             "bad",
             iterations[-1],
@@ -103,13 +103,13 @@ def _no_spread(history: History) -> Iterator[Sign]:
         )
 
 
-def _length_explosion(history: History) -> Iterator[Sign]:
+def _length_explosion(history: History) -> Iterator[Alert]:
     iterations, lengths = _series(history, "response_length/mean")
     cut_at, cut = _series(history, "rollout/truncated_fraction")
     if len(lengths) >= 2 * RECENT:
         before, now = statistics.median(lengths[:RECENT]), statistics.median(lengths[-RECENT:])
         if before > 0 and now >= 3 * before:
-            yield Sign(
+            yield Alert(
                 "length_explosion",
                 "watch",
                 iterations[-1],
@@ -117,7 +117,7 @@ def _length_explosion(history: History) -> Iterator[Sign]:
                 "Does the reward pay for length? Look at what the long ones say.",
             )
     if len(cut) >= 3 and min(cut[-3:]) >= 0.5:
-        yield Sign(
+        yield Alert(
             "truncated",
             "bad",
             cut_at[-1],
@@ -126,13 +126,13 @@ def _length_explosion(history: History) -> Iterator[Sign]:
         )
 
 
-def _mismatch(history: History) -> Iterator[Sign]:
+def _mismatch(history: History) -> Iterator[Alert]:
     iterations, values = _series(history, "rollout/log_probs_diff_mean")
     # a median of fewer values says little of what is usual
     for index in range(min(5, len(values)), len(values)):
         usual = statistics.median(values[max(0, index - 20) : index])
         if values[index] > 0.01 and values[index] > 5 * usual:
-            yield Sign(
+            yield Alert(
                 "mismatch",
                 "bad",
                 iterations[index],
@@ -142,12 +142,12 @@ def _mismatch(history: History) -> Iterator[Sign]:
             return
 
 
-def _entropy_collapse(history: History) -> Iterator[Sign]:
+def _entropy_collapse(history: History) -> Iterator[Alert]:
     iterations, values = _series(history, "actor/entropy")
     if len(values) >= 2 * RECENT:
         before, now = statistics.median(values[:RECENT]), statistics.median(values[-RECENT:])
         if before > 0 and now < 0.1 * before:
-            yield Sign(
+            yield Alert(
                 "entropy_collapse",
                 "watch",
                 iterations[-1],
@@ -156,11 +156,11 @@ def _entropy_collapse(history: History) -> Iterator[Sign]:
             )
 
 
-def _failing_rewards(history: History) -> Iterator[Sign]:
+def _failing_rewards(history: History) -> Iterator[Alert]:
     iterations, values = _series(history, "rewards/failure_rate")
     recent = values[-RECENT:]
     if recent and statistics.fmean(recent) > 0.05:
-        yield Sign(
+        yield Alert(
             "rewards_failing",
             "bad",
             iterations[-1],
@@ -169,12 +169,12 @@ def _failing_rewards(history: History) -> Iterator[Sign]:
         )
 
 
-def _not_finite(history: History) -> Iterator[Sign]:
+def _not_finite(history: History) -> Iterator[Alert]:
     for name in ("actor/pg_loss", "actor/grad_norm", "train/loss", "train/grad_norm", "critic/vf_loss"):
         series = history.series.get(name, Series())
         first = next((x for x, y in zip(series.x, series.y) if not math.isfinite(y)), None)
         if first is not None:
-            yield Sign(
+            yield Alert(
                 "not_finite",
                 "bad",
                 first,
@@ -183,11 +183,11 @@ def _not_finite(history: History) -> Iterator[Sign]:
             )
 
 
-def _much_clipped(history: History) -> Iterator[Sign]:
+def _much_clipped(history: History) -> Iterator[Alert]:
     iterations, values = _series(history, "actor/pg_clipfrac")
     recent = values[-RECENT:]
     if len(recent) == RECENT and min(recent) > 0.3:
-        yield Sign(
+        yield Alert(
             "clipped",
             "watch",
             iterations[-1],
@@ -196,7 +196,7 @@ def _much_clipped(history: History) -> Iterator[Sign]:
         )
 
 
-_LOOKS: tuple[Callable[[History], Iterator[Sign]], ...] = (
+_LOOKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
     _not_finite,
     _mismatch,
     _no_spread,
@@ -208,19 +208,19 @@ _LOOKS: tuple[Callable[[History], Iterator[Sign]], ...] = (
 )
 
 
-def _text_signs(completions: Sequence[Mapping[str, Any]]) -> Iterator[Sign]:
+def _text_signs(completions: Sequence[Mapping[str, Any]]) -> Iterator[Alert]:
     if not completions:
         return
     last = max(completion["iteration"] for completion in completions)
     now = [completion for completion in completions if completion["iteration"] == last]
     checks: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-        ("garbled", garbled, "hold characters that are no text"),
-        ("repeating", repeats, "say the same again and again"),
+        ("is_garbled", is_garbled, "hold characters that are no text"),
+        ("repeating", is_repetitive, "say the same again and again"),
     )
     for kind, check, what in checks:
         count = sum(check(completion["response"]) for completion in now)
         if count >= max(1, len(now) // 10):
-            yield Sign(
+            yield Alert(
                 kind,
                 "bad" if count > len(now) / 2 else "watch",
                 last,

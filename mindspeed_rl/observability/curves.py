@@ -115,7 +115,7 @@ def curves(history: History, most: int = MOST_POINTS) -> dict[str, Curve]:
     return {name: _thinned(name, series.x, series.y, most) for name, series in finite if series.x}
 
 
-def charted(names: Iterable[str], chart: Chart) -> list[str]:
+def select_metrics(names: Iterable[str], chart: Chart) -> list[str]:
     """The metrics among `names` that the chart shows, in its order, each once."""
     known = list(names)
     found = (name for pattern in chart.metrics for name in known if fnmatchcase(name, pattern))
@@ -124,19 +124,19 @@ def charted(names: Iterable[str], chart: Chart) -> list[str]:
 
 def _thinned(name: str, xs: Sequence[int], ys: Sequence[float], most: int) -> Curve:
     if len(xs) <= most:
-        return Curve(name, list(xs), [five_digits(y) for y in ys])
+        return Curve(name, list(xs), [round_to_five_digits(y) for y in ys])
     size = -(-len(xs) // most)
     buckets = [slice(start, start + size) for start in range(0, len(xs), size)]
     return Curve(
         name,
         # the last of each, so that a curve ends where the run does
         [xs[bucket][-1] for bucket in buckets],
-        [five_digits(statistics.fmean(ys[bucket])) for bucket in buckets],
-        [five_digits(min(ys[bucket])) for bucket in buckets],
-        [five_digits(max(ys[bucket])) for bucket in buckets],
+        [round_to_five_digits(statistics.fmean(ys[bucket])) for bucket in buckets],
+        [round_to_five_digits(min(ys[bucket])) for bucket in buckets],
+        [round_to_five_digits(max(ys[bucket])) for bucket in buckets],
     )
 
 
-def five_digits(value: float) -> float:
+def round_to_five_digits(value: float) -> float:
     """The value as precisely as anybody reads it."""
     return float(f"{value:.5g}")

@@ -55,7 +55,7 @@ def read_counts(path: Path) -> Counts:
     return rows
 
 
-def read_folder(folder: Path) -> Counts:
+def sum_counts(folder: Path) -> Counts:
     """The tokens of all files of a folder together.
 
     Raises:

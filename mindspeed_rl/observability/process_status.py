@@ -32,7 +32,7 @@ _SHELLS = ("/runtime/process.py", "/ray/")
 
 
 @dataclass(frozen=True)
-class Standing:
+class ProcessStatus:
     """One process.
 
     Attributes:
@@ -81,7 +81,7 @@ def _in_order(name: str) -> tuple[str, int]:
     return (kind, int(number)) if number.isdecimal() else (name, -1)
 
 
-def read_standings(folder: Path, *, names: Iterable[str] | None = None) -> list[Standing]:
+def read_statuses(folder: Path, *, names: Iterable[str] | None = None) -> list[ProcessStatus]:
     """All processes that have given signs of life, in the order of their names; without asking them.
 
     Args:
@@ -93,12 +93,12 @@ def read_standings(folder: Path, *, names: Iterable[str] | None = None) -> list[
     return sorted((item for item in found if item is not None), key=lambda item: _in_order(item.name))
 
 
-def ask_standings(folder: Path, *, patience_s: float = 5.0) -> list[Standing]:
-    """As `read_standings`, with stacks and collectives: every process is asked for them, and has so long to answer.
+def collect_statuses(folder: Path, *, patience_s: float = 5.0) -> list[ProcessStatus]:
+    """As `read_statuses`, with stacks and collectives: every process is asked for them, and has so long to answer.
 
     One that does not answer although it lives on this machine gets a signal, at which the interpreter itself writes its stacks.
     """
-    before = {item.name: item for item in read_standings(folder)}
+    before = {item.name: item for item in read_statuses(folder)}
     alive = [item for item in before.values() if item.state in ("works", "silent", "stopped")]
     for item in alive:
         with contextlib.suppress(OSError):
@@ -111,16 +111,16 @@ def ask_standings(folder: Path, *, patience_s: float = 5.0) -> list[Standing]:
     waiting = {item.name for item in alive if item.state != "stopped"}  # who is stopped cannot answer
     while waiting and time.monotonic() < end:
         time.sleep(0.1)
-        waiting -= {item.name for item in read_standings(folder, names=waiting) if item.beats > before[item.name].beats}
+        waiting -= {item.name for item in read_statuses(folder, names=waiting) if item.beats > before[item.name].beats}
     for item in alive:
         if item.name in waiting and item.host == socket.gethostname() and _writes_stacks(item.pid):
             with contextlib.suppress(OSError):
                 os.kill(item.pid, signal.SIGUSR2)
                 time.sleep(0.2)  # it writes in its own time
-    return [_with_details(folder, item, answered=item.name not in waiting) for item in read_standings(folder)]
+    return [_with_details(folder, item, answered=item.name not in waiting) for item in read_statuses(folder)]
 
 
-def stalled(standings: Sequence[Standing]) -> list[Stalled]:
+def find_stalled_collectives(standings: Sequence[ProcessStatus]) -> list[Stalled]:
     """The collectives between these processes that do not end; those of one world have names that differ in their number."""
     worlds: dict[str, dict[int, Mapping[str, Any]]] = {}
     for item in standings:
@@ -130,20 +130,20 @@ def stalled(standings: Sequence[Standing]) -> list[Stalled]:
     return [found for records in worlds.values() for found in stalled_collectives(records)]
 
 
-def culprit(standings: Sequence[Standing], names: Sequence[str]) -> Standing | None:
+def find_straggler(standings: Sequence[ProcessStatus], names: Sequence[str]) -> ProcessStatus | None:
     """Of processes that are waited for, the one that holds up the others: it cannot answer, or is late in a collective."""
     by_name = {item.name: item for item in standings}
     late = [by_name[name] for name in names if name in by_name and by_name[name].is_late]
     if late:  # the surest of them
         return min(late, key=lambda item: ("dead", "stopped", "silent").index(item.state))
-    for found in stalled(standings):
+    for found in find_stalled_collectives(standings):
         for item in standings:
             if item.record.get("rank") in found.late and item.name in names:
                 return item
     return by_name.get(names[0]) if len(names) == 1 else None
 
 
-def forget(folder: Path, names: Iterable[str]) -> None:
+def remove_status_files(folder: Path, names: Iterable[str]) -> None:
     """What earlier processes of these names have left is gone, so that nobody takes it for their successors' silence."""
     for name in names:
         for kind in (".json", ".stacks", ".recorder"):
@@ -151,13 +151,13 @@ def forget(folder: Path, names: Iterable[str]) -> None:
                 file_of(folder, name, kind).unlink()
 
 
-def end_processes(folder: Path, names: Iterable[str], *, grace_s: float = 3.0) -> list[str]:
+def terminate_processes(folder: Path, names: Iterable[str], *, grace_s: float = 3.0) -> list[str]:
     """Those of these processes that are on this machine are gone; returns the names of those that had to be killed.
 
     Ray asks a worker to end itself, which one that is stopped never does.
     """
     killed, end = [], time.monotonic() + grace_s
-    for item in read_standings(folder, names=list(names)):
+    for item in read_statuses(folder, names=list(names)):
         process = _process(item.pid, item.host, file_of(folder, item.name, ".json"))
         if process is None:
             continue
@@ -170,7 +170,7 @@ def end_processes(folder: Path, names: Iterable[str], *, grace_s: float = 3.0) -
     return killed
 
 
-def _read(path: Path) -> Standing | None:
+def _read(path: Path) -> ProcessStatus | None:
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         age_s = time.time() - path.stat().st_mtime
@@ -188,7 +188,7 @@ def _read(path: Path) -> Standing | None:
     elif age_s > max(_SILENT_S, MISSED_BEATS * about["interval_s"]):
         state = "silent"
     names = ("name", "pid", "host", "beats", "doing", "since")
-    return Standing(state=state, **{name: about[name] for name in names})
+    return ProcessStatus(state=state, **{name: about[name] for name in names})
 
 
 def _process(pid: int, host: str, path: Path) -> psutil.Process | None:
@@ -218,19 +218,19 @@ def _is_stopped(process: psutil.Process) -> bool:
     return False
 
 
-def _with_details(folder: Path, item: Standing, *, answered: bool) -> Standing:
+def _with_details(folder: Path, item: ProcessStatus, *, answered: bool) -> ProcessStatus:
     stacks, record = (file_of(folder, item.name, kind) for kind in (".stacks", ".recorder"))
     text = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
     held: Mapping[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         held = json.loads(record.read_text(encoding="utf-8"))
     state = "silent" if not answered and item.state == "works" and not text else item.state
-    return Standing(
-        item.name, item.pid, item.host, item.beats, state, item.doing, item.since, place_of(text), last_collective(held), held
+    return ProcessStatus(
+        item.name, item.pid, item.host, item.beats, state, item.doing, item.since, describe_location(text), last_collective(held), held
     )
 
 
-def place_of(stacks: str) -> str:
+def describe_location(stacks: str) -> str:
     """Where a process stands, in a line: of the thread that works, the innermost frame of ours and the innermost of all.
 
     Args:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import json
+import logging
 import platform
 import statistics
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -13,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import __version__
-from mindspeed_rl.observability.alerts import Sign, find_signs
+from mindspeed_rl.observability.alerts import Alert, find_alerts
+from mindspeed_rl.observability.console import clock
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.page import write_page
-from mindspeed_rl.observability.progress import clock
 from mindspeed_rl.observability.run_files import read_files
 
 # Packages whose versions decide what a run computes.
@@ -85,7 +90,7 @@ def write_report(
         "mindspeed_rl": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "versions": dict(installed_versions()),
+        "versions": dict(list_package_versions()),
         "iterations": len(run.history),
         "planned_iterations": planned_iterations,
         "results": dict(results or {}),
@@ -97,7 +102,7 @@ def write_report(
     text = json.dumps(report, indent=2, default=str)
     (run_dir / "report.json").write_text(text + "\n", encoding="utf-8")
     path = run_dir / "report.md"
-    path.write_text(_markdown(report, summaries, find_signs(run.history, run.completions)), encoding="utf-8")
+    path.write_text(_markdown(report, summaries, find_alerts(run.history, run.completions)), encoding="utf-8")
     # as whoever makes the page from the folder later reads it
     write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path
@@ -114,7 +119,7 @@ def summarize(history: History) -> dict[str, Summary]:
 
 
 @functools.cache
-def installed_versions() -> Mapping[str, str]:
+def list_package_versions() -> Mapping[str, str]:
     """The versions of the packages that matter, of those that are installed; looked up once, as each look costs memory."""
     found = {}
     for package in PACKAGES:
@@ -151,7 +156,7 @@ _MOST_PHASES = 8
 _MOST_KEYS = 40
 
 
-def _markdown(report: Mapping[str, Any], summaries: Mapping[str, Summary], signs: Sequence[Sign]) -> str:
+def _markdown(report: Mapping[str, Any], summaries: Mapping[str, Summary], signs: Sequence[Alert]) -> str:
     lines = [f"# {report['title']}", "", f"Outcome: {report['outcome']}. Iterations: {report['iterations']}.", ""]
     lines += ["Curves, samples and all metrics: `report.html` beside this file; every figure and key: `report.json`.", ""]
     lines += [f"- **{'!' if sign.severity == 'bad' else '?'}** {sign.text} {sign.advice}" for sign in signs]
@@ -210,3 +215,59 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+LOG = logging.getLogger(__name__)
+
+#: seconds between two pages at least
+_INTERVAL_S = 30.0
+#: seconds of rest for each second that a page took
+_REST = 50.0
+#: how long the end of a run waits for a page that is being written
+_LAST_S = 30.0
+
+
+class LivePage:
+    """Writes a report while the run goes, never twice at the same time, and never in the way of the run.
+
+    Args:
+        write: writes the report as the files stand.
+        now_s: seconds from a monotonic clock.
+    """
+
+    def __init__(self, write: Callable[[], object], now_s: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._now_s = write, now_s
+        self._thread: threading.Thread | None = None
+        self._next_s = now_s()  # the first iteration shows at once
+        self._said = False
+
+    def touch(self) -> None:
+        """Something new is in the files: a page is begun if it is time for one."""
+        if self._now_s() >= self._next_s and (self._thread is None or not self._thread.is_alive()):
+            self._next_s = float("inf")
+            self._thread = threading.Thread(target=self._run, name="report", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """No page is being written."""
+        self._next_s = float("inf")
+        if self._thread is not None:
+            self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        began = self._now_s()
+        try:
+            self._write()
+        except Exception as error:  # a page that cannot be written must not end a run; the last one says it aloud
+            if not self._said:
+                LOG.warning("the report could not be refreshed: %s: %s", type(error).__name__, error)
+            self._said = True
+        finally:
+            _give_back()
+            self._next_s = self._now_s() + max(_INTERVAL_S, _REST * (self._now_s() - began))
+
+
+def _give_back() -> None:
+    """What a page took goes back to the system: the C library keeps it otherwise, more with every page of a long run."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone can
+        ctypes.CDLL(None).malloc_trim(0)

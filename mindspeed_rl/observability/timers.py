@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 # Each worker's own duration counts here, not the span from the first start to the last end over all workers.
 LONGEST_DURATION = frozenset(
@@ -102,3 +104,95 @@ def throughput_metrics(timing: Mapping[str, float], num_tokens: float, num_devic
     """Tokens (prompt and response) per second and device over the iteration, the update and the rollout."""
     phases = {"e2e_tps": "timing/all", "update_tps": "timing/update", "vllm_tps": "timing/rollout"}
     return {name: num_tokens / num_devices / timing[phase] for name, phase in phases.items() if timing.get(phase, 0.0) > 0.0}
+
+
+class Timeline:
+    """Writes intervals as they come; the file is a readable trace after every call, also when the run dies.
+
+    Args:
+        path: the trace file; an existing one is replaced.
+        origin_s: the stamp shown as time zero, seconds since the epoch; the first interval's start when None.
+    """
+
+    def __init__(self, path: Path, origin_s: float | None = None) -> None:
+        self.path = Path(path)
+        self._origin_s = origin_s
+        self._workers: dict[str, int] = {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # The JSON array format of Chrome traces needs no closing bracket.
+        self.path.write_text("[\n", encoding="utf-8")
+
+    def add(self, iteration: int, intervals: Iterable[Interval]) -> None:
+        """Appends the intervals of an iteration: one row a worker, one block an interval."""
+        intervals = sorted(intervals, key=lambda interval: interval.start_s)
+        if not intervals:
+            return
+        if self._origin_s is None:
+            self._origin_s = intervals[0].start_s
+        events = []
+        for interval in intervals:
+            if interval.worker not in self._workers:
+                self._workers[interval.worker] = len(self._workers)
+                events.append(self._event(interval.worker, name="thread_name", ph="M", args={"name": interval.worker}))
+            start_us, duration_us = (interval.start_s - self._origin_s) * 1e6, interval.duration_s * 1e6
+            args = {"iteration": iteration}
+            events.append(self._event(interval.worker, name=interval.name, ph="X", ts=start_us, dur=duration_us, args=args))
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(event) + ",\n" for event in events)
+
+    def close(self) -> None:
+        """The file is strict JSON."""
+        text = self.path.read_text(encoding="utf-8")
+        self.path.write_text(text.rstrip().rstrip(",") + "\n]\n", encoding="utf-8")
+
+    def _event(self, worker: str, **fields: object) -> dict[str, object]:
+        return {"pid": 0, "tid": self._workers[worker], **fields}
+
+
+#: rows of the table; the rest is one line
+_MOST_ROWS = 40
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """One operator over the whole profile.
+
+    Attributes:
+        calls: how often it ran.
+        host_us, device_us: microseconds of its own, without the operators that it calls.
+        memory_bytes: allocated less freed by itself; 0 where that was not recorded.
+    """
+
+    name: str
+    calls: int
+    host_us: float
+    device_us: float = 0.0
+    memory_bytes: int = 0
+
+
+def operator_table(operators: Sequence[OperatorTime]) -> str:
+    """Markdown: what took longest first, by device time where there is any, else by host time. Columns of zeros go."""
+    has_device = any(operator.device_us for operator in operators)
+    has_memory = any(operator.memory_bytes for operator in operators)
+
+    def spent(operator: OperatorTime) -> float:
+        return operator.device_us if has_device else operator.host_us
+
+    ordered = sorted(operators, key=spent, reverse=True)
+    total = sum(map(spent, operators)) or 1.0
+    head = ["operator", "calls", "share", *(["device ms"] if has_device else []), "host ms", "host us a call"]
+    head += ["memory MiB"] if has_memory else []
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    for operator in ordered[:_MOST_ROWS]:
+        cells = [f"`{operator.name}`", str(operator.calls), f"{spent(operator) / total:.1%}"]
+        cells += [f"{operator.device_us / 1e3:.3f}"] if has_device else []
+        cells += [f"{operator.host_us / 1e3:.3f}", f"{operator.host_us / max(operator.calls, 1):.1f}"]
+        cells += [f"{operator.memory_bytes / 2**20:.2f}"] if has_memory else []
+        lines.append(f"| {' | '.join(cells)} |")
+    if rest := ordered[_MOST_ROWS:]:
+        share = sum(map(spent, rest)) / total
+        lines.append(
+            f"| {len(rest)} others | {sum(operator.calls for operator in rest)} | {share:.1%} |{' |' * (len(head) - 3)}"
+        )
+    what = "device" if has_device else "host"
+    return f"{total / 1e3:.3f} ms of {what} time in {len(operators)} operators.\n\n" + "\n".join(lines) + "\n"

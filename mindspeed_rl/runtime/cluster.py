@@ -12,17 +12,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import psutil
 import ray
+from ray.actor import ActorHandle
 
 from mindspeed_rl.adaptors import ray_services
 from mindspeed_rl.config import RLConfig, RunConfig
 from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.platform import environment, platform_class
-from mindspeed_rl.runtime.fork_server import worker_command
+from mindspeed_rl.runtime.fork_server import build_worker_command
 from mindspeed_rl.runtime.scratch import scratch_folder
 
 #: name of the process that is Ray's control service
@@ -67,11 +68,11 @@ def worker_environment(cfg: RunConfig, platform_name: str, num_nodes: int = 1) -
 
 def process_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Ray's `runtime_env` of a process with these variables; forked, where a fork server of this machine has all of them."""
-    command = worker_command() if is_own_cluster() else None
+    command = build_worker_command() if is_own_cluster() else None
     return {"env_vars": dict(env)} | ({} if command is None else {"py_executable": command})
 
 
-def local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> int:
+def count_local_cpus(num_devices: int, platform_name: str, cpus_per_device: float) -> int:
     """Logical CPUs of a cluster of our own: as many as its workers ask for, and some for everything beside them."""
     wanted = num_devices * (1 if platform_class(platform_name).ray_resource is None else cpus_per_device)
     return max(os.cpu_count() or 1, math.ceil(wanted)) + _SPARE_CPUS
@@ -101,7 +102,7 @@ def cluster(
         folder = stack.enter_context(_ray_folder(logs)) if owned else ""
         if owned:
             stack.enter_context(_temporary_files())
-        cpus = local_cpus(num_devices, platform_name, cpus_per_device)
+        cpus = count_local_cpus(num_devices, platform_name, cpus_per_device)
         stack.enter_context(_connected(num_devices, platform_name, folder, cpus, deadline_s))
         yield
 
@@ -129,12 +130,12 @@ def _temporary_files() -> Iterator[None]:
     # compiled kernels are kept where later processes find them
     kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
     with scratch_folder("mindspeed-rl-") as folder:
-        with changed_environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=kernels):
+        with set_environment(TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=kernels):
             yield
 
 
 @contextlib.contextmanager
-def changed_environment(**changes: str) -> Iterator[None]:
+def set_environment(**changes: str) -> Iterator[None]:
     """The variables have these values in what is started in the block."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -186,7 +187,7 @@ def is_own_cluster() -> bool:
     return bool(_heads)
 
 
-def head_is_gone() -> bool:
+def is_head_dead() -> bool:
     """True when the control service of this process's own cluster has died.
 
     Actors go on for a minute without it; then Ray ends this process, without a chance to say or save anything.
@@ -205,3 +206,11 @@ def _wait_for_devices(resource: str, wanted: int, deadline_s: float) -> None:
                 f"the Ray cluster has {found:g} of the {wanted} {resource} devices the run needs, after {deadline_s:.0f} s."
             )
         time.sleep(0.5)
+
+
+Actor = TypeVar("Actor")
+
+
+def actor_handle(created: ActorHandle[Actor] | type[Actor]) -> ActorHandle[Actor]:
+    """What `remote` of an actor class returned; Ray declares the class too, for editors that complete names of methods."""
+    return cast("ActorHandle[Actor]", created)

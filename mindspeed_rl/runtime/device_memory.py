@@ -12,7 +12,7 @@ _GIB = float(1 << 30)
 _MOST_NAMED = 3
 
 
-class OutOfDeviceMemory(RuntimeError):
+class DeviceMemoryError(RuntimeError):
     """A phase asked for more memory than there is.
 
     Attributes:
@@ -28,15 +28,15 @@ class OutOfDeviceMemory(RuntimeError):
         )
 
     # Ray pickles what a worker raises, and an exception is rebuilt from its message alone otherwise
-    def __reduce__(self) -> tuple[type[OutOfDeviceMemory], tuple[str, dict[str, int]]]:
+    def __reduce__(self) -> tuple[type[DeviceMemoryError], tuple[str, dict[str, int]]]:
         return type(self), (self.phase, self.owners)
 
 
-def memory_failure(error: BaseException | None) -> OutOfDeviceMemory | None:
+def find_memory_error(error: BaseException | None) -> DeviceMemoryError | None:
     """The one among the causes of an error, also behind what Ray wraps a worker's error in."""
     while error is not None:
         for found in (error, getattr(error, "cause", None)):
-            if isinstance(found, OutOfDeviceMemory):
+            if isinstance(found, DeviceMemoryError):
                 return found
         error = error.__cause__
     return None
@@ -47,7 +47,7 @@ def building() -> Iterator[None]:
     """Running out of memory while models and engine are built is said in the same words; owners are told apart only later.
 
     Raises:
-        OutOfDeviceMemory: in place of the device's own words for it.
+        DeviceMemoryError: in place of the device's own words for it.
     """
     device = platform.current()
     try:
@@ -56,7 +56,7 @@ def building() -> Iterator[None]:
         if not device.is_out_of_memory(error):
             raise
         built = int(device.memory_stats().allocated_gib * _GIB)
-        raise OutOfDeviceMemory("start", {"what was built until then": built}) from error
+        raise DeviceMemoryError("start", {"what was built until then": built}) from error
 
 
 class PhaseMemory:
@@ -79,7 +79,7 @@ class PhaseMemory:
         """Measures a phase.
 
         Raises:
-            OutOfDeviceMemory: in place of the device's own words for it.
+            DeviceMemoryError: in place of the device's own words for it.
         """
         device = platform.current()
         device.reset_peak_memory()
@@ -90,7 +90,7 @@ class PhaseMemory:
         except Exception as error:
             if not device.is_out_of_memory(error):
                 raise
-            raise OutOfDeviceMemory(phase, self._now(passing, rest)) from error
+            raise DeviceMemoryError(phase, self._now(passing, rest)) from error
         for owner, count in self._now(passing, rest).items():
             metrics.add_max(f"memory/{_word(phase)}/{_word(owner)}_gib", count / _GIB)
 

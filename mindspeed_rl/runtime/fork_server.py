@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def _about(platform: str, libraries: Libraries) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def fork_server(platform: str, libraries: Libraries) -> Iterator[None]:
-    """Processes that Ray starts in the block may be forked off one that imports these libraries; see `worker_command`.
+    """Processes that Ray starts in the block may be forked off one that imports these libraries; see `build_worker_command`.
 
     Not where the run joins a cluster: its machines have Pythons of their own.
 
@@ -169,7 +169,7 @@ def fork_server(platform: str, libraries: Libraries) -> Iterator[None]:
             server.close()
 
 
-def worker_command(timeout_s: float = 120.0) -> str | None:
+def build_worker_command(timeout_s: float = 120.0) -> str | None:
     """What Ray is to run in place of Python for a worker on this machine; None for Python itself.
 
     Waits until the libraries are imported: Ray gives up a process that does not register within a minute.
@@ -178,3 +178,20 @@ def worker_command(timeout_s: float = 120.0) -> str | None:
         return None
     server, paths = _servers[-1]
     return server.command(paths, timeout_s)
+
+
+#: read by Ray when it is imported; "0" makes it bind to 127.0.0.1, as it does on Windows and macOS
+_SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+#: read by Ray's raylet: a worker for each of the first logical CPUs, which no actor of a run takes, as each has its own command
+_WORKERS_AHEAD = "RAY_prestart_worker_first_driver"
+#: how often a process tells the head of the tasks it ran; "0" for never. The head keeps 100,000 of them for Ray's dashboard and
+#: state listings, which nobody can ask here: 13 MiB a minute in a run of short iterations
+_TASK_EVENTS = "RAY_task_events_report_interval_ms"
+
+
+def build_local_ray_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables under which a cluster of our own binds to loopback alone, starts no workers before they are asked for, and has
+    no list of what they did; none where the run joins a cluster, and none that are set already."""
+    if environ.get("RAY_ADDRESS"):
+        return {}
+    return {name: "0" for name in (_SEVERAL_MACHINES, _WORKERS_AHEAD, _TASK_EVENTS) if name not in environ}

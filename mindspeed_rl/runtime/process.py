@@ -22,7 +22,7 @@ from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.runtime.device_memory import building
-from mindspeed_rl.runtime.shared_filesystem import HostLook, look_at
+from mindspeed_rl.runtime.shared_filesystem import HostFiles, look_at
 
 #: read by `engine.parallel.init_distributed`, as RANK and WORLD_SIZE are
 COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
@@ -72,7 +72,7 @@ class WorkerProcess:
         host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
         return host, free_port(host)
 
-    def look_at(self, paths: Sequence[str]) -> HostLook:
+    def look_at(self, paths: Sequence[str]) -> HostFiles:
         """What this process sees at these paths."""
         return look_at(paths)
 

@@ -61,12 +61,12 @@ def process_folder(prefix: str) -> Path:
     return stack.enter_context(scratch_folder(prefix))
 
 
-def scratch_places() -> list[Path]:
+def list_scratch_folders() -> list[Path]:
     """Where such folders are made."""
     return sorted({path for path in (Path("/tmp"), Path(tempfile.gettempdir())) if path.is_dir()})
 
 
-def orphans(place: Path) -> list[Orphan]:
+def find_orphans(place: Path) -> list[Orphan]:
     """Folders of this user whose owners are gone."""
     found = []
     for path in sorted(place.glob(f"*/{_OWNER}")):
@@ -80,7 +80,7 @@ def orphans(place: Path) -> list[Orphan]:
 
 def remove_orphans(place: Path) -> list[Orphan]:
     """They are gone; returns those that there were."""
-    found = orphans(place)
+    found = find_orphans(place)
     for orphan in found:
         shutil.rmtree(orphan.folder, ignore_errors=True)
     return found

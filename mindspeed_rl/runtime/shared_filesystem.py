@@ -27,7 +27,7 @@ Look = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class HostLook:
+class HostFiles:
     """What a process sees.
 
     Attributes:
@@ -39,9 +39,9 @@ class HostLook:
     looks: tuple[Look | None, ...]
 
 
-def look_at(paths: Sequence[str]) -> HostLook:
+def look_at(paths: Sequence[str]) -> HostFiles:
     """What this process sees at these paths."""
-    return HostLook(socket.gethostname(), tuple(_look(Path(path)) for path in paths))
+    return HostFiles(socket.gethostname(), tuple(_look(Path(path)) for path in paths))
 
 
 def _look(path: Path) -> Look | None:
@@ -75,7 +75,7 @@ def run_files(run: Run) -> dict[str, str]:
 
 
 def check_hosts(
-    run: Run, names: Sequence[str], ask: Callable[[Sequence[str]], Sequence[HostLook]], *, saves: Sequence[str]
+    run: Run, names: Sequence[str], ask: Callable[[Sequence[str]], Sequence[HostFiles]], *, saves: Sequence[str]
 ) -> list[str]:
     """All processes read what the driver reads, and the first of them writes its checkpoints where the driver finds them.
 

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 
+from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
-from mindspeed_rl.rollout.arguments import SOCKETS, sampling_params, sockets_in
-from mindspeed_rl.rollout.engine import NOTHING, Finish, Generated, PauseMode, continuation
+from mindspeed_rl.config.placement import rollout_layout
+from mindspeed_rl.rollout.arguments import SOCKETS, engine_arguments, sampling_params, sockets_in
+from mindspeed_rl.rollout.protocol import NOTHING, Finish, Generated, PauseMode, continuation
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, owner_of_engines
+from mindspeed_rl.serving.rollout_service import RolloutService
+from mindspeed_rl.serving.server_process import ServerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,3 +173,74 @@ def _log_probs(found: Any, tokens: tuple[int, ...]) -> tuple[float, ...]:
     if isinstance(found, FlatLogprobs):
         return tuple(found.logprobs[index] for index in found.start_indices)[-len(tokens) :]
     return tuple(entry[token].logprob for entry, token in zip(found[-len(tokens) :], tokens))
+
+
+_EXTENSION = "mindspeed_rl.serving.engine_extension.EngineExtension"
+
+
+def open_engine(settings: ServerSettings) -> AsyncEngine:
+    """The engine of a server; its processes end with this one, however it ends."""
+    os.environ[OWNER_VARIABLE], os.environ[PLATFORM_VARIABLE] = owner_of_engines(), settings.platform
+    generate = settings.generate
+    changes = {
+        "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",
+        "worker_extension_cls": _EXTENSION,
+        # nobody else is on the devices, so nothing is to be given back
+        "enable_sleep_mode": False,
+    }
+    if settings.with_tokenizer:
+        changes["skip_tokenizer_init"] = False
+    if settings.load_weights:
+        changes["load_format"] = "auto"
+    engine = AsyncEngine(
+        engine_arguments(
+            settings.hf_folder,
+            generate,
+            adaptors.engine_hooks(),
+            rollout_layout(generate, generate.infer_tensor_parallel_size),
+            whole_distribution=settings.whole_distribution,
+            kv_bytes_per_token=CacheShape.of(settings.hf_folder).bytes_per_token(2 if generate.dtype == "bfloat16" else 4),
+            changes=changes,
+        )
+    )
+    vllm_async.unlink_segments(vllm_async.COMMUNICATOR)
+    if settings.load_weights:
+        engine.version = 0
+    return engine
+
+
+def open_service(settings: ServerSettings, engine: AsyncEngine | None = None) -> RolloutService:
+    """The service of a server.
+
+    Args:
+        engine: that it shares with other interfaces; None for one of its own.
+    """
+    generate = settings.generate
+    facts = {
+        "num_workers": generate.infer_tensor_parallel_size,
+        "dtype": generate.dtype,
+        "max_model_len": generate.max_model_len,
+        "whole_distribution": settings.whole_distribution,
+    }
+    return RolloutService(engine or open_engine(settings), facts)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Of the keys and values of one token."""
+
+    num_layers: int
+    kv_heads: int
+    head_size: int
+
+    @classmethod
+    def of(cls, folder: str | Path) -> CacheShape:
+        """Of the model in a Hugging Face folder."""
+        keys = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        heads = keys["num_attention_heads"]
+        size = keys.get("head_dim") or keys["hidden_size"] // heads
+        return cls(keys["num_hidden_layers"], keys.get("num_key_value_heads") or heads, size)
+
+    def bytes_per_token(self, bytes_per_number: int) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.kv_heads * self.head_size * bytes_per_number

@@ -20,8 +20,8 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
 from mindspeed_rl.resharding.disaggregated import ServedModel, SpanningGroup, engine_push
-from mindspeed_rl.resharding.meeting import Delivery, Meeting
 from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.rendezvous import Delivery, Meeting
 
 #: process that owns the engine, and when it began; the workers do not outlive it
 OWNER_VARIABLE = "MINDSPEED_RL_ENGINE_OWNER"

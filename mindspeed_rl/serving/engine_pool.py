@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_rl.rollout.engine import NOTHING, Generated, PauseMode
+from mindspeed_rl.rollout.protocol import NOTHING, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NEWS_WAIT_S = 5.0
 
 
-class ServerLost(RuntimeError):
+class ServerLostError(RuntimeError):
     """A server answers no more, or with an error of its own; names it and says why."""
 
 
@@ -149,12 +149,12 @@ class ServerPool:
         """The server takes requests. Whatever it was doing for an earlier client is given up.
 
         Raises:
-            ServerLost: it does not answer.
+            ServerLostError: it does not answer.
         """
         try:
             await asyncio.wait_for(server.call("drop"), self._timeout_s)
         except Exception as error:
-            raise ServerLost(f"{server.name} does not answer: {_said(error)}") from error
+            raise ServerLostError(f"{server.name} does not answer: {_said(error)}") from error
         member = _Member(server, heard_s=time.monotonic())
         self._members[server.name] = member
         member.tasks.append(asyncio.create_task(self._listen(member)))
@@ -176,7 +176,7 @@ class ServerPool:
         for request in member.requests.values():
             request.moves += 1
             if request.moves > self._most_moves:
-                self._fail(request, ServerLost(f"{request.moves} servers were lost while they worked on one request: {reason}"))
+                self._fail(request, ServerLostError(f"{request.moves} servers were lost while they worked on one request: {reason}"))
             else:
                 self._waiting.append(request)
         self._place_waiting()
@@ -185,17 +185,17 @@ class ServerPool:
         """What one server answers to a call; one that does not answer, or fails, is lost.
 
         Raises:
-            ServerLost: that happened.
+            ServerLostError: that happened.
         """
         member = self._members.get(name)
         if member is None:
-            raise ServerLost(f"{name} was lost before it was asked to {call}")
+            raise ServerLostError(f"{name} was lost before it was asked to {call}")
         try:
             return await asyncio.wait_for(member.server.call(call, **arguments), self._timeout_s)
         except Exception as error:
             reason = _reason(call, error, self._timeout_s)
             self.lose(name, reason)
-            raise ServerLost(f"{name}: {reason}") from error
+            raise ServerLostError(f"{name}: {reason}") from error
 
     async def close(self) -> None:
         """Nobody listens any more; requests on their way fail."""
@@ -203,7 +203,7 @@ class ServerPool:
             for task in member.tasks:
                 task.cancel()
         for request in [*self._waiting, *(r for member in self._members.values() for r in member.requests.values())]:
-            self._fail(request, ServerLost("the pool was closed"))
+            self._fail(request, ServerLostError("the pool was closed"))
         self._members, self._waiting = {}, []
 
     # ------------------------------------------------------------------ requests
@@ -215,7 +215,7 @@ class ServerPool:
 
         Raises:
             ValueError: a server says that the request cannot be answered.
-            ServerLost: it went from server to server too often.
+            ServerLostError: it went from server to server too often.
         """
         done = asyncio.get_running_loop().create_future()
         key = str(next(self._numbers))
@@ -429,14 +429,14 @@ class ServerPool:
         """See `RolloutEngine.update_weights`: all servers take what the trainers send meanwhile.
 
         Raises:
-            ServerLost: a server did not.
+            ServerLostError: a server did not.
         """
         if named is not None:
             raise ValueError("servers take weights from a group that they share with the trainers.")
         for name, result in (await self.receive(version, self.names)).items():
             if isinstance(result, Exception):
                 self.lose(name, _reason("take weights", result, self._timeout_s))
-                raise ServerLost(f"{name}: {_said(result)}")
+                raise ServerLostError(f"{name}: {_said(result)}")
         self.version = version
 
     async def release(self) -> None:

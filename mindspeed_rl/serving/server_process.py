@@ -63,7 +63,7 @@ class ServerProcess:
             assigned = ray.get_runtime_context().get_accelerator_ids().get(device.ray_resource, [])
             os.environ[device.visible_devices_env] = ",".join(assigned)
         prepare_process(("rollout",), None)
-        self._service = import_module("mindspeed_rl.serving.serving").open_service(settings)
+        self._service = import_module("mindspeed_rl.serving.async_engine").open_service(settings)
         segments = import_module("mindspeed_rl.adaptors.vllm_async")
         # this process ends by being killed, and all of its engine with it
         segments.unlink_segments(segments.QUEUES)

@@ -13,15 +13,14 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl.config import Run, own_rollout_devices, rollout_servers
-from mindspeed_rl.observability.process_status import end_processes, forget
+from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.runtime.cluster import head_is_gone, process_environment, worker_environment
-from mindspeed_rl.runtime.futures import WorkerFailed
-from mindspeed_rl.runtime.handles import actor_handle
-from mindspeed_rl.serving.engine_pool import ServerLost, ServerPool
-from mindspeed_rl.serving.server_links import HttpServer, RayServer, server_token
+from mindspeed_rl.runtime.cluster import actor_handle, is_head_dead, process_environment, worker_environment
+from mindspeed_rl.runtime.futures import WorkerError
+from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
+from mindspeed_rl.serving.server_clients import HttpServer, RayServer, server_token
 from mindspeed_rl.serving.server_process import ServerProcess, ServerSettings
-from mindspeed_rl.serving.weight_push import LoopThread, WeightPush
+from mindspeed_rl.serving.weight_sync import LoopThread, WeightPush
 
 Answer = TypeVar("Answer")
 
@@ -95,7 +94,7 @@ class RolloutServers:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=number),
         )
         name = f"rollout server {number}"
-        forget(self._run.folder, [name])
+        remove_status_files(self._run.folder, [name])
         actor = actor_handle(remote.remote(self._settings, number))
         self._actors[name], self._starting[name] = actor, actor.start.remote()
 
@@ -103,14 +102,14 @@ class RolloutServers:
         """All servers answer and fit the run.
 
         Raises:
-            WorkerFailed: one does not; says which and why.
+            WorkerError: one does not; says which and why.
         """
         self._await_started()
         for name, server in self._by_hand.items():
             try:
                 self._accept(server, self.loop.run(asyncio.wait_for(server.call("describe"), self._timeout_s)))
-            except (ServerLost, OSError, RuntimeError, TimeoutError) as error:
-                raise WorkerFailed(f"{name} cannot be used: {type(error).__name__}: {error}") from error
+            except (ServerLostError, OSError, RuntimeError, TimeoutError) as error:
+                raise WorkerError(f"{name} cannot be used: {type(error).__name__}: {error}") from error
 
     def _await_started(self) -> None:
         starting, self._starting = self._starting, {}
@@ -120,13 +119,13 @@ class RolloutServers:
                 self._accept(RayServer(name, self._actors[name]), facts)
             except Exception as error:
                 last = str(error).strip().splitlines()[-1]
-                raise WorkerFailed(f"{name} failed to start: {last} (logs/{name.split()[-1]} in the run folder)") from error
+                raise WorkerError(f"{name} failed to start: {last} (logs/{name.split()[-1]} in the run folder)") from error
 
     def _accept(self, server: RayServer | HttpServer, facts: Mapping[str, Any]) -> None:
         """The server is one of the pool.
 
         Raises:
-            ServerLost: it does not fit the run, or does not answer.
+            ServerLostError: it does not fit the run, or does not answer.
         """
         config = self._run.generate
         wrong = []
@@ -140,7 +139,7 @@ class RolloutServers:
         if facts["whole_distribution"] != self._settings.whole_distribution:
             wrong.append("its log-probs are not those of this run's top_p, top_k and min_p; start it with the same")
         if wrong:
-            raise ServerLost(f"{server.name} does not fit the run: {'; '.join(wrong)}")
+            raise ServerLostError(f"{server.name} does not fit the run: {'; '.join(wrong)}")
         self.weights.workers_of[server.name] = facts["num_workers"]
         self.loop.run(self.pool.add(server))
 
@@ -151,7 +150,7 @@ class RolloutServers:
             with contextlib.suppress(Exception):
                 # one that hangs still holds the devices that its successor needs
                 ray.kill(self._actors.pop(name))
-                end_processes(self._run.folder, [name])
+                terminate_processes(self._run.folder, [name])
             if self._restarts_left <= 0:
                 continue
             self._restarts_left -= 1
@@ -173,9 +172,9 @@ class RolloutServers:
         for actor in self._actors.values():
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        end_processes(self._run.folder, list(self._actors))
+        terminate_processes(self._run.folder, list(self._actors))
         # without the control service this would be waited for
-        if self._placement is not None and not head_is_gone():
+        if self._placement is not None and not is_head_dead():
             with contextlib.suppress(Exception):
                 remove_placement_group(self._placement)
 

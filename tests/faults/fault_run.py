@@ -14,7 +14,7 @@ from typing import Any
 from fault_table import Fault
 from grpo_command import Command
 
-from mindspeed_rl.runtime.cluster import changed_environment
+from mindspeed_rl.runtime.cluster import set_environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -38,7 +38,7 @@ class FaultRun(Command):
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         path = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
-        with changed_environment(FAULTS=str(self.faults), PYTHONPATH=path):
+        with set_environment(FAULTS=str(self.faults), PYTHONPATH=path):
             super().__init__(task, folder, *changes)
 
     def arm(self, fault: Fault) -> None:
@@ -70,7 +70,7 @@ def struck(task: Path, folder: Path, *changes: str) -> Iterator[FaultRun]:
 
 
 def culprit_line(output: str, said: str) -> str:
-    """The line of the console that names the culprit.
+    """The line of the console that names the failed process.
 
     Raises:
         AssertionError: there is none.
@@ -105,7 +105,7 @@ def strike(run: FaultRun, fault: Fault, deed: Callable[[FaultRun], None] | None 
         deed: what strikes the run in place of the injector.
 
     Returns:
-        Seconds until the run went on, and the line that names the culprit.
+        Seconds until the run went on, and the line that names the failed process.
     """
     said = len(run.output)
     if deed is None:

@@ -19,7 +19,7 @@ class Fault:
         role, phase, how: for people.
         end: what has to come of it.
         within_s: of seconds.
-        said: a regular expression; a line of the console that names the culprit.
+        said: a regular expression; a line of the console that names the failed process.
         arm: what the injector takes (site/sitecustomize.py); empty for faults that a test makes itself.
     """
 

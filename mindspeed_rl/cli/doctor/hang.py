@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_rl.observability.collectives import Stalled
 from mindspeed_rl.observability.heartbeat import FOLDER
-from mindspeed_rl.observability.process_status import Standing, ask_standings, culprit, stalled
+from mindspeed_rl.observability.process_status import ProcessStatus, collect_statuses, find_stalled_collectives, find_straggler
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,16 @@ class HangReport:
     Attributes:
         folder: of the run.
         phase: what the driver does, in its own words.
-        culprit: who holds up the others; None where nobody does, as far as can be seen.
+        straggler: the process that holds up the others; None where none does, as far as can be seen.
         stalled: collectives that do not end, the earliest first.
         processes: all of them.
     """
 
     folder: Path
     phase: str
-    culprit: Standing | None
+    straggler: ProcessStatus | None
     stalled: list[Stalled]
-    processes: list[Standing]
+    processes: list[ProcessStatus]
 
     @property
     def ok(self) -> bool:
@@ -37,8 +37,8 @@ class HangReport:
     def as_text(self) -> str:
         """For people."""
         lines = [f"run: {self.folder}", f"driver: {self.phase}"]
-        if self.culprit is not None:
-            lines.append(f"held up by: {self.culprit}")
+        if self.straggler is not None:
+            lines.append(f"held up by: {self.straggler}")
         lines += [f"collective: {found}" for found in self.stalled]
         lines += ["", *(f"  {item}" for item in self.processes), "", f"all stacks: {self.folder / FOLDER}"]
         return "\n".join(lines)
@@ -48,7 +48,7 @@ class HangReport:
         return {
             "run": str(self.folder),
             "driver": self.phase,
-            "culprit": None if self.culprit is None else _plain(self.culprit),
+            "culprit": None if self.straggler is None else _plain(self.straggler),
             "stalled": [asdict(found) for found in self.stalled],
             "processes": [_plain(item) for item in self.processes],
             "ok": self.ok,
@@ -65,7 +65,7 @@ def examine_hang(folder: Path) -> HangReport:
         raise ValueError(
             f"--hang {folder}: no folder {FOLDER}/ in it; name the folder of a run (it is printed at a run's start)."
         )
-    processes = ask_standings(folder)
+    processes = collect_statuses(folder)
     if not processes:
         raise ValueError(f"--hang {folder}: no process of this run has given a sign of life.")
     driver = next((item for item in processes if item.name == "driver"), None)
@@ -73,8 +73,14 @@ def examine_hang(folder: Path) -> HangReport:
     doing = "" if driver is None else driver.doing
     awaited = [item.name for item in others if item.name in doing]
     phase = "left no sign of life" if driver is None else f"{doing} ({driver.state})"
-    return HangReport(folder, phase, culprit(others, awaited or [item.name for item in others]), stalled(others), processes)
+    return HangReport(
+        folder,
+        phase,
+        find_straggler(others, awaited or [item.name for item in others]),
+        find_stalled_collectives(others),
+        processes,
+    )
 
 
-def _plain(item: Standing) -> dict[str, Any]:
+def _plain(item: ProcessStatus) -> dict[str, Any]:
     return {name: value for name, value in asdict(item).items() if name != "record"}

@@ -15,8 +15,8 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from mindspeed_rl.observability.alerts import find_signs
-from mindspeed_rl.observability.curves import CHARTS, Chart, Curve, charted, curves
+from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.curves import CHARTS, Chart, Curve, curves, select_metrics
 from mindspeed_rl.observability.run_files import RunFiles
 
 #: iterations whose phases the timeline shows
@@ -83,7 +83,7 @@ def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     shown: set[str] = set()
     charts = []
     for chart in CHARTS:
-        metrics = charted(names, chart)
+        metrics = select_metrics(names, chart)
         if metrics:
             shown.update(metrics)
             charts.append(_chart(chart, metrics, by_run))
@@ -130,7 +130,7 @@ def _run(run: RunFiles) -> dict[str, Any]:
         "planned": report.get("planned_iterations"),
         "seconds": sum(run.history.finite("timing/all").y),
         "tiles": tiles,
-        "signs": [vars(sign) for sign in find_signs(run.history, run.completions)],
+        "signs": [vars(sign) for sign in find_alerts(run.history, run.completions)],
         "plan": report.get("plan", {}),
         "config": report.get("config_set", {}),
         "versions": report.get("versions", {}),

@@ -184,7 +184,7 @@ PLACES: dict[str, Callable[[ModuleType], None]] = {
     "mindspeed_rl.trainers.rl": loop_module,
     "mindspeed_rl.engine.train_engine": engine_module,
     "mindspeed_rl.engine.checkpoint": checkpoint_module,
-    "mindspeed_rl.resharding.sources": sources_module,
+    "mindspeed_rl.resharding.transfer": sources_module,
     "mindspeed_rl.serving.server_process": server_module,
 }
 

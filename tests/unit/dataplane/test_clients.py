@@ -9,8 +9,8 @@ import pytest
 import ray
 import torch
 
-from mindspeed_rl.dataplane.client import DataPlane, DataPlaneLost, TransferDockClient, make_data_plane
-from mindspeed_rl.dataplane.rows import DataPlaneAborted, Request
+from mindspeed_rl.dataplane.client import DataPlane, DataPlaneError, TransferDockClient, make_data_plane
+from mindspeed_rl.dataplane.transfer_dock import DataPlaneAbortedError, Request
 
 USERS = {"trainer": ("prompts",), "rollout": ("responses", "texts", "halves"), "scorer": ("rewards",), "train": (), "score": ()}
 N = 2
@@ -200,7 +200,7 @@ def test_abort_ends_a_wait(plane):
     def wait() -> None:
         try:
             plane.get("train", ["responses"], 2, timeout_s=30)
-        except DataPlaneAborted as error:
+        except DataPlaneAbortedError as error:
             outcome.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -208,7 +208,7 @@ def test_abort_ends_a_wait(plane):
     plane.abort("worker 1 died")
     waiting.join(timeout=20)
     assert [str(error) for error in outcome] == ["worker 1 died"]
-    with pytest.raises(DataPlaneAborted, match="worker 1 died"):
+    with pytest.raises(DataPlaneAbortedError, match="worker 1 died"):
         plane.get("train", ["responses"], 2)
 
 
@@ -221,14 +221,14 @@ def test_a_dock_that_is_stopped_and_one_that_is_dead_are_lost_and_nobody_waits_f
     pid = max(child.pid for child in mine if "TransferDock" in " ".join(child.cmdline()))  # other tests have docks too
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(
-        DataPlaneLost, match=r"the data plane has not answered a clear for 5 s \(rl_config.deadlines.data_plane\)"
+        DataPlaneError, match=r"the data plane has not answered a clear for 5 s \(rl_config.deadlines.data_plane\)"
     ):
         plane.clear(4)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(DataPlaneLost, match="the data plane's process died"):
+    with pytest.raises(DataPlaneError, match="the data plane's process died"):
         for _ in range(30):  # Ray takes seconds to notice
             try:
                 plane.clear(4)
-            except DataPlaneLost as error:
+            except DataPlaneError as error:
                 if "died" in str(error):
                     raise

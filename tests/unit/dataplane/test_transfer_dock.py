@@ -5,8 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from mindspeed_rl.dataplane.rows import DataPlaneAborted
-from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.dataplane.transfer_dock import DataPlaneAbortedError, TransferDock
 
 USERS = {"trainer": ("prompts",), "rollout": ("responses", "texts"), "scorer": ("rewards",), "train": (), "score": ()}
 
@@ -179,9 +178,9 @@ def test_abort_reaches_those_who_wait_and_those_who_come():
         d.abort("worker 1 died")
         await waiting
 
-    with pytest.raises(DataPlaneAborted, match="worker 1 died"):
+    with pytest.raises(DataPlaneAbortedError, match="worker 1 died"):
         asyncio.run(scenario())
-    with pytest.raises(DataPlaneAborted, match="worker 1 died"):
+    with pytest.raises(DataPlaneAbortedError, match="worker 1 died"):
         d.get("train", ["responses"], 2)
 
 

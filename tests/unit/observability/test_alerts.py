@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mindspeed_rl.observability.alerts import find_signs, garbled, repeats
+from mindspeed_rl.observability.alerts import find_alerts, is_garbled, is_repetitive
 from mindspeed_rl.observability.history import History
 
 
@@ -18,7 +18,7 @@ def run(count, **metrics):
 
 
 def kinds(records, completions=()):
-    return {sign.kind for sign in find_signs(History(records), completions)}
+    return {sign.kind for sign in find_alerts(History(records), completions)}
 
 
 def healthy(count=100):
@@ -38,11 +38,11 @@ def healthy(count=100):
 
 
 def test_a_healthy_run_has_no_warning():
-    assert find_signs(History(healthy())) == []
+    assert find_alerts(History(healthy())) == []
 
 
 def test_no_iteration_is_no_warning():
-    assert find_signs(History()) == []
+    assert find_alerts(History()) == []
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_each_fault_gives_its_warning_and_no_other(kind, change):
 def test_the_iteration_of_a_jump_is_named():
     records = healthy()
     records[60]["rollout/log_probs_diff_mean"] = 0.3
-    (sign,) = find_signs(History(records))
+    (sign,) = find_alerts(History(records))
     assert sign.iteration == 61 and sign.severity == "bad"
 
 
 def test_a_rollout_that_always_differs_a_little_is_no_jump():
     records = run(50, rollout__log_probs_diff_mean=lambda i: 0.06 + 0.01 * (i % 3))
-    assert find_signs(History(records)) == []
+    assert find_alerts(History(records)) == []
 
 
 def test_text_that_repeats_or_is_garbled_is_seen():
-    assert repeats("the same words again. " * 40)
+    assert is_repetitive("the same words again. " * 40)
     noise = random.Random(1)
-    assert not repeats("".join(noise.choice("abcdefgh ij") for _ in range(800)))
-    assert not repeats("yes yes yes")  # short answers may repeat
-    assert garbled("\ufffd\x00\x01" * 10 + "some text")
-    assert not garbled("一个普通的句子，里面没有乱码。It is fine.\nA new line, too: 3 + 4 = 7.")
+    assert not is_repetitive("".join(noise.choice("abcdefgh ij") for _ in range(800)))
+    assert not is_repetitive("yes yes yes")  # short answers may repeat
+    assert is_garbled("\ufffd\x00\x01" * 10 + "some text")
+    assert not is_garbled("一个普通的句子，里面没有乱码。It is fine.\nA new line, too: 3 + 4 = 7.")
 
 
 def test_the_last_written_iteration_decides_about_its_text():

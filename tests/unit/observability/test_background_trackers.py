@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.observability.background import BackgroundTracker
 from mindspeed_rl.observability.completions import Completion
-from mindspeed_rl.observability.trackers import JsonlTracker, Trackers, make_trackers
+from mindspeed_rl.observability.trackers import BackgroundTracker, JsonlTracker, Trackers, make_trackers
 
 
 class Kept:

@@ -74,7 +74,7 @@ def test_the_plan_says_what_is_trained_on_what_and_in_which_sizes(tmp_path):
 
 
 PROGRAM = """
-from mindspeed_rl.observability.progress import IterationProgress
+from mindspeed_rl.observability.console import IterationProgress
 with IterationProgress(40, "grpo", every=40) as progress:
     for iteration in range(1, 41):
         progress.update(iteration, {"timing/all": 0.1})

@@ -2,7 +2,7 @@
 
 import math
 
-from mindspeed_rl.observability.curves import CHARTS, Chart, charted, curves
+from mindspeed_rl.observability.curves import CHARTS, Chart, curves, select_metrics
 from mindspeed_rl.observability.history import History
 
 
@@ -27,11 +27,11 @@ def test_values_that_are_not_finite_are_left_out():
 
 def test_a_chart_takes_its_metrics_in_its_own_order():
     chart = Chart("t", ("b", "x_*"), "s")
-    assert charted(["x_2", "a", "x_1", "b"], chart) == ["b", "x_2", "x_1"]
+    assert select_metrics(["x_2", "a", "x_1", "b"], chart) == ["b", "x_2", "x_1"]
 
 
 def test_no_metric_stands_in_two_charts():
     names = ["grpo/score/mean", "eval/accuracy", "eval/reward", "actor/kl_loss", "rollout/kl", "timing/rollout"]
     names.append("memory/peak_gib")
-    shown = [name for chart in CHARTS for name in charted(names, chart)]
+    shown = [name for chart in CHARTS for name in select_metrics(names, chart)]
     assert sorted(shown) == sorted(set(shown)) == sorted(names)

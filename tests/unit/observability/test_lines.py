@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.observability.lines import LineWriter, forget_after
-from mindspeed_rl.observability.run_files import read_metrics
+from mindspeed_rl.observability.run_files import LineWriter, forget_after, read_metrics
 from mindspeed_rl.observability.trackers import make_trackers
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.collectives import last_collective, stalled_collectives
-from mindspeed_rl.observability.process_status import ask_standings, culprit, end_processes, place_of, read_standings, stalled
+from mindspeed_rl.observability.process_status import (
+    collect_statuses,
+    describe_location,
+    find_straggler,
+    read_statuses,
+    terminate_processes,
+)
 
 CHILD = """
 import sys, time
@@ -39,7 +45,7 @@ def test_one_that_works_one_that_is_stopped_and_one_that_is_gone_are_told_apart(
         processes[1].send_signal(signal.SIGSTOP)
         processes[2].kill()
         processes[2].wait()
-        found = ask_standings(tmp_path)
+        found = collect_statuses(tmp_path)
         assert [(item.name, item.state, item.doing) for item in found] == [
             ("worker 0", "works", "update_actor"),
             ("worker 1", "stopped", "update_actor"),
@@ -48,11 +54,11 @@ def test_one_that_works_one_that_is_stopped_and_one_that_is_gone_are_told_apart(
         assert [item.pid for item in found] == [process.pid for process in processes]
         assert "time.sleep" not in (tmp_path / "alive/worker_1.stacks").read_text()
         assert '  File "<string>", line 8 in <module>' in (tmp_path / "alive/worker_0.stacks").read_text()
-        late = culprit(found, ["worker 0", "worker 1"])
+        late = find_straggler(found, ["worker 0", "worker 1"])
         assert late is not None and str(late).startswith(
             f"worker 1 (process {processes[1].pid}) is stopped (SIGSTOP, or a debugger), in update_actor for "
         )
-        assert end_processes(tmp_path, ["worker 1"]) == ["worker 1"]
+        assert terminate_processes(tmp_path, ["worker 1"]) == ["worker 1"]
         assert processes[1].wait(5) == -signal.SIGKILL
     finally:
         for process in processes:
@@ -66,22 +72,22 @@ def test_a_process_number_that_another_process_has_now_is_left_alone(tmp_path: P
     path = tmp_path / "alive/worker_0.json"
     path.write_text(json.dumps({**record, "doing": "update_actor", "since": 0.0}))
     os.utime(path, (1.0, 1.0))  # written before this process was there
-    (found,) = read_standings(tmp_path)
+    (found,) = read_statuses(tmp_path)
     assert found.state == "dead"
-    assert end_processes(tmp_path, ["worker 0"]) == []
+    assert terminate_processes(tmp_path, ["worker 0"]) == []
 
 
 def test_a_half_written_record_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "alive").mkdir()
     (tmp_path / "alive/worker_0.json").write_text('{"name": "wor')
-    assert read_standings(tmp_path) == [] and ask_standings(tmp_path, patience_s=0.1) == []
+    assert read_statuses(tmp_path) == [] and collect_statuses(tmp_path, patience_s=0.1) == []
 
 
 def test_what_is_said_in_letters_beyond_ascii_stays_readable(tmp_path: Path) -> None:
     beat = heartbeat.begin(tmp_path, "driver", interval_s=60.0)
     try:
         with heartbeat.doing("正在训练" * 200):
-            (found,) = read_standings(tmp_path)
+            (found,) = read_statuses(tmp_path)
     finally:
         beat.end()
     assert found.name == "driver" and found.doing.startswith("正在训练")
@@ -101,8 +107,8 @@ Thread 0x00007f2 (most recent call first):
 
 def test_the_place_is_the_innermost_line_of_ours_and_the_innermost_of_all() -> None:
     place = "at train_step (engine/train_engine.py:233), in all_reduce (distributed/distributed_c10d.py:3245)"
-    assert place_of(STACKS) == place
-    assert place_of("") == ""
+    assert describe_location(STACKS) == place
+    assert describe_location("") == ""
 
 
 def record(rank: int, *calls: tuple[str, int, bool], members: tuple[int, ...] = (0, 1, 2)) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def test_who_waits_for_somebody_who_waits_elsewhere_is_named_after_the_first_col
 
 def test_nobody_is_late_where_everything_has_ended() -> None:
     assert stalled_collectives({0: record(0, ("0", 1, True)), 1: record(1, ("0", 1, True))}) == []
-    assert stalled([]) == [] and last_collective({}) == ""
+    assert find_stalled_collectives([]) == [] and last_collective({}) == ""
 
 
 def test_the_torch_of_this_machine_records_what_is_read(one_process_world: None) -> None:

@@ -2,7 +2,7 @@
 
 import io
 
-from mindspeed_rl.observability.progress import IterationProgress, clock, metric_line
+from mindspeed_rl.observability.console import IterationProgress, clock, metric_line
 
 METRICS = {
     "timing/all": 0.312,

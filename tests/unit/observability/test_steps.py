@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.observability.steps import StartSteps
+from mindspeed_rl.observability.console import StartSteps
 
 
 def test_each_step_has_the_seconds_since_the_beginning_and_since_the_step_before() -> None:

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from mindspeed_rl.observability.timeline import Timeline
-from mindspeed_rl.observability.timers import Interval, Timers, throughput_metrics, timing_metrics
+from mindspeed_rl.observability.timers import Interval, Timeline, Timers, throughput_metrics, timing_metrics
 
 
 def test_a_timer_stamps_start_and_end_also_when_the_block_fails():

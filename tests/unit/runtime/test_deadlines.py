@@ -1,4 +1,4 @@
-"""A wait is spoken of when it takes unusually long, and ended when its deadline is over."""
+"""A wait is reported when it takes unusually long, and ends at its deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl.config import Deadlines, FaultTolerance
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.runtime.futures import Watch, WorkerFailed
+from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 
 
 class Clock:
@@ -22,55 +22,55 @@ class Clock:
         return self.now
 
 
-def watch(folder: Path | None, clock: Clock, said: list[str], **seconds: float) -> Watch:
+def make_monitor(folder: Path | None, clock: Clock, lines: list[str], **seconds: float) -> WaitMonitor:
     deadlines = Deadlines({**Deadlines().seconds, **seconds}, frozenset(seconds))
-    return Watch(folder, deadlines, FaultTolerance(), say=said.append, now_s=clock)
+    return WaitMonitor(folder, deadlines, FaultTolerance(), report=lines.append, now_s=clock)
 
 
-def test_a_long_wait_is_spoken_of_after_a_minute_and_whenever_it_has_doubled() -> None:
-    clock, said = Clock(), []
-    wait = watch(None, clock, said).begin("update_actor", ["worker 0", "worker 1"])
-    wait.look(["worker 0", "worker 1"])
+def test_a_long_wait_is_reported_after_a_minute_and_whenever_it_has_doubled() -> None:
+    clock, lines = Clock(), []
+    wait = make_monitor(None, clock, lines).start("update_actor", ["worker 0", "worker 1"])
+    wait.check(["worker 0", "worker 1"])
     times = []
     for now in range(1, 500):
         clock.now = float(now)
-        before = len(said)
-        wait.look(["worker 1"])
-        times += [now] if len(said) > before else []
+        before = len(lines)
+        wait.check(["worker 1"])
+        times += [now] if len(lines) > before else []
     # the answer of worker 0, seen at 1, was an event
     assert times == [61, 121, 241, 481]
-    assert said[0] == "no progress for 1:00: update_actor waits for worker 1; it ends in 28:59 (rl_config.deadlines.update)"
+    assert lines[0] == "no progress for 1:00: update_actor waits for worker 1; it ends in 28:59 (rl_config.deadlines.update)"
 
 
-def test_what_usually_takes_long_is_not_spoken_of() -> None:
-    clock, said = Clock(), []
-    waits = watch(None, clock, said)
-    first = waits.begin("generate", ["worker 0"])
+def test_what_usually_takes_long_is_not_reported() -> None:
+    clock, lines = Clock(), []
+    waits = make_monitor(None, clock, lines)
+    first = waits.start("generate", ["worker 0"])
     clock.now = 100.0
-    first.end()
-    wait = waits.begin("generate", ["worker 0"])
+    first.finish()
+    wait = waits.start("generate", ["worker 0"])
     for now in (101.0, 299.0):
         clock.now = now
-        wait.look(["worker 0"])
-    assert said == []
+        wait.check(["worker 0"])
+    assert lines == []
     clock.now = 302.0
-    wait.look(["worker 0"])
-    assert len(said) == 1
+    wait.check(["worker 0"])
+    assert len(lines) == 1
 
 
 def test_a_deadline_of_the_run_file_is_kept_and_another_one_grows_with_what_was_measured() -> None:
     clock = Clock()
-    waits = watch(None, clock, [], update=7.0)
+    waits = make_monitor(None, clock, [], update=7.0)
     for phase in ("update_actor", "save"):
-        begun = waits.begin(phase, ["worker 0"])
+        wait = waits.start(phase, ["worker 0"])
         clock.now += 1000.0
-        begun.end()
-    assert waits.limit("update") == 7.0
-    assert waits.limit("save") == 5000.0
-    assert waits.limit("generate") == 1800.0
+        wait.finish()
+    assert waits.limit_s("update") == 7.0
+    assert waits.limit_s("save") == 5000.0
+    assert waits.limit_s("generate") == 1800.0
 
 
-def test_when_it_is_over_the_error_says_who_waits_for_what_from_whom_since_when(tmp_path: Path) -> None:
+def test_the_error_after_a_deadline_names_phase_processes_and_time(tmp_path: Path) -> None:
     beat = heartbeat.Heartbeat(tmp_path, "worker 0", interval_s=5.0)
     beat.set("update_actor")
     record = {
@@ -82,12 +82,12 @@ def test_when_it_is_over_the_error_says_who_waits_for_what_from_whom_since_when(
     }  # no such process
     (tmp_path / "alive/worker_1.json").write_text(json.dumps({**record, "doing": "update_actor", "since": 0.0}))
     clock = Clock()
-    wait = watch(tmp_path, clock, [], update=10.0).begin("update_actor", ["worker 0", "worker 1"])
+    wait = make_monitor(tmp_path, clock, [], update=10.0).start("update_actor", ["worker 0", "worker 1"])
     clock.now = 9.9
-    assert wait.look(["worker 0", "worker 1"]) == []
+    assert wait.check(["worker 0", "worker 1"]) == []
     clock.now = 10.0
-    with pytest.raises(WorkerFailed) as caught:
-        wait.look(["worker 0", "worker 1"])
+    with pytest.raises(WorkerError) as caught:
+        wait.check(["worker 0", "worker 1"])
     beat.end()
     first, *others = str(caught.value).splitlines()
     assert first.startswith(

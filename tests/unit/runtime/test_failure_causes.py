@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from mindspeed_rl.runtime.futures import WorkerFailed, wait_all
+from mindspeed_rl.runtime.futures import WorkerError, wait_all
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it from here
 
@@ -40,7 +40,7 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("fates", "culprit"),
+    ("fates", "failed"),
     [
         ((("lost peer", 0.0), ("die", 0.5)), r"worker 1 failed in update: its process died"),
         ((("lost peer", 0.0), ("own error", 0.5)), r"worker 1 failed in update: ValueError: the prompt is too long"),
@@ -49,11 +49,11 @@ def local_ray() -> Iterator[None]:
     ids=["death", "error", "alone"],
 )
 def test_the_cause_is_named_although_its_consequence_comes_first(
-    local_ray: None, fates: tuple[tuple[str, float], ...], culprit: str
+    local_ray: None, fates: tuple[tuple[str, float], ...], failed: str
 ) -> None:
     actors = [ray.remote(Worker).options(num_cpus=0).remote() for _ in fates]
     futures = [actor.work.remote(how, after_s) for actor, (how, after_s) in zip(actors, fates)]
-    with pytest.raises(WorkerFailed, match=culprit):
+    with pytest.raises(WorkerError, match=failed):
         wait_all(futures, ["worker 0", "worker 1"], "update", None)
     for actor in actors:
         ray.kill(actor)
@@ -71,7 +71,7 @@ class Unbuildable:
 def test_an_error_in_a_constructor_is_no_death(local_ray: None) -> None:
     actors = [ray.remote(Unbuildable).options(num_cpus=0).remote(), ray.remote(Worker).options(num_cpus=0).remote()]
     futures = [actors[0].work.remote(), actors[1].work.remote("lost peer")]
-    with pytest.raises(WorkerFailed) as caught:
+    with pytest.raises(WorkerError) as caught:
         wait_all(futures, ["worker 0", "worker 1"], "set_up", None)
     assert str(caught.value) == "worker 0 failed in set_up: ValueError: two things:\n  - the first\n  - the second"
 

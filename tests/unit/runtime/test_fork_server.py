@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mindspeed_rl.runtime.fork_server import ForkServer, Libraries, fork_server, worker_command
+from mindspeed_rl.runtime.fork_server import ForkServer, Libraries, build_worker_command, fork_server
 
 SCRIPT = """
 import json, os, random, resource, signal, sys, tempfile
@@ -57,7 +57,7 @@ def command(folder: Path) -> Iterator[str]:
         patch.setenv("OF_SERVER", "1")
         patch.delenv("RAY_ADDRESS", raising=False)
         with fork_server("cpu", Libraries((), ("asks_for_ray", "needs_no_ray", "asks_for_wandb"))):
-            found = worker_command()
+            found = build_worker_command()
             assert found is not None
             yield found
 
@@ -122,12 +122,12 @@ def test_commands_share_a_server_that_is_kept_and_keep_their_own_paths(
             with monkeypatch.context() as patch:
                 patch.syspath_prepend(tmp_path / name)
                 with fork_server("cpu", libraries):
-                    command = worker_command()
+                    command = build_worker_command()
                     assert command is not None and str(tmp_path / "forks") in command
                     told = ask(command, folder)
             assert told["path"][0] == str(tmp_path / name) and told["torch"]
         with fork_server("cpu", Libraries((), ("csv",))):  # another one's libraries
-            command = worker_command()
+            command = build_worker_command()
             assert command is not None and str(tmp_path) not in command
     finally:
         server.close()
@@ -136,7 +136,7 @@ def test_commands_share_a_server_that_is_kept_and_keep_their_own_paths(
 def test_a_device_that_does_not_allow_it_gets_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with fork_server("cuda", Libraries((), ())):
-        assert worker_command() is None
+        assert build_worker_command() is None
 
 
 def test_a_cluster_that_the_run_joins_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +150,9 @@ def test_the_server_ends_with_a_process_that_is_killed() -> None:
     program = textwrap.dedent(
         """
         import time
-        from mindspeed_rl.runtime.fork_server import Libraries, fork_server, worker_command
+        from mindspeed_rl.runtime.fork_server import Libraries, fork_server, build_worker_command
         with fork_server("cpu", Libraries((), ())):
-            print(worker_command(), flush=True)
+            print(build_worker_command(), flush=True)
             time.sleep(600)
         """
     )

@@ -16,8 +16,8 @@ from mindspeed_rl import platform
 from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.runtime.device_memory import OutOfDeviceMemory, PhaseMemory, building, memory_failure
-from mindspeed_rl.runtime.futures import WorkerFailed
+from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory, building, find_memory_error
+from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.run_folder import _advised
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def test_a_new_phase_does_not_see_the_peak_of_the_one_before() -> None:
 @pytest.mark.parametrize("error", [MemoryError("no"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
 def test_out_of_memory_names_the_phase_and_the_three_largest_owners(error: Exception) -> None:
     owners = {"weights": 3 << 30, "gradients": 6 << 30, "optimizer": 12 << 30, "KV cache": 1 << 20}
-    with pytest.raises(OutOfDeviceMemory) as raised, PhaseMemory(lambda: owners)("update", "activations", Metrics()):
+    with pytest.raises(DeviceMemoryError) as raised, PhaseMemory(lambda: owners)("update", "activations", Metrics()):
         raise error
     wanted = "out of memory in phase update: optimizer 12.00 GiB, gradients 6.00 GiB, weights 3.00 GiB."
     assert str(raised.value) == wanted and raised.value.__cause__ is error
@@ -69,7 +69,7 @@ def test_out_of_memory_names_the_phase_and_the_three_largest_owners(error: Excep
 
 def test_models_that_do_not_fit_while_they_are_built_say_so() -> None:
     said = r"^out of memory in phase start: what was built until then .* GiB\.$"
-    with pytest.raises(OutOfDeviceMemory, match=said) as raised, building():
+    with pytest.raises(DeviceMemoryError, match=said) as raised, building():
         raise MemoryError("no")
     assert 0 < raised.value.owners["what was built until then"] < 1 << 40
     with pytest.raises(KeyError), building():
@@ -85,7 +85,7 @@ _SMALL = """
 import resource, torch
 from mindspeed_rl import platform
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.runtime.device_memory import OutOfDeviceMemory, PhaseMemory
+from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory
 platform.select("cpu")
 held = torch.ones(1 << 20)
 limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (256 << 20)
@@ -93,7 +93,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     with PhaseMemory(lambda: {"weights": held.nbytes})("log-probs", "activations", Metrics()):
         torch.empty(1 << 30)
-except OutOfDeviceMemory as error:
+except DeviceMemoryError as error:
     print(error)
 """
 
@@ -107,9 +107,9 @@ def test_a_process_whose_memory_ends_says_so_in_these_words() -> None:
 def test_a_run_that_ran_out_of_memory_says_which_settings_leave_more() -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
     run = resolve(cfg, platform="cpu")
-    failure = OutOfDeviceMemory("update", {"activations": 3 << 30})
-    with pytest.raises(WorkerFailed) as raised, _advised(run):
-        raise WorkerFailed(f"worker 0 failed in update_actor: {failure}") from failure
+    failure = DeviceMemoryError("update", {"activations": 3 << 30})
+    with pytest.raises(WorkerError) as raised, _advised(run):
+        raise WorkerError(f"worker 0 failed in update_actor: {failure}") from failure
     said = str(raised.value)
     assert said.startswith("worker 0 failed in update_actor: out of memory in phase update: activations 3.00 GiB. Nearest")
     assert 'actor_config.recompute_granularity: "full"' in said and "(a third more operations in the update)" in said
@@ -118,9 +118,9 @@ def test_a_run_that_ran_out_of_memory_says_which_settings_leave_more() -> None:
 def test_what_leaves_a_critic_more_on_its_own_devices_are_its_own_settings() -> None:
     changes = ["rl_config.critic_resource.num_npus=8", "rl_config.use_integrated_worker=false"]
     cfg = build_run_config(compose(*locate("ppo_qwen25_32b_A3", None), changes), config_name="ppo_qwen25_32b_A3")
-    failure = OutOfDeviceMemory("update critic", {"activations": 30 << 30, "optimizer": 9 << 30, "weights": 4 << 30})
-    with pytest.raises(WorkerFailed) as raised, _advised(resolve(cfg, platform="cpu")):
-        raise WorkerFailed(f"worker 0 failed in update_critic: {failure}") from failure
+    failure = DeviceMemoryError("update critic", {"activations": 30 << 30, "optimizer": 9 << 30, "weights": 4 << 30})
+    with pytest.raises(WorkerError) as raised, _advised(resolve(cfg, platform="cpu")):
+        raise WorkerError(f"worker 0 failed in update_critic: {failure}") from failure
     said = str(raised.value)
     assert "out of memory in phase update critic: activations 30.00 GiB, optimizer 9.00 GiB, weights 4.00 GiB." in said
     assert "critic_config." in said.partition("Nearest settings with more room: ")[2]
@@ -128,7 +128,7 @@ def test_what_leaves_a_critic_more_on_its_own_devices_are_its_own_settings() -> 
 
 def test_other_failures_of_workers_pass_as_they_are() -> None:
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
-    error = WorkerFailed("worker 0 failed in generate: KeyError: 'x'")
-    with pytest.raises(WorkerFailed) as raised, _advised(resolve(cfg, platform="cpu")):
+    error = WorkerError("worker 0 failed in generate: KeyError: 'x'")
+    with pytest.raises(WorkerError) as raised, _advised(resolve(cfg, platform="cpu")):
         raise error
-    assert raised.value is error and memory_failure(error) is None
+    assert raised.value is error and find_memory_error(error) is None

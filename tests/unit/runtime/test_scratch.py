@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli.doctor.checks import check_host
-from mindspeed_rl.runtime.scratch import orphans, remove_orphans, scratch_folder
+from mindspeed_rl.runtime.scratch import find_orphans, remove_orphans, scratch_folder
 
 OWNER = """
 import sys, time
@@ -51,10 +51,10 @@ def test_the_next_removes_what_a_killed_process_has_left_and_not_what_a_living_o
     killed, left = start_owner(tmp_path)
     living, kept = start_owner(tmp_path)
     try:
-        assert orphans(tmp_path) == []
+        assert find_orphans(tmp_path) == []
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        assert [(found.folder, found.owner) for found in orphans(tmp_path)] == [(left, killed.pid)]
+        assert [(found.folder, found.owner) for found in find_orphans(tmp_path)] == [(left, killed.pid)]
         with scratch_folder("other-", tmp_path):
             assert not left.exists() and (kept / "log").is_file()
     finally:
@@ -88,7 +88,7 @@ def test_the_doctor_names_what_was_left(tmp_path: Path, old: None, monkeypatch: 
     killed, left = start_owner(tmp_path)
     killed.kill()
     killed.wait()
-    monkeypatch.setattr("mindspeed_rl.cli.doctor.checks.scratch_places", lambda: [tmp_path])
+    monkeypatch.setattr("mindspeed_rl.cli.doctor.checks.list_scratch_folders", lambda: [tmp_path])
     (found,) = [finding for finding in check_host({}) if finding.name == "left behind"]
     assert found.status == "warn" and f"{left} (of process {killed.pid}, which is gone)" in found.text
     assert left.is_dir()

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.runtime import shared_filesystem as same_files
-from mindspeed_rl.runtime.shared_filesystem import HostLook, check_hosts, look_at
+from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_hosts, look_at
 
 
 class _Config:
@@ -42,14 +42,14 @@ def run(tmp_path: Path) -> Run:
     return cast(Run, _Run(tmp_path / "here"))
 
 
-def machines(tmp_path: Path, *folders: str) -> Callable[[Sequence[str]], list[HostLook]]:
+def machines(tmp_path: Path, *folders: str) -> Callable[[Sequence[str]], list[HostFiles]]:
     """Processes, one for each folder, that see it in the place of the driver's."""
 
-    def ask(paths: Sequence[str]) -> list[HostLook]:
+    def ask(paths: Sequence[str]) -> list[HostFiles]:
         looks: list[Any] = []
         for number, folder in enumerate(folders):
             moved = [path.replace(str(tmp_path / "here"), str(tmp_path / folder)) for path in paths]
-            looks.append(HostLook(f"host-{number}", look_at(moved).looks))
+            looks.append(HostFiles(f"host-{number}", look_at(moved).looks))
         return looks
 
     return ask

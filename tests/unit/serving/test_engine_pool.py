@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 from scripted_server import ScriptedServer, token
 
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.serving.engine_pool import ServerLost, ServerPool
+from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 
 FOUR = Sampling(temperature=1.0, max_tokens=4, stop_token_ids=())
 Body = Callable[[ServerPool, list[ScriptedServer]], Awaitable[None]]
@@ -147,7 +147,7 @@ def test_a_request_that_loses_every_server_is_given_up() -> None:
             server.engine.error = RuntimeError("out of memory")
             server.engine.release()
         with pytest.raises(
-            ServerLost, match="2 servers were lost while they worked on one request: RuntimeError: out of memory"
+            ServerLostError, match="2 servers were lost while they worked on one request: RuntimeError: out of memory"
         ):
             await pool.generate((1,), FOUR, 0)
 

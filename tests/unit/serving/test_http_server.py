@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.serving.http_server import GuardedApp
-from mindspeed_rl.serving.service import RolloutService
+from mindspeed_rl.serving.rollout_service import RolloutService
+from mindspeed_rl.serving.standalone import GuardedApp
 
 TOKEN = {"authorization": "Bearer secret"}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from scripted_server import ScriptedServer
 
-from mindspeed_rl.resharding.meeting import Delivery
-from mindspeed_rl.runtime.futures import WorkerFailed
+from mindspeed_rl.resharding.rendezvous import Delivery
+from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerPool
-from mindspeed_rl.serving.weight_push import LoopThread, WeightPush
+from mindspeed_rl.serving.weight_sync import LoopThread, WeightPush
 
 RIGHT = [Delivery(1, [], 100, 120).to_json()]
 WRONG = [Delivery(1, [], 100, 120).to_json(), Delivery(1, ["w"], 100, 120).to_json()]
@@ -121,7 +121,7 @@ def test_a_push_that_no_server_can_be_blamed_for_ends_the_run_with_what_the_trai
     world = World(loop, count=1)
     world.trainers.broken = [RuntimeError("out of memory")] * 9
     world.answers["server 0"] = fail(RuntimeError("Connection reset by peer"))
-    with pytest.raises(WorkerFailed, match="no server can be blamed for it. The trainers said: out of memory"):
+    with pytest.raises(WorkerError, match="no server can be blamed for it. The trainers said: out of memory"):
         world.run(1)
     assert world.pool.names == ["server 0"]
 
@@ -129,7 +129,7 @@ def test_a_push_that_no_server_can_be_blamed_for_ends_the_run_with_what_the_trai
 def test_without_a_server_the_run_ends_and_says_why_each_was_lost(loop: LoopThread) -> None:
     world = World(loop, count=1)
     world.answers["server 0"] = fail(RuntimeError("device lost"))
-    with pytest.raises(WorkerFailed, match="no rollout server is left: server 0: weight push failed: device lost"):
+    with pytest.raises(WorkerError, match="no rollout server is left: server 0: weight push failed: device lost"):
         world.run(1)
     assert world.replaced == 2
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
-from mindspeed_rl.resharding.meeting import Delivery, Meeting
-from mindspeed_rl.runtime.futures import LOST_PEER, WorkerFailed
-from mindspeed_rl.serving.engine_pool import Server, ServerLost, ServerPool
+from mindspeed_rl.resharding.rendezvous import Delivery, Meeting
+from mindspeed_rl.runtime.futures import LOST_PEER, WorkerError
+from mindspeed_rl.serving.engine_pool import Server, ServerLostError, ServerPool
 
 Answer = TypeVar("Answer")
 
@@ -109,14 +109,14 @@ class WeightPush:
             What `send` returned, and how many parameters of a server were proven to have arrived.
 
         Raises:
-            WorkerFailed: no server is left.
+            WorkerError: no server is left.
         """
         failures = 0
         while True:
             self._replace_lost()
             names, servers = self._pool.names, self._pool.servers()
             if not names:
-                raise WorkerFailed(f"no rollout server is left: {'; '.join(': '.join(item) for item in self._pool.lost[-4:])}")
+                raise WorkerError(f"no rollout server is left: {'; '.join(': '.join(item) for item in self._pool.lost[-4:])}")
             # the plan of a push is made for the members of a group: both last as long as the servers stay the same
             if servers != self._joined:
                 self._joined = []
@@ -142,7 +142,7 @@ class WeightPush:
         # each failure may take out a server: two more failures than servers mean that none of them is the cause
         if failures >= 2 + len(self.workers_of):
             cause = "" if broken is None else f" The trainers said: {_last_line(broken)}"
-            raise WorkerFailed(f"weight push: it failed {failures + 1} times and no server can be blamed for it.{cause}")
+            raise WorkerError(f"weight push: it failed {failures + 1} times and no server can be blamed for it.{cause}")
         return failures + 1
 
     def _meet(self, names: Sequence[str], meet: Callable[[Sequence[str], Callable[[Meeting], None]], None]) -> bool:
@@ -184,7 +184,7 @@ class WeightPush:
         proof, self.received_bytes, self.needed_bytes = None, 0, 0
         for name, result in results.items():
             if isinstance(result, TimeoutError) or self._is_innocent(result):
-                with contextlib.suppress(ServerLost):
+                with contextlib.suppress(ServerLostError):
                     self._loop.run(self._pool.ask(name, "health"))  # lost when it does not answer
             elif isinstance(result, Exception):
                 dead = isinstance(result, RayActorError)

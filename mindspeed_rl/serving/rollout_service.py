@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from mindspeed_rl.rollout.engine import Generated, PauseMode
+from mindspeed_rl.rollout.protocol import Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 
 #: how long pieces are collected before they travel together
