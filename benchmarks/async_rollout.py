@@ -33,7 +33,7 @@ LONGEST = 10
 LOOP = """
 import dataclasses, math, os, random
 
-from mindspeed_rl.rollout.agents.single_turn import SingleTurn
+from mindspeed_rl.rollout.agents.loop import SingleTurn
 
 MEAN, LONGEST, SPREAD = int(os.environ["LENGTH_MEAN"]), int(os.environ["LENGTH_LONGEST"]), 1.0
 

@@ -285,7 +285,7 @@ def plans(bucket_mb: int) -> None:
     from mindspeed_rl.models import architecture_for
     from mindspeed_rl.models.layout import Layout
     from mindspeed_rl.resharding.layouts import InferenceLayout, inference_boxes, training_boxes, training_places, volume, whole
-    from mindspeed_rl.resharding.plan import TensorInfo, plan_transfer
+    from mindspeed_rl.resharding.transfer_plan import TensorInfo, plan_transfer
 
     columns = (
         "model and layouts", "model, GB", "engine, GB a device", "received, GB a device: mean, most", "sent: most",

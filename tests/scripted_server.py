@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.serving.service import RolloutService
+from mindspeed_rl.serving.rollout_service import RolloutService
 
 
 def token(prompt_ids: Iterable[int], seed: int, position: int) -> int:

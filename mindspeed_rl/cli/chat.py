@@ -20,7 +20,7 @@ from mindspeed_rl.cli.inference_options import (
     sampling_of,
 )
 from mindspeed_rl.cli.options import Parser, say
-from mindspeed_rl.inference.chat import History, run_chat
+from mindspeed_rl.inference.console_chat import History, run_chat
 
 _DESCRIPTION = (
     "Talk with a model. /exit (q, quit, exit) ends; /new (new, clear) forgets what was said; /history shows it; "

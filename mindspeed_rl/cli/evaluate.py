@@ -26,7 +26,8 @@ from mindspeed_rl.cli.inference_options import (
 )
 from mindspeed_rl.cli.options import Parser, say
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.inference.evaluation import (
+from mindspeed_rl.inference.batch_generation import write_jsonl
+from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
     PreparedTask,
     TaskScore,
@@ -35,15 +36,14 @@ from mindspeed_rl.inference.evaluation import (
     run_task,
     summary_table,
 )
-from mindspeed_rl.inference.generation import write_jsonl
 from mindspeed_rl.inference.tasks import TASKS, task_class
-from mindspeed_rl.inference.tasks.base import TEMPLATE_NAMES, Task, TaskOptions, templated
-from mindspeed_rl.rewards.static_check import reward_mistakes
-from mindspeed_rl.rewards.dry_run import loading_mistakes
+from mindspeed_rl.inference.tasks.task import TEMPLATE_NAMES, Task, TaskOptions, templated
+from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
+from mindspeed_rl.rewards.static_check import check_reward_functions
 
 if TYPE_CHECKING:
-    from mindspeed_rl.inference.agents import AgentEngine
-    from mindspeed_rl.inference.requests import Engine
+    from mindspeed_rl.inference.agent_engine import AgentEngine
+    from mindspeed_rl.inference.engine_interface import Engine
     from mindspeed_rl.inference.session import Session
 
 _DESCRIPTION = (
@@ -153,7 +153,7 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
         if args.scorer is None:
             raise ValueError("--external-plugins register a reward function; name it with --scorer")
         rl = RLConfig(verifier_function=[args.scorer], external_plugins=args.external_plugins)
-        if mistakes := reward_mistakes(rl) or loading_mistakes(rl, {}):
+        if mistakes := check_reward_functions(rl) or dry_run_reward_functions(rl, {}):
             texts = (text.removeprefix("rl_config.").replace("verifier_function:", "--scorer:") for text in mistakes)
             raise ValueError("; ".join(text.replace("external_plugins:", "--external-plugins:") for text in texts))
     options = TaskOptions(

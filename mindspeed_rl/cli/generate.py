@@ -25,7 +25,7 @@ from mindspeed_rl.cli.inference_options import (
 )
 from mindspeed_rl.cli.options import Parser, say
 from mindspeed_rl.data.conversation import Conversation, user
-from mindspeed_rl.inference.generation import (
+from mindspeed_rl.inference.batch_generation import (
     METHODS,
     Generated,
     GenerationSettings,
@@ -35,13 +35,13 @@ from mindspeed_rl.inference.generation import (
     read_jsonl,
     write_jsonl,
 )
-from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.requests import Engine, Request
+from mindspeed_rl.inference.engine_interface import Engine, Request
+from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import sample_seed
 
 if TYPE_CHECKING:
-    from mindspeed_rl.inference.agents import AgentEngine
+    from mindspeed_rl.inference.agent_engine import AgentEngine
     from mindspeed_rl.inference.session import Session
 
 PromptRow = tuple[Conversation, dict[str, Any]]

@@ -16,11 +16,11 @@ from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.observability.logging import quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.runtime.local_ray import local_ray_environment
+from mindspeed_rl.runtime.fork_server import build_local_ray_environment
 
 if TYPE_CHECKING:
-    from mindspeed_rl.inference.agents import AgentEngine
-    from mindspeed_rl.inference.requests import Engine
+    from mindspeed_rl.inference.agent_engine import AgentEngine
+    from mindspeed_rl.inference.engine_interface import Engine
     from mindspeed_rl.inference.session import Session
 
 #: how answers are drawn unless the user says otherwise: upstream's defaults, and the most likely answer
@@ -119,7 +119,7 @@ def agents_of(session: Session, args: argparse.Namespace) -> AbstractContextMana
         ValueError: an option, a tool or a plug-in is wrong.
     """
     # loads vLLM's parsers' base and the tools, which answers of one turn do without
-    from mindspeed_rl.inference.agents import AgentEngine, AgentSettings
+    from mindspeed_rl.inference.agent_engine import AgentEngine, AgentSettings
 
     settings = as_options(AgentSettings, args)
     if not (settings.tools or settings.agent_loop or settings.multi_turn_scheduler or settings.environment):
@@ -210,7 +210,7 @@ def open_session(args: argparse.Namespace) -> Session:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
     os.environ.update(quiet_environment(os.environ))
-    os.environ.update(local_ray_environment(os.environ))
+    os.environ.update(build_local_ray_environment(os.environ))
     # loads torch, which must find this environment, and which --help and wrong options do without
     from mindspeed_rl.inference import session
 

@@ -22,8 +22,8 @@ from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.bit_sums import bit_sum
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.rollout.engine import Generated
-from mindspeed_rl.rollout.probe import EngineProbe
+from mindspeed_rl.rollout.engine_probe import EngineProbe
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import sample_seed
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of

@@ -16,10 +16,9 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from mindspeed_rl.inference.requests import Engine, Request, collect
+from mindspeed_rl.inference.engine_interface import Engine, Request, collect
 from mindspeed_rl.inference.text_stream import cut_at
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

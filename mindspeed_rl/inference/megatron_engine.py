@@ -19,10 +19,9 @@ from mindspeed_rl.engine.build import BuiltModel, build_model
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.weights import LocalWeight, local_weights
-from mindspeed_rl.inference.engine_settings import EngineSettings
-from mindspeed_rl.inference.model_files import ModelFiles
-from mindspeed_rl.inference.requests import Finish, Piece, Request
-from mindspeed_rl.inference.stop_watch import StopWatch
+from mindspeed_rl.inference.engine_interface import Finish, Piece, Request
+from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
+from mindspeed_rl.inference.text_stream import StopWatch
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.rollout.requests import Sampling

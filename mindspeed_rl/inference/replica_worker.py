@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from mindspeed_rl.inference.engine_settings import EngineSettings
-from mindspeed_rl.inference.requests import Piece, Request
+from mindspeed_rl import platform
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.engine.parallel import RankInfo, init_process_group
+from mindspeed_rl.inference.engine_interface import Piece, Request
+from mindspeed_rl.inference.model_files import EngineSettings, open_model
 from mindspeed_rl.rollout.requests import Sampling
 
 
@@ -60,3 +63,36 @@ class ReplicaWorker:
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
         """See `Engine.score`; every replica answers all."""
         return self._engine.score(sequences, starts)
+
+
+class MegatronInferenceWorker(ReplicaWorker):
+    """One rank's share of a Megatron model."""
+
+    def __init__(self, settings: EngineSettings, run_id: str, *, rank: int) -> None:
+        """Joins the others, builds the model and loads its weights; collective over all workers.
+
+        Args:
+            run_id: of no use here; vLLM's workers need one.
+        """
+        # with Megatron, which a worker of vLLM does without
+        from mindspeed_rl.inference.megatron_engine import MegatronEngine
+
+        tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+        super().__init__(MegatronEngine(settings, open_model(settings.model, verified=True), tokenizer), settings, rank)
+
+
+class InferenceWorker(ReplicaWorker):
+    """One rank's share of a vLLM engine."""
+
+    def __init__(self, settings: EngineSettings, run_id: str, *, rank: int) -> None:
+        """Joins the others, builds the engine and loads its weights; collective over all workers."""
+        # with vLLM, which a worker of Megatron does without
+        from mindspeed_rl.inference.vllm_text_engine import InferenceEngine
+
+        info = RankInfo.from_env()
+        platform.current().set_device(info.local_rank)
+        init_process_group(info, info.timeout_s)
+        tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+        super().__init__(
+            InferenceEngine(settings, open_model(settings.model, verified=True), tokenizer, run_id=run_id), settings, rank
+        )

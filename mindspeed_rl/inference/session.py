@@ -15,10 +15,9 @@ from mindspeed_rl.config.model_facts import EngineShape
 from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer
-from mindspeed_rl.inference.engine_settings import EngineSettings
-from mindspeed_rl.inference.model_files import ModelFiles, ModelSettings, open_model
-from mindspeed_rl.inference.prompts import PromptFormat, choose_template
-from mindspeed_rl.inference.requests import Engine
+from mindspeed_rl.inference.engine_interface import Engine
+from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles, ModelSettings, open_model
+from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
 from mindspeed_rl.observability.logging import set_up_logging
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 #: what each needs adapted, and its class
 _ENGINES: dict[str, tuple[adaptors.Scope, str]] = {
-    "vllm": ("rollout", "mindspeed_rl.inference.engine:InferenceEngine"),
+    "vllm": ("rollout", "mindspeed_rl.inference.vllm_text_engine:InferenceEngine"),
     "megatron": ("train", "mindspeed_rl.inference.megatron_engine:MegatronEngine"),
 }
 #: a world of one process; it meets nobody, so that any free port does
@@ -142,7 +141,7 @@ class Session:
         settings = replace(self.settings, max_model_len=max_model_len, most_log_probs=most_log_probs)
         if settings.num_devices > 1:
             # brings Ray, which one device does without
-            from mindspeed_rl.inference.launch import engine_group
+            from mindspeed_rl.inference.engine_group import engine_group
 
             with engine_group(settings, self.platform_name) as engine:
                 yield engine

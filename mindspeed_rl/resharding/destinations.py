@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.boxes import Box, lengths, volume, whole
+from mindspeed_rl.resharding.layouts import Box, lengths, volume, whole
 
 #: an engine's `load_weights`: takes whole tensors under HF names
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]

@@ -20,9 +20,9 @@ from mindspeed_rl import platform
 from mindspeed_rl.platform.rendezvous import meeting_store
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.meeting import Meeting
-from mindspeed_rl.resharding.plan import Boxes
 from mindspeed_rl.resharding.push import Trained, WeightPush
+from mindspeed_rl.resharding.rendezvous import Meeting
+from mindspeed_rl.resharding.transfer_plan import Boxes
 
 
 class SpanningGroup:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl.resharding.boxes import Box, intersection, lengths, relative, whole
-from mindspeed_rl.resharding.plan import Move, Plan
+from mindspeed_rl.resharding.layouts import Box, intersection, lengths, relative, whole
+from mindspeed_rl.resharding.transfer_plan import Move, Plan
 
 
 class Reads(Protocol):

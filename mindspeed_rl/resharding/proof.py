@@ -16,16 +16,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.resharding.bit_sums import MASK, bit_sums, ordered_sums, piecewise_sums
-from mindspeed_rl.resharding.boxes import whole
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.plan import Piece, Plan
-from mindspeed_rl.resharding.sources import Sources
+from mindspeed_rl.resharding.layouts import whole
+from mindspeed_rl.resharding.transfer_plan import Piece, Plan
+
+if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
+    from mindspeed_rl.resharding.transfer import Sources
 
 
 class WeightDeliveryError(RuntimeError):

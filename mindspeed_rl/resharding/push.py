@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.resharding.boxes import Box, intersection, volume, whole
 from mindspeed_rl.resharding.destinations import Destinations, Load
 from mindspeed_rl.resharding.exchange import Exchange, Sinks, carry
-from mindspeed_rl.resharding.plan import Boxes, Plan, TensorInfo, plan_transfer
+from mindspeed_rl.resharding.layouts import Box, intersection, volume, whole
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, fingerprints, piece_sums
-from mindspeed_rl.resharding.sources import Sources
+from mindspeed_rl.resharding.transfer_plan import Boxes, Plan, TensorInfo, plan_transfer
+
+if TYPE_CHECKING:  # it imports Megatron, which an engine rank without a trainer does not need
+    from mindspeed_rl.resharding.transfer import Sources
 
 
 @dataclass(frozen=True)

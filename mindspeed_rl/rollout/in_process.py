@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mindspeed_rl import platform
-from mindspeed_rl.rollout.engine import Continuation, Finish, Generated, PauseMode, continuation
+from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode, continuation
 from mindspeed_rl.rollout.requests import Completion, Sampling
 
 if TYPE_CHECKING:

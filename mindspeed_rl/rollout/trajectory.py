@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.rollout.engine import Finish, Generated, continued_routing
+from mindspeed_rl.rollout.protocol import Finish, Generated, continued_routing
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import unlink_message_buffers
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.placement import RolloutLayout, rollout_layout
+from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.arguments import engine_arguments as engine_arguments_of
 from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
 from mindspeed_rl.rollout.loading import load_named
@@ -74,7 +74,7 @@ class VllmEngine:
         self._hooks.before_build(run_id)
         self.sampling = sampling
         distributed = torch.distributed.is_initialized()
-        self.layout = rollout_layout(config, torch.distributed.get_world_size() if distributed else 1)
+        self.layout = RolloutLayout.from_config(config, torch.distributed.get_world_size() if distributed else 1)
         arguments = engine_arguments_of(
             hf_folder,
             config,

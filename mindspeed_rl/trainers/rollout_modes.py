@@ -8,16 +8,15 @@ from collections.abc import Sequence
 
 from mindspeed_rl.config import Run
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rollout.engine import Generated, Piece
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.protocol import Generated, Piece
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import admission_of
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import ModelRewards, NoModelRewards
 from mindspeed_rl.trainers.partial import PartialSource
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
-from mindspeed_rl.trainers.rollout import FilteredRollout, PromptFeed, Rollout, SynchronousRollout
+from mindspeed_rl.trainers.rollout import FilteredRollout, PromptLoader, Rollout, SynchronousRollout
 from mindspeed_rl.trainers.services import Services
 from mindspeed_rl.trainers.streaming import Requests, StreamingSource
 from mindspeed_rl.workers.groups import ActorGroup
@@ -25,7 +24,7 @@ from mindspeed_rl.workers.responses import sampling_seed
 
 
 def make_rollout(
-    run: Run, services: Services, feed: PromptFeed, model_rewards: ModelRewards | NoModelRewards
+    run: Run, services: Services, feed: PromptLoader, model_rewards: ModelRewards | NoModelRewards
 ) -> tuple[Rollout, ModelRewards | NoModelRewards]:
     """The rollout that the run file asks for, and the model rewards that are still to be added to what it yields.
 
@@ -57,7 +56,7 @@ class _Extended:
         self._actors = actors
 
     def __call__(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
-        answers = self._actors.extend(pieces, num_tokens)
+        answers = self._actors.continue_responses(pieces, num_tokens)
         shares = [share for _, share in answers if share is not None]
         found: list[Generated | None] = [None] * len(pieces)
         for replica, share in enumerate(shares):
@@ -65,7 +64,7 @@ class _Extended:
         return [report for report, _ in answers], [response for response in found if response is not None]
 
 
-def _streaming(run: Run, services: Services, feed: PromptFeed) -> StreamingSource:
+def _streaming(run: Run, services: Services, feed: PromptLoader) -> StreamingSource:
     rl = run.rl
     if services.engine is None:
         raise ValueError(f"rl_config.trainer_mode {rl.trainer_mode}: there is no rollout engine with devices of its own")
@@ -90,7 +89,7 @@ def _streaming(run: Run, services: Services, feed: PromptFeed) -> StreamingSourc
     )
 
 
-def _requests(run: Run, feed: PromptFeed, sampling: Sampling | None = None) -> Requests:
+def _requests(run: Run, feed: PromptLoader, sampling: Sampling | None = None) -> Requests:
     """Seeds are those of a rollout that draws all prompts of an iteration at once.
 
     Args:

@@ -8,8 +8,8 @@ from typing import Any
 
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.timers import Interval
-from mindspeed_rl.rollout.agents.runner import Agents
-from mindspeed_rl.rollout.engine import RolloutEngine
+from mindspeed_rl.rollout.agents.loop import Agents
+from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.streaming import Runner
 from mindspeed_rl.workers.groups import ActorGroup, ScoringGroup

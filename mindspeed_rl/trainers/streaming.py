@@ -12,9 +12,8 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rollout.agents.loop import Task
-from mindspeed_rl.rollout.agents.runner import Agents
-from mindspeed_rl.rollout.engine import RolloutEngine
+from mindspeed_rl.rollout.agents.loop import Agents, Task
+from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission, InFlight

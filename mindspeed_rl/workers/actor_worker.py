@@ -26,7 +26,7 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
-from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.protocol import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import WorkerReport

@@ -14,12 +14,9 @@ from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_templa
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.rollout.agents import agent_loop_class
-from mindspeed_rl.rollout.agents.dialogue import Limits
-from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
-from mindspeed_rl.rollout.agents.runner import Agents
-from mindspeed_rl.rollout.agents.single_turn import SingleTurn
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.agents.conversation import Limits
+from mindspeed_rl.rollout.agents.loop import Agents, LoopSettings, SingleTurn, Task
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.tools.interface import ToolBox
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools

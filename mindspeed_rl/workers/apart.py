@@ -26,12 +26,12 @@ from mindspeed_rl.config import (
 )
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.steps import StartSteps
 from mindspeed_rl.observability.timers import Interval, Timers
-from mindspeed_rl.resharding.meeting import Meeting
+from mindspeed_rl.resharding.rendezvous import Meeting
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.runtime.futures import Pending, WorkerFailed, wait_all
+from mindspeed_rl.runtime.futures import Pending, WorkerError, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport, add_bytes
 from mindspeed_rl.serving.engine_pool import ServerPool
 from mindspeed_rl.serving.server_process import ServerSettings
@@ -303,13 +303,13 @@ class ServedActorGroup(ApartActorGroup):
         """How this worker failed in sending; None when it did not.
 
         Raises:
-            WorkerFailed: it neither ends nor fails.
+            WorkerError: it neither ends nor fails.
         """
-        watch = self._watch.begin("send_weights", [name])
+        watch = self._watch.start("send_weights", [name])
         while not ray.wait([future], timeout=1.0)[0]:
-            watch.look([name])
-        watch.end()
-        return _error_of(future)
+            watch.check([name])
+        watch.finish()
+        return read_error(future)
 
     def _leave(self) -> None:
         self.wait("leave_servers", [process.call.remote("leave_servers") for process in self.processes])
@@ -367,9 +367,9 @@ class ServedActorGroup(ApartActorGroup):
         assert self._plane is not None
         return self._plane
 
-    def answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
         """Trajectories of the prompts, as one share."""
-        pending = ServedPending(self, self.servers.loop.start(self._answer(items, seed, greedy)), "answer")
+        pending = ServedPending(self, self.servers.loop.start(self._answer(items, seed, greedy)), "generate_responses")
         return [pending.wait()]
 
     async def _answer(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory]:
@@ -384,7 +384,7 @@ class ServedActorGroup(ApartActorGroup):
         """While no server is left, one is started and given the weights.
 
         Raises:
-            WorkerFailed: no server can be started any more.
+            WorkerError: no server can be started any more.
         """
         if not self.servers.pool.names:
             self.recover()
@@ -393,7 +393,7 @@ class ServedActorGroup(ApartActorGroup):
         """There is a server again, with the weights that the lost ones had.
 
         Raises:
-            WorkerFailed: no server can be started any more.
+            WorkerError: no server can be started any more.
         """
         self._push(self._version)
         self.servers.loop.run(self.servers.pool.resume())
@@ -410,7 +410,7 @@ class ServedPending(Pending):
         """What the servers' pool returned.
 
         Raises:
-            WorkerFailed: no server is left.
+            WorkerError: no server is left.
         """
         return self._until_done(lambda: None)
 
@@ -418,7 +418,7 @@ class ServedPending(Pending):
         """Raises what any of them failed with."""
         for other in others:
             done, _ = ray.wait(other._futures, num_returns=len(other._futures), timeout=0)
-            if any(_error_of(future) is not None for future in done):
+            if any(read_error(future) is not None for future in done):
                 other.wait()
 
     def wait_with(self, other: Pending) -> tuple[list[WorkerReport], list[WorkerReport]]:
@@ -428,15 +428,15 @@ class ServedPending(Pending):
 
     def _until_done(self, look: Any) -> Any:
         pool = self._group.servers.pool
-        watch = self._group._watch.begin(self._method, pool.names)
+        watch = self._group._watch.start(self._method, pool.names)
         try:
             while True:
                 wait([self._work], timeout=_LOOK_EVERY_S)
                 if self._work.done():
-                    watch.end()
+                    watch.finish()
                     return self._work.result()
                 look()
-                watch.look(pool.names)  # who is silent is taken out by the pool
+                watch.check(pool.names)  # who is silent is taken out by the pool
                 self._look_at(list(self._group._early.values()))
                 if not pool.names:
                     self._group.recover()
@@ -445,12 +445,12 @@ class ServedPending(Pending):
             if self._plane is not None and isinstance(error, Exception):
                 with contextlib.suppress(Exception):
                     self._plane.abort(f"{self._method} failed: {error}")
-            if isinstance(error, (WorkerFailed, KeyboardInterrupt)):
+            if isinstance(error, (WorkerError, KeyboardInterrupt)):
                 raise
-            raise WorkerFailed(f"rollout failed in {self._method}: {type(error).__name__}: {error}") from error
+            raise WorkerError(f"rollout failed in {self._method}: {type(error).__name__}: {error}") from error
 
 
-def _error_of(future: Any) -> Exception | None:
+def read_error(future: Any) -> Exception | None:
     try:
         ray.get(future)
     except Exception as error:

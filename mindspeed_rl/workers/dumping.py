@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import MsprobeConfig
 from mindspeed_rl.dumps.record import Record
 from mindspeed_rl.engine.probe import ModelProbe, NoProbe, place
-from mindspeed_rl.rollout.probe import EngineProbe
+from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.workers.role import Role
 
 if TYPE_CHECKING:  # it brings vLLM, and workers without a rollout dump too

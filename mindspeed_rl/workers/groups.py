@@ -24,12 +24,12 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.model_keys import reward_model_config
 from mindspeed_rl.observability.console import StartSteps
-from mindspeed_rl.observability.process_status import terminate_processes, remove_status_files
+from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
-from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.protocol import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.cluster import actor_handle, is_head_dead, is_own_cluster, process_environment, worker_environment
-from mindspeed_rl.runtime.futures import Pending, Watch, wait_all
+from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_hosts
@@ -57,7 +57,7 @@ class WorkerGroup:
         *,
         num_cpus: float = 1,
         plane: DataPlane | None = None,
-        watch: Watch | None = None,
+        watch: WaitMonitor | None = None,
     ) -> None:
         """Places the processes and starts them; `prepare_workers` may, `start_workers` must come before any phase.
 
@@ -73,11 +73,11 @@ class WorkerGroup:
         resource = platform_class(settings.platform).ray_resource
         cpus = 1 if resource is None else num_cpus
         bundle = {"CPU": cpus} | ({} if resource is None else {resource: 1})
-        self._watch = watch or Watch(settings.folder, Deadlines(), FaultTolerance())
+        self._watch = watch or WaitMonitor(settings.folder, Deadlines(), FaultTolerance())
         self._folder = settings.folder
         self._names = [f"{title} {rank}" for rank in range(size)]
         remove_status_files(self._folder, self._names)
-        limit_s = self._watch.limit("placement")
+        limit_s = self._watch.limit_s("placement")
         self._placement = placement_group([bundle] * size, strategy="PACK")
         if not self._placement.wait(timeout_seconds=limit_s):
             raise TimeoutError(
@@ -188,7 +188,7 @@ class RunGroup(WorkerGroup):
             worker_environment(run.config, run.platform, run.num_nodes),
             num_cpus=cpus,
             plane=plane,
-            watch=Watch.of(run),
+            watch=WaitMonitor.from_run(run),
         )
         self._run = run
 

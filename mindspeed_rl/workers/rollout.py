@@ -23,24 +23,24 @@ from mindspeed_rl.models.kv_cache import kv_bytes_per_token
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.resharding.adapters import AdapterFolder
-from mindspeed_rl.resharding.destinations import read_destinations
-from mindspeed_rl.resharding.engine_adapters import (
+from mindspeed_rl.resharding.adapters import (
+    AdapterFolder,
     BaseLoader,
     adapter_arguments,
     differing_adapters,
     held_adapters,
     sent_adapters,
 )
+from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.arguments import routing_arguments
-from mindspeed_rl.rollout.engine import Generated, Piece
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.loading import LoadsWeights
+from mindspeed_rl.rollout.protocol import Generated, Piece
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.runtime.reports import add_bytes

@@ -8,10 +8,9 @@ from typing import Any
 
 from training_jobs import KEYS  # noqa: F401  (its module applies the adaptor, before Megatron is imported)
 
-from mindspeed_rl.inference.engine_settings import EngineSettings
+from mindspeed_rl.inference.engine_interface import Request, collect
 from mindspeed_rl.inference.megatron_engine import MegatronEngine
-from mindspeed_rl.inference.model_files import ModelSettings, open_model
-from mindspeed_rl.inference.requests import Request, collect
+from mindspeed_rl.inference.model_files import EngineSettings, ModelSettings, open_model
 from mindspeed_rl.rollout.requests import Sampling
 
 PROMPTS = [[5, 9, 40, 17, 22], [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38], [8]]

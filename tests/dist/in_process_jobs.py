@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from vllm import SamplingParams
 
-from mindspeed_rl.rollout.engine import Generated, continued_seed
 from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.protocol import Generated, continued_seed
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
 SAMPLING = Sampling(0.9, 24, (1,))

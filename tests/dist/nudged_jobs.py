@@ -13,7 +13,7 @@ from training_jobs import Setting
 
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine

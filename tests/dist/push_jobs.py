@@ -19,7 +19,7 @@ from mindspeed_rl.resharding.exchange import Exchange, world_exchange
 from mindspeed_rl.resharding.layouts import stage_of, training_boxes, training_places
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import Trained, WeightPush
-from mindspeed_rl.resharding.sources import Sources
+from mindspeed_rl.resharding.transfer import Sources
 
 
 @dataclass(frozen=True)

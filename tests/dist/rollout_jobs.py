@@ -39,8 +39,7 @@ from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.arguments import routing_arguments
-from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling, sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
 TEMPERATURE = 0.9

@@ -17,8 +17,8 @@ from mindspeed_rl import platform
 from mindspeed_rl.resharding.destinations import Destinations, read_destinations
 from mindspeed_rl.resharding.disaggregated import ServedModel, SpanningGroup, engine_push, trainer_push
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.meeting import Meeting
 from mindspeed_rl.resharding.proof import WeightDeliveryError
+from mindspeed_rl.resharding.rendezvous import Meeting
 
 TRAINERS, SERVERS = 2, 2
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from training_jobs import Setting, engine_of, full_weights, my_rows, summary
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import objective_of
+from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.workers.responses import response_columns
 from mindspeed_rl.workers.rows import to_rows
@@ -75,7 +75,7 @@ def apart() -> Rows:
 
 
 def objective(**keys: Any) -> Objective:
-    return objective_of(RLConfig(init_kl_coef=0.0, token_level_loss=True, **keys), "ray_grpo", max_response_length=20)
+    return build_objective(RLConfig(init_kl_coef=0.0, token_level_loss=True, **keys), "ray_grpo", max_response_length=20)
 
 
 def update(setting: Setting, is_whole: bool = True) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl import registry
 
 if TYPE_CHECKING:
-    from mindspeed_rl.inference.tasks.base import Task
+    from mindspeed_rl.inference.tasks.task import Task
 
 TASKS: dict[str, str] = {
     "gsm8k": "mindspeed_rl.inference.tasks.maths:Gsm8k",
@@ -35,4 +35,4 @@ def task_class(name: str) -> type[Task]:
     subject = f"--task {name}"
     hint = "or module:Class of your own; jsonl takes any questions with labels"
     target = registry.target_of(TASKS, name, subject, hint)
-    return registry.load_class(target, subject, "mindspeed_rl.inference.tasks.base:Task")
+    return registry.load_class(target, subject, "mindspeed_rl.inference.tasks.task:Task")

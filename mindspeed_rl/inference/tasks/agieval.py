@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.tasks.files import column, data_files, rows_of, split_files, subject_of
-from mindspeed_rl.rewards.answers.equality import same_answer
-from mindspeed_rl.rewards.answers.extraction import accepted_answers, final_answer
-from mindspeed_rl.rewards.text_scores import chosen_letters, multiple_choice
+from mindspeed_rl.inference.tasks.task import Question, Task
+from mindspeed_rl.rewards.answers.equality import is_same_answer
+from mindspeed_rl.rewards.answers.extraction import extract_final_answer, list_accepted_answers
+from mindspeed_rl.rewards.text_scores import extract_chosen_letters, multiple_choice
 
 _LETTERS = "ABCDEFGHIJ"
 #: files whose questions are Chinese
@@ -20,8 +20,8 @@ def score(response: str, label: Any, has_options: bool) -> float:
     """1.0 if the chosen letters are the label's, or the final answer is the same as mathematics, else 0.0."""
     if has_options:
         return multiple_choice(response, label)
-    answer = final_answer(response)
-    return float(bool(answer) and any(same_answer(answer, wanted) for wanted in accepted_answers(label)))
+    answer = extract_final_answer(response)
+    return float(bool(answer) and any(is_same_answer(answer, wanted) for wanted in list_accepted_answers(label)))
 
 
 class AgiEval(Task):
@@ -37,7 +37,7 @@ class AgiEval(Task):
     default_shots = 0
 
     def vote(self, text: str) -> str | None:
-        return "".join(sorted(chosen_letters(text))) or final_answer(text)
+        return "".join(sorted(extract_chosen_letters(text))) or extract_final_answer(text)
 
     def questions(self) -> list[Question]:
         if self.num_shots:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of
-from mindspeed_rl.rewards.answers.extraction import closed_boxed
+from mindspeed_rl.inference.tasks.task import Question, Task
+from mindspeed_rl.rewards.answers.extraction import extract_closed_box
 
 _STATED = re.compile(r"(?i)\banswer is:?\s*")
 _PROMPT_BAR = "-----"
@@ -21,7 +21,7 @@ def bbh_match(response: str, label: str) -> float:
     """
     stated = _STATED.split(response)
     lines = [line for line in (stated[-1] if len(stated) > 1 else response).splitlines() if line.strip()]
-    answer = closed_boxed(response) or (lines[0 if len(stated) > 1 else -1] if lines else "")
+    answer = extract_closed_box(response) or (lines[0 if len(stated) > 1 else -1] if lines else "")
     return float(_plain(answer) == _plain(label))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mindspeed_rl.inference.tasks.base import Question, Shot, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of, sibling_files, split_files
+from mindspeed_rl.inference.tasks.task import Question, Shot, Task
 
 
 class BoolQ(Task):

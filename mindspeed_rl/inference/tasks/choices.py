@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mindspeed_rl.inference.tasks.base import Question, Shot, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of, sibling_files, split_files, subject_of
-from mindspeed_rl.rewards.text_scores import chosen_letters
+from mindspeed_rl.inference.tasks.task import Question, Shot, Task
+from mindspeed_rl.rewards.text_scores import extract_chosen_letters
 
 _LETTERS = "ABCDEFGHIJ"
 
@@ -31,7 +31,7 @@ class MultipleChoice(Task):
     about: ClassVar[str] = " about {subject}"
 
     def vote(self, text: str) -> str | None:
-        return "".join(sorted(chosen_letters(text)))
+        return "".join(sorted(extract_chosen_letters(text)))
 
     def questions(self) -> list[Question]:
         files = split_files(self.path, self.splits)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.tasks.files import column, data_files, rows_of
+from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.rewards.code import extract_program
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from mindspeed_rl.data.conversation import BadRow
-from mindspeed_rl.inference.generation import read_conversation
-from mindspeed_rl.inference.tasks.base import Question, Task, TaskOptions
+from mindspeed_rl.inference.batch_generation import read_conversation
 from mindspeed_rl.inference.tasks.files import column, data_files, rows_of
+from mindspeed_rl.inference.tasks.task import Question, Task, TaskOptions
 
 _LABELS = ("label", "labels", "answer", "solution")
 

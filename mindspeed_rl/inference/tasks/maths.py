@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import ClassVar
 
-from mindspeed_rl.inference.tasks.base import Question, Shot, Task
 from mindspeed_rl.inference.tasks.files import column, rows_of, split_files
-from mindspeed_rl.rewards.answers.extraction import closed_boxed
+from mindspeed_rl.inference.tasks.task import Question, Shot, Task
+from mindspeed_rl.rewards.answers.extraction import extract_closed_box
 
 _SHOTS = Path(__file__).with_name("shots.json")
 
@@ -65,7 +65,7 @@ class Math(Task):
         questions = []
         for file in files:
             for where, row in rows_of(file):
-                label = row.get("answer") or closed_boxed(str(column(row, ("solution",), where)))
+                label = row.get("answer") or extract_closed_box(str(column(row, ("solution",), where)))
                 if not label:
                     raise ValueError(f"{where}: has no answer, and its solution no \\boxed{{}}")
                 questions.append(

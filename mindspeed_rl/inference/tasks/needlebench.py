@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from mindspeed_rl.inference.tasks.base import Question, Task
 from mindspeed_rl.inference.tasks.files import column, data_files, rows_of
+from mindspeed_rl.inference.tasks.task import Question, Task
 
 #: characters of a token, about: prompts are cut by characters, so that a length means the same text for every tokenizer
 _CHARACTERS = {"en": 4.0, "zh": 1.5}

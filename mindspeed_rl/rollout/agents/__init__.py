@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from mindspeed_rl.rollout.agents.loop import AgentLoop
 
 AGENT_LOOPS = {
-    "single_turn": "mindspeed_rl.rollout.agents.single_turn:SingleTurn",
+    "single_turn": "mindspeed_rl.rollout.agents.loop:SingleTurn",
     "tool_agent": "mindspeed_rl.rollout.agents.tool_agent:ToolAgent",
     "scheduler": "mindspeed_rl.rollout.agents.scheduler:Scheduled",
-    "environment": "mindspeed_rl.rollout.agents.environment:InEnvironment",
+    "environment": "mindspeed_rl.rollout.agents.environment_loop:InEnvironment",
 }
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.turns import ChatTurns
-from mindspeed_rl.rollout.agents.dialogue import Dialogue, Limits
-from mindspeed_rl.rollout.engine import Generated, RolloutEngine
+from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
+from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
 from mindspeed_rl.tools.interface import ToolBox, Tools
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER
 
@@ -96,3 +96,56 @@ class AgentLoop(ABC):
         """A conversation in tokens that begins with the task's prompt."""
         settings = self.settings
         return Dialogue(task.prompt_ids, task.sampling, task.seed, engine, settings.turns, settings.tokenizer, settings.limits)
+
+
+class SingleTurn(AgentLoop):
+    """The model answers once. A response that new weights interrupt is handed out as far as it is, and goes on as `begun`."""
+
+    def __init__(self, settings: LoopSettings | None = None) -> None:
+        """Needs nothing of the settings."""
+
+    async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
+        found = await engine.generate(task.prompt_ids, task.sampling, task.seed, task.begun)
+        return Trajectory.single(task.prompt_ids, found)
+
+
+class Agents:
+    """One a process; all coroutines belong to one event loop.
+
+    Attributes:
+        reads_rows: tasks need the other columns of their rows.
+    """
+
+    def __init__(self, loop: AgentLoop, tool_box: ToolBox | None = None) -> None:
+        self._loop, self._tool_box = loop, tool_box
+        self.reads_rows = not isinstance(loop, SingleTurn)
+
+    async def start(self) -> None:
+        """Starts what trajectories share.
+
+        Raises:
+            ValueError: a tool cannot be started.
+        """
+        if self._tool_box is not None:
+            await self._tool_box.start()
+        await self._loop.start()
+
+    async def sample(self, engine: RolloutEngine, task: Task) -> Trajectory:
+        """One trajectory; its tools hold nothing afterwards. Where its columns are no options of the tools, it has failed."""
+        try:
+            tools = None if self._tool_box is None else self._tool_box.open(task.columns)
+        except ValueError as error:
+            return Trajectory((TokenSequence(task.prompt_ids, ()),), "stop", failure=f"tools: {error}")
+        try:
+            return await self._loop.run(task, engine, tools)
+        finally:
+            if tools is not None:
+                await tools.close()
+
+    async def close(self) -> None:
+        """Ends what trajectories share."""
+        try:
+            await self._loop.close()
+        finally:
+            if self._tool_box is not None:
+                await self._tool_box.close()

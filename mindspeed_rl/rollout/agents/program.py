@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_rl.rollout.agents.conversation import Dialogue, Turn, row_of
 from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
-from mindspeed_rl.tools.endpoint import ChatReply, NoRoom, RecordingEndpoint, chat_message
+from mindspeed_rl.tools.endpoint import ChatReply, ContextFullError, RecordingEndpoint, chat_message
 from mindspeed_rl.tools.environments import EnvironmentSpec
 from mindspeed_rl.tools.interface import ParsedTurn
 from mindspeed_rl.tools.parsers import make_parser
@@ -56,7 +56,7 @@ class PlayedByProgram:
 
         Raises:
             EpisodeFailed: it broke off, took too long, or asked for no turn.
-            ProgramEnded: the program has ended; the next episode starts it again.
+            ProgramExitError: the program has ended; the next episode starts it again.
         """
         row = row_of(task.columns, task.label)
         if "prompt" not in row:
@@ -100,17 +100,17 @@ class TokenSession:
         if messages[-1].get("role") == "assistant":
             raise ValueError("the last message is the model's, which it cannot answer")
         if not self._may_go_on:
-            raise NoRoom("the trajectory has ended")
+            raise ContextFullError("the trajectory has ended")
         self._may_go_on = self._hear(messages, list(tools))
         if not self._may_go_on:
-            raise NoRoom("no tokens are left")
+            raise ContextFullError("no tokens are left")
         # a task of its own, which `close` can cancel while the program still waits for the answer
         self._drawing = asyncio.ensure_future(self._dialogue.reply(max_tokens))
         try:
             turn = await self._drawing
         except asyncio.CancelledError:
             if self._has_ended:
-                raise NoRoom("the episode has ended") from None
+                raise ContextFullError("the episode has ended") from None
             raise
         self._may_go_on = self._dialogue.may_go_on(turn)
         parsed = self._parse(turn)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mindspeed_rl import registry
-from mindspeed_rl.rollout.agents.dialogue import Dialogue, Turn, row_of
+from mindspeed_rl.rollout.agents.conversation import Dialogue, Turn, row_of
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
-from mindspeed_rl.rollout.engine import RolloutEngine
+from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.interface import Tools
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_rl.rollout.agents.dialogue import Dialogue
+from mindspeed_rl.rollout.agents.conversation import Dialogue
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
-from mindspeed_rl.rollout.engine import RolloutEngine
+from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.interface import ToolReply, Tools
 

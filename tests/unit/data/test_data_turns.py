@@ -18,10 +18,9 @@ from mindspeed_rl.data.conversation import BadRow
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import TEMPLATE_FILE, HfTemplate, Template, load_template, template_file, template_names
 from mindspeed_rl.data.turns import ChatTurns, as_conversation
-from mindspeed_rl.rollout.agents.dialogue import Dialogue, Limits
-from mindspeed_rl.rollout.engine import Generated
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import turn_seed
+from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
+from mindspeed_rl.rollout.protocol import Generated
+from mindspeed_rl.rollout.requests import Sampling, turn_seed
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 
 ROOM = 10**6

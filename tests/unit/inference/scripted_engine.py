@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.inference.requests import Piece, Request
+from mindspeed_rl.inference.engine_interface import Piece, Request
 from mindspeed_rl.rollout.requests import Sampling
 
 

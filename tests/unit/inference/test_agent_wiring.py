@@ -15,11 +15,11 @@ from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.data.conversation import Conversation, user
-from mindspeed_rl.inference.agents import AgentEngine, AgentSettings
-from mindspeed_rl.inference.chat import History, run_chat
-from mindspeed_rl.inference.generation import GenerationSettings, generate
-from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.requests import Request, collect
+from mindspeed_rl.inference.agent_engine import AgentEngine, AgentSettings
+from mindspeed_rl.inference.batch_generation import GenerationSettings, generate
+from mindspeed_rl.inference.console_chat import History, run_chat
+from mindspeed_rl.inference.engine_interface import Request, collect
+from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.rollout.requests import Sampling
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'

@@ -9,8 +9,8 @@ import pytest
 from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.inference.chat import History, run_chat
-from mindspeed_rl.inference.prompts import PromptFormat
+from mindspeed_rl.inference.console_chat import History, run_chat
+from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.rollout.requests import Sampling
 
 

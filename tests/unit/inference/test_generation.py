@@ -9,10 +9,9 @@ import pytest
 from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.inference.generation import GenerationSettings, generate, read_jsonl
-from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.inference.batch_generation import GenerationSettings, generate, read_jsonl
+from mindspeed_rl.inference.prompt_format import PromptFormat
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 GREEDY = Sampling(0.0, 16, ())
 

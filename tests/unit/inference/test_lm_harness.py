@@ -14,8 +14,8 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
+from mindspeed_rl.inference.engine_interface import Piece, Request
 from mindspeed_rl.inference.lm_harness import HarnessModel, HarnessSettings, run_harness
-from mindspeed_rl.inference.requests import Piece, Request
 from mindspeed_rl.rollout.requests import Sampling
 
 #: log-prob of each byte, whatever stands before it; "b" is the most likely one

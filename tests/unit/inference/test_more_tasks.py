@@ -12,11 +12,11 @@ from test_tasks import evaluate, open_task, settings, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.cli.evaluate import main
-from mindspeed_rl.inference.evaluation import pass_at, prepare
-from mindspeed_rl.inference.prompts import PromptFormat
+from mindspeed_rl.inference.prompt_format import PromptFormat
+from mindspeed_rl.inference.task_evaluation import pass_at, prepare
 from mindspeed_rl.inference.tasks.agieval import score as agieval_score
-from mindspeed_rl.inference.tasks.base import templated
 from mindspeed_rl.inference.tasks.needlebench import found
+from mindspeed_rl.inference.tasks.task import templated
 from mindspeed_rl.rollout.requests import Sampling
 
 AGIEVAL: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.data.conversation import Conversation, assistant, user
-from mindspeed_rl.inference.prompts import PromptFormat, choose_template
+from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
 
 TURNS = Conversation([user("2+2?"), assistant("4"), user("3+3?")], system="Be short.")
 

@@ -15,7 +15,8 @@ from byte_tokenizer import TEST_DATA
 from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.inference.evaluation import (
+from mindspeed_rl.inference.prompt_format import PromptFormat
+from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
     TaskFailed,
     choice_tokens,
@@ -23,10 +24,9 @@ from mindspeed_rl.inference.evaluation import (
     run_task,
     summary_table,
 )
-from mindspeed_rl.inference.prompts import PromptFormat
 from mindspeed_rl.inference.tasks import TASKS, task_class
-from mindspeed_rl.inference.tasks.base import Task, TaskOptions
 from mindspeed_rl.inference.tasks.bbh import bbh_match
+from mindspeed_rl.inference.tasks.task import Task, TaskOptions
 from mindspeed_rl.rewards.scorer import import_scorer
 from mindspeed_rl.rollout.requests import Sampling
 
@@ -98,14 +98,14 @@ def test_gsm8k_counts_right_answers(engine: ScriptedEngine) -> None:
 
 
 def test_the_projects_examples_are_right_by_the_projects_scorers() -> None:
-    from mindspeed_rl.rewards.answers.extraction import closed_boxed
+    from mindspeed_rl.rewards.answers.extraction import extract_closed_box
     from mindspeed_rl.rewards.math_scores import gsm8k
 
     labels = {"gsm8k": [138, 41, 215, 600], "math": ["7", "\\frac{5}{14}", "54", "2"]}
     path = Path(task_class("gsm8k").__module__.replace(".", "/"))
     shots = json.loads((Path(__file__).parents[3] / path.parent / "shots.json").read_text(encoding="utf-8"))
     assert [gsm8k(shot["answer"], label) for shot, label in zip(shots["gsm8k"], labels["gsm8k"])] == [1.0] * 4
-    assert [closed_boxed(shot["answer"]) for shot in shots["math"]] == labels["math"]
+    assert [extract_closed_box(shot["answer"]) for shot in shots["math"]] == labels["math"]
 
 
 def test_math_reads_the_label_from_the_solution_where_there_is_no_answer(engine: ScriptedEngine, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_scorer_that_cannot_score_at_all_fails_the_task(engine: ScriptedEngine
 # ---------------------------------------------------------------------- the registry
 
 TASK = '''
-from mindspeed_rl.inference.tasks.base import Question, Task
+from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.inference.tasks.files import rows_of
 
 class Riddles(Task):
@@ -379,7 +379,7 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(
     score, _ = evaluate(open_task("my_tasks:Riddles", path), engine, [" snow.", " rain."])
     assert engine.asked[0] == "White, falls?\nIt is"
     assert (score.task, score.right, score.total) == ("riddles", 1, 2)
-    with pytest.raises(ValueError, match="my_tasks:NoTask is no subclass of mindspeed_rl.inference.tasks.base:Task"):
+    with pytest.raises(ValueError, match="my_tasks:NoTask is no subclass of mindspeed_rl.inference.tasks.task:Task"):
         task_class("my_tasks:NoTask")
     monkeypatch.setitem(TASKS, "riddles", "my_tasks:Riddles")
     assert task_class("riddles") is task_class("my_tasks:Riddles")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_rl.resharding.engine_adapters import (
+from mindspeed_rl.resharding.adapters import (
     BaseLoader,
     adapter_arguments,
     differing_adapters,

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from mindspeed_rl.resharding import messages as messages_module
-from mindspeed_rl.resharding.messages import MessageBuilder, MessageList
+from mindspeed_rl.resharding import transfer_plan as plan_module
+from mindspeed_rl.resharding.transfer_plan import MessageBuilder, MessageList
 
 
 def naive_senders(senders: list[tuple[int, ...]], sizes: list[int]) -> list[int]:
@@ -69,7 +69,7 @@ def drawn(seed: int) -> tuple[MessageList, list[tuple[int, ...]], list[int], lis
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("uncompiled", [0, 1_000_000])
 def test_messages_are_sent_as_the_plain_loops_say(seed: int, uncompiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages_module, "_UNCOMPILED", uncompiled)
+    monkeypatch.setattr(plan_module, "_UNCOMPILED", uncompiled)
     messages, senders, targets, sizes = drawn(seed)
     assert messages.target.tolist() == targets and messages.size.tolist() == sizes
     source = messages.choose_senders()

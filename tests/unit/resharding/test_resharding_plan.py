@@ -29,7 +29,7 @@ from mindspeed_rl.resharding.layouts import (
     volume,
     whole,
 )
-from mindspeed_rl.resharding.plan import Plan, PlanError, TensorInfo, plan_transfer
+from mindspeed_rl.resharding.transfer_plan import Plan, PlanError, TensorInfo, plan_transfer
 
 _DENSE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -11,12 +11,12 @@ import torch
 from engine_model import EngineModel, EngineRank
 
 from mindspeed_rl.resharding.bit_sums import bit_sum, ordered_sums
-from mindspeed_rl.resharding.boxes import Box, whole
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import world_exchange
+from mindspeed_rl.resharding.layouts import Box, whole
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError
 from mindspeed_rl.resharding.push import Trained, WeightPush
-from mindspeed_rl.resharding.sources import Sources
+from mindspeed_rl.resharding.transfer import Sources
 
 
 def test_the_sum_is_that_of_a_function_of_the_bit_patterns_modulo_two_to_the_64() -> None:

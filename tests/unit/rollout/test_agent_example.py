@@ -17,11 +17,10 @@ from mindspeed_rl.data.handlers.prompt import R1AlpacaStyleInstructionHandler
 from mindspeed_rl.data.prompts import PLAIN_COLUMNS
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
-from mindspeed_rl.rollout.agents.dialogue import Limits
-from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
-from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.agents.conversation import Limits
+from mindspeed_rl.rollout.agents.loop import Agents, LoopSettings, Task
 from mindspeed_rl.rollout.agents.tool_agent import ToolAgent
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.parsers import make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools

@@ -17,14 +17,12 @@ from mindspeed_rl.config.keys.rl import ToolKeys
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import AGENT_LOOPS, agent_loop_class
-from mindspeed_rl.rollout.agents.dialogue import Limits
-from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
-from mindspeed_rl.rollout.agents.runner import Agents
+from mindspeed_rl.rollout.agents.conversation import Limits
+from mindspeed_rl.rollout.agents.loop import AgentLoop, Agents, LoopSettings, Task
 from mindspeed_rl.rollout.agents.scheduler import MultiTurnScheduler
-from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.in_process import InProcessEngine
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import turn_seed
+from mindspeed_rl.rollout.protocol import Generated
+from mindspeed_rl.rollout.requests import Sampling, turn_seed
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.parsers import make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools

@@ -11,8 +11,8 @@ import pytest
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.expert_load import counts_file, read_counts, sum_counts
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rollout.engine import Generated
 from mindspeed_rl.rollout.expert_counts import ExpertCounts, check_folder
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
 
 #: a model of three layers, of which the first has no experts

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ports import free_port
 
 from mindspeed_rl.config.placement import RolloutLayout
-from mindspeed_rl.rollout.engine import Generated, continued_seed
 from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.protocol import Generated, continued_seed
 from mindspeed_rl.rollout.requests import Completion, Sampling
 
 SAMPLING = Sampling(1.0, 6, ())

@@ -40,7 +40,7 @@ adaptors.apply("rollout")  # before vLLM is imported
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.resharding.boxes import relative, whole
+from mindspeed_rl.resharding.layouts import relative, whole
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import world_exchange
 from mindspeed_rl.resharding.push import Trained, WeightPush

@@ -15,14 +15,13 @@ from test_in_process import Stepped
 from mindspeed_rl.data.templates import load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import agent_loop_class
-from mindspeed_rl.rollout.agents.dialogue import Dialogue, Limits
-from mindspeed_rl.rollout.agents.loop import Task
+from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
+from mindspeed_rl.rollout.agents.loop import Agents, Task
 from mindspeed_rl.rollout.agents.program import TokenSession
-from mindspeed_rl.rollout.agents.runner import Agents
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.requests import Completion
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.tools.endpoint import NoRoom
+from mindspeed_rl.tools.endpoint import ContextFullError
 
 STANDIN = Path(__file__).parents[1] / "tools" / "verifiers_standin"
 ALONE = ChatTurns(load_template("qwen"), TOKENIZER)
@@ -174,7 +173,7 @@ def test_a_trajectory_without_room_and_a_turn_of_the_models_own_are_refused() ->
             await session.answer([*QUESTION, {"role": "assistant", "content": "4"}], [], None)
         cut = await session.answer(QUESTION, [], 1)
         assert not cut.ended and len(cut.token_ids) == 1
-        with pytest.raises(NoRoom):
+        with pytest.raises(ContextFullError):
             await session.answer([*QUESTION, {"role": "assistant", "content": "4"}, *QUESTION], [], None)
 
     asyncio.run(talk())
@@ -194,7 +193,7 @@ def test_a_turn_that_is_being_drawn_ends_with_its_episode() -> None:
         await asyncio.sleep(0.01)
         await session.close()
         for again in (asked, session.answer(QUESTION, [], None)):
-            with pytest.raises(NoRoom, match="has ended"):
+            with pytest.raises(ContextFullError, match="has ended"):
                 await again
 
     asyncio.run(asyncio.wait_for(talk(), 10))

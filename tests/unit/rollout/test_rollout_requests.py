@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 
 def test_every_sample_has_a_seed_of_its_own_that_fits_31_bits() -> None:

@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from mindspeed_rl.rollout.engine import Generated, PauseMode
+from mindspeed_rl.rollout.protocol import Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 
 

@@ -14,7 +14,7 @@ from mindspeed_rl.config import Run, load_run_config, resolve
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission, admission_of

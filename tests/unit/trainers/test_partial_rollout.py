@@ -11,7 +11,7 @@ import torch
 from fake_engine import log_prob, token
 
 from mindspeed_rl.data.prompts import PromptItem
-from mindspeed_rl.rollout.engine import Generated, Piece
+from mindspeed_rl.rollout.protocol import Generated, Piece
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport

@@ -15,8 +15,7 @@ from fake_engine import FakeEngine, JumpingClock, log_prob, token
 
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rollout.agents.runner import Agents
-from mindspeed_rl.rollout.agents.single_turn import SingleTurn
+from mindspeed_rl.rollout.agents.loop import Agents, SingleTurn
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups, write_record

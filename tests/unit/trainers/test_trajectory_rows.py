@@ -14,10 +14,9 @@ from fake_engine import FakeEngine, JumpingClock
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import TRAJECTORY_PART, add_trajectory_rewards
-from mindspeed_rl.rollout.agents.dialogue import Dialogue, Limits
-from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
-from mindspeed_rl.rollout.agents.runner import Agents
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.agents.conversation import Dialogue, Limits
+from mindspeed_rl.rollout.agents.loop import AgentLoop, Agents, LoopSettings, Task
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.trainers.admission import Admission

@@ -19,8 +19,8 @@ GROUPS = {
     "CriticGroup": ("mindspeed_rl.workers.apart", set()),
     "SupervisedGroup": ("mindspeed_rl.workers.groups", {"set_up"}),
     "ComparisonGroup": ("mindspeed_rl.diagnostics.train_vs_rollout", {"set_up"}),
-    "InferenceGroup": ("mindspeed_rl.inference.launch", set()),
-    "MegatronInferenceGroup": ("mindspeed_rl.inference.launch", set()),
+    "InferenceGroup": ("mindspeed_rl.inference.engine_group", set()),
+    "MegatronInferenceGroup": ("mindspeed_rl.inference.engine_group", set()),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models.plan import ModelPlan, plan_model
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.workers.routing import rollout_routing
 

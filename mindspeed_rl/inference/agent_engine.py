@@ -9,19 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mindspeed_rl.config import RLConfig, agent_loop_of
-from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.requests import Engine, Finish, Piece, Request
+from mindspeed_rl.inference.engine_interface import Engine, Finish, Piece, Request
+from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.rollout.agents import agent_loop_class
-from mindspeed_rl.rollout.agents.dialogue import Limits
-from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
-from mindspeed_rl.rollout.agents.runner import Agents
-from mindspeed_rl.rollout.engine import Generated
+from mindspeed_rl.rollout.agents.conversation import Limits
+from mindspeed_rl.rollout.agents.loop import Agents, LoopSettings, Task
+from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.environments import read_environment
 from mindspeed_rl.workers.agents import make_tool_box, parser_name
 
 if TYPE_CHECKING:
-    from mindspeed_rl.rollout.engine import RolloutEngine
+    from mindspeed_rl.rollout.protocol import RolloutEngine
     from mindspeed_rl.tools.interface import ToolBox
 
 _Found = TypeVar("_Found")

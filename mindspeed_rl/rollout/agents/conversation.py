@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
-from mindspeed_rl.rollout.engine import Generated, RolloutEngine
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import turn_seed
+from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
+from mindspeed_rl.rollout.requests import Sampling, turn_seed
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from typing import ClassVar
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.config import MegatronConfig, RunConfig
-from mindspeed_rl.inference.engine_settings import EngineSettings
-from mindspeed_rl.inference.requests import Engine, Piece, Request
+from mindspeed_rl.inference.engine_interface import Engine, Piece, Request
+from mindspeed_rl.inference.model_files import EngineSettings
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.runtime.cluster import cluster, worker_environment
 from mindspeed_rl.runtime.fork_server import INFERENCE, TRAINING, fork_server
-from mindspeed_rl.runtime.futures import WorkerFailed
+from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.runtime.process import ProcessSettings
 from mindspeed_rl.runtime.scratch import scratch_folder
 from mindspeed_rl.workers.groups import WorkerGroup
@@ -30,7 +30,7 @@ _MOST_PIECES_PER_CALL = 4096
 class InferenceGroup(WorkerGroup):
     """The workers of vLLM engines; see `ReplicaWorker` for what the methods do."""
 
-    target: ClassVar[str] = "mindspeed_rl.inference.engine_worker:InferenceWorker"
+    target: ClassVar[str] = "mindspeed_rl.inference.replica_worker:InferenceWorker"
     adapted: ClassVar[tuple[adaptors.Scope, ...]] = ("rollout",)
 
     def __init__(self, num_devices: int, platform_name: str, folder: Path) -> None:
@@ -82,7 +82,7 @@ class InferenceGroup(WorkerGroup):
 class MegatronInferenceGroup(InferenceGroup):
     """The workers of Megatron models that generate."""
 
-    target = "mindspeed_rl.inference.megatron_worker:MegatronInferenceWorker"
+    target = "mindspeed_rl.inference.replica_worker:MegatronInferenceWorker"
     adapted = ("train",)
 
 
@@ -130,7 +130,7 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
     """Engines on the devices that the settings say, ready; they end with the block.
 
     Raises:
-        WorkerFailed: a worker died or raised; its log lies in the folder that the message names.
+        WorkerError: a worker died or raised; its log lies in the folder that the message names.
         TimeoutError: there are not enough devices.
     """
     num_devices = settings.num_devices
@@ -144,9 +144,9 @@ def engine_group(settings: EngineSettings, platform_name: str) -> Iterator[Engin
         try:
             group.start_workers(settings, uuid.uuid4().hex[:12])
             yield EngineGroup(group, settings.data_parallel_size, settings.tensor_parallel_size)
-        except WorkerFailed as error:
+        except WorkerError as error:
             logs = mkdtemp(prefix="mindspeed-rl-inference-logs-")  # only a failure needs them
             shutil.copytree(folder / "logs", logs, dirs_exist_ok=True)
-            raise WorkerFailed(f"{error} Logs: {logs}") from error
+            raise WorkerError(f"{error} Logs: {logs}") from error
         finally:
             group.close()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from mindspeed_rl.data.conversation import Conversation, Message, assistant, user
 from mindspeed_rl.rewards import find
-from mindspeed_rl.rewards.answers.extraction import final_answer
+from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 
 #: what an instruction template may name
 TEMPLATE_NAMES = ("prompt", "question", "subject", "few_shot_examples", "fewshot_template")
@@ -179,7 +179,7 @@ class Task:
 
     def vote(self, text: str) -> str | None:
         """What an answer is counted as in a majority vote; None where answers cannot agree."""
-        return final_answer(text)
+        return extract_final_answer(text)
 
     def some_shots(self, shots: Sequence[Shot], where: str) -> tuple[Shot, ...]:
         """The first `num_shots` examples.

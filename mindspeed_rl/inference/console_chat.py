@@ -8,11 +8,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from mindspeed_rl.data.conversation import BadRow, Conversation, assistant, user
-from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.requests import Engine, Request
+from mindspeed_rl.inference.engine_interface import Engine, Request
+from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 QUIT_WORDS = ("q", "quit", "exit", "/q", "/quit", "/exit")
 CLEAR_WORDS = ("clear", "new", "/clear", "/new")

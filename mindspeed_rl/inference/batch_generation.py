@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from mindspeed_rl.data.conversation import BadRow, Conversation, Message, assistant, parse_tools, user
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
-from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.requests import Engine, Finish, Request, collect
+from mindspeed_rl.inference.engine_interface import Engine, Finish, Request, collect
+from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import cut_at
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 Method = Literal["greedy", "do_sample", "beam_search", "beam_search_with_sampling"]
 

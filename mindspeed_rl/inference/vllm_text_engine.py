@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from mindspeed_rl.inference.engine_settings import EngineSettings
-from mindspeed_rl.inference.model_files import ModelFiles
-from mindspeed_rl.inference.requests import Piece, Request
-from mindspeed_rl.inference.stop_watch import StopWatch
+from mindspeed_rl.inference.engine_interface import Piece, Request
+from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
+from mindspeed_rl.inference.text_stream import StopWatch
 from mindspeed_rl.models.kv_cache import kv_bytes_per_token
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine

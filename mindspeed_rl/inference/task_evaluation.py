@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mindspeed_rl.inference.prompts import PromptFormat
-from mindspeed_rl.inference.requests import Answer, Engine, Request, collect
-from mindspeed_rl.inference.tasks.base import Question, Task
+from mindspeed_rl.inference.engine_interface import Answer, Engine, Request, collect
+from mindspeed_rl.inference.prompt_format import PromptFormat
+from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.inference.text_stream import cut_at, split_thought
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
-from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.seeds import sample_seed
+from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
 _SCORING_LIMIT_S = 30.0
 _MOST_SCORING_WORKERS = 4

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mindspeed_rl.rollout.agents.dialogue import Dialogue, row_of
+from mindspeed_rl.rollout.agents.conversation import Dialogue, row_of
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.agents.program import PlayedByProgram
-from mindspeed_rl.rollout.engine import RolloutEngine
+from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.tools.environments import EnvironmentSpec, environment_maker, read_environment
+from mindspeed_rl.tools.environments import EnvironmentSpec, make_environment_factory, read_environment
 from mindspeed_rl.tools.interface import Environment, Tools
 from mindspeed_rl.tools.verifiers_program import PREFIX
 
@@ -67,7 +67,7 @@ class _OwnObjects:
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
         if spec.python is not None:
             raise ValueError(f"rl_config.environment: {spec.target} runs in this process; 'python' is for {PREFIX}NAME")
-        self._make = environment_maker(spec.target, spec.args, timeout_s=spec.timeout_s)
+        self._make = make_environment_factory(spec.target, spec.args, timeout_s=spec.timeout_s)
         self._turns = settings.turns
 
     async def start(self) -> None:
