@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mindspeed_rl.observability.alerts import find_signs
+from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.run_files import read_run
 
@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for run in runs:
-        for sign in find_signs(run.history, run.completions):
-            print(f"{run.name}, iteration {sign.iteration}: {sign.text} {sign.advice}")
+        for alert in find_alerts(run.history, run.completions):
+            print(f"{run.name}, iteration {alert.iteration}: {alert.text} {alert.advice}")
     print(f"report: {output}")
     return 0
 

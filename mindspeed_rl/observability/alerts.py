@@ -1,21 +1,21 @@
-"""What the figures of a run warn of by themselves."""
+"""Find anomalies in the metrics and completions of a run."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import zlib
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.history import History, Series
 
-#: iterations looked at for "now"
-RECENT = 10
+#: iterations that count as the present
+_RECENT = 10
 
-#: metrics that hold the total reward, by stage
+#: metrics of the total reward, by stage
 _REWARDS = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
 
 
@@ -25,10 +25,10 @@ class Alert:
 
     Attributes:
         kind: one word for programs.
-        severity: "bad" when what follows is lost time, "watch" otherwise.
-        iteration: where it shows; the last one where it is about a stretch.
+        severity: "bad" when further training is lost time, "watch" otherwise.
+        iteration: the anomaly's, or the last one of several.
         text: a sentence with the figures.
-        advice: what people look at first.
+        advice: the first things to check.
     """
 
     kind: str
@@ -38,48 +38,43 @@ class Alert:
     advice: str
 
 
-def find_alerts(history: History, completions: Sequence[Mapping[str, Any]] = ()) -> list[Alert]:
-    """All warnings, bad ones first.
+def find_alerts(history: History, completions: Sequence[CompletionRecord] = ()) -> list[Alert]:
+    """Return all warnings, bad ones first.
 
     Args:
-        history: what the iterations measured.
+        history: metrics of the iterations.
         completions: of completions.jsonl.
     """
-    found = [sign for look in _LOOKS for sign in look(history)]
-    found += _text_signs(completions)
-    return sorted(found, key=lambda sign: (sign.severity != "bad", sign.iteration))
+    alerts = [alert for check in _CHECKS for alert in check(history)]
+    alerts += _check_texts(completions)
+    return sorted(alerts, key=lambda alert: (alert.severity != "bad", alert.iteration))
 
 
 def is_repetitive(text: str) -> bool:
-    """True for a text of 200 characters or more that says the same again and again (deflate leaves a tenth of it)."""
+    """Return True for a text of 200 bytes or more that repeats itself: deflate leaves a tenth of it."""
     data = text.encode("utf-8", "replace")
     return len(data) >= 200 and len(zlib.compress(data, 6)) < 0.1 * len(data)
 
 
 def is_garbled(text: str) -> bool:
-    """True when more than one character in fifty is no text: a broken byte, a control character, unassigned."""
-    # a single odd character would be more than one in fifty
+    """Return True when more than 2 % of the characters are no text: a broken byte, a control character, unassigned."""
+    # a single odd character of a short text would be more than 2 %
     if len(text) < 20:
         return False
     odd = sum(1 for char in text if char == "\ufffd" or (not char.isprintable() and not char.isspace()))
     return odd > len(text) / 50
 
 
-def _series(history: History, *names: str) -> tuple[array[int], array[float]]:
-    """Iterations and values of the first of these metrics that the run has."""
-    found = history.finite(*names)
-    return found.x, found.y
-
-
-def _flat_reward(history: History) -> Iterator[Alert]:
-    iterations, values = _series(history, *_REWARDS)
+def _check_reward(history: History) -> Iterator[Alert]:
+    series = history.finite(*_REWARDS)
+    iterations, values = series.x, series.y
     if len(values) < 30:
         return
     quarter = len(values) // 4
     first, last = values[:quarter], values[-quarter:]
     before, after = statistics.fmean(first), statistics.fmean(last)
     error = math.sqrt(statistics.variance(first) / quarter + statistics.variance(last) / quarter)
-    # within two standard errors the difference may be chance
+    # a difference within two standard errors may be chance
     if abs(after - before) <= 2 * error or after == before:
         yield Alert(
             "reward_flat",
@@ -90,31 +85,34 @@ def _flat_reward(history: History) -> Iterator[Alert]:
         )
 
 
-def _no_spread(history: History) -> Iterator[Alert]:
-    iterations, values = _series(history, "rewards/groups_without_spread", "reward/zero_std_groups")
-    # three in a row: one batch of prompts that are too easy is no sign
+def _check_spread(history: History) -> Iterator[Alert]:
+    series = history.finite("rewards/groups_without_spread", "reward/zero_std_groups")
+    iterations, values = series.x, series.y
+    # three iterations in sequence: one batch of prompts that are too easy is no anomaly
     if len(values) >= 3 and min(values[-3:]) >= 0.9:
         yield Alert(
             "no_spread",
             "bad",
             iterations[-1],
-            f"In {values[-1]:.0%} of the groups all answers score the same, so they teach nothing.",
-            "Prompts are too hard or too easy for the model, or the reward never tells answers apart.",
+            f"In {values[-1]:.0%} of the groups all answers score the same, so they give no gradient.",
+            "Prompts are too hard or too easy for the model, or the reward does not distinguish answers.",
         )
 
 
-def _length_explosion(history: History) -> Iterator[Alert]:
-    iterations, lengths = _series(history, "response_length/mean")
-    cut_at, cut = _series(history, "rollout/truncated_fraction")
-    if len(lengths) >= 2 * RECENT:
-        before, now = statistics.median(lengths[:RECENT]), statistics.median(lengths[-RECENT:])
+def _check_lengths(history: History) -> Iterator[Alert]:
+    series = history.finite("response_length/mean")
+    iterations, lengths = series.x, series.y
+    series = history.finite("rollout/truncated_fraction")
+    cut_at, cut = series.x, series.y
+    if len(lengths) >= 2 * _RECENT:
+        before, now = statistics.median(lengths[:_RECENT]), statistics.median(lengths[-_RECENT:])
         if before > 0 and now >= 3 * before:
             yield Alert(
                 "length_explosion",
                 "watch",
                 iterations[-1],
                 f"Responses grew from {before:.0f} to {now:.0f} tokens.",
-                "Does the reward pay for length? Look at what the long ones say.",
+                "Does the reward pay for length? Read some of the long ones.",
             )
     if len(cut) >= 3 and min(cut[-3:]) >= 0.5:
         yield Alert(
@@ -126,50 +124,53 @@ def _length_explosion(history: History) -> Iterator[Alert]:
         )
 
 
-def _mismatch(history: History) -> Iterator[Alert]:
-    iterations, values = _series(history, "rollout/log_probs_diff_mean")
-    # a median of fewer values says little of what is usual
+def _check_mismatch(history: History) -> Iterator[Alert]:
+    series = history.finite("rollout/log_probs_diff_mean")
+    iterations, values = series.x, series.y
+    # a median of fewer values is not reliable
     for index in range(min(5, len(values)), len(values)):
-        usual = statistics.median(values[max(0, index - 20) : index])
-        if values[index] > 0.01 and values[index] > 5 * usual:
+        median = statistics.median(values[max(0, index - 20) : index])
+        if values[index] > 0.01 and values[index] > 5 * median:
             yield Alert(
                 "mismatch",
                 "bad",
                 iterations[index],
-                f"Trainer and rollout disagree all at once: log-probs differ by {values[index]:.3g}, {usual:.3g} before.",
-                "A weight push went wrong, or the engine answers from other weights.",
+                f"Trainer and rollout differ suddenly: log-probs differ by {values[index]:.3g}, {median:.3g} before.",
+                "A weight sync failed, or the engine samples from other weights.",
             )
             return
 
 
-def _entropy_collapse(history: History) -> Iterator[Alert]:
-    iterations, values = _series(history, "actor/entropy")
-    if len(values) >= 2 * RECENT:
-        before, now = statistics.median(values[:RECENT]), statistics.median(values[-RECENT:])
+def _check_entropy(history: History) -> Iterator[Alert]:
+    series = history.finite("actor/entropy")
+    iterations, values = series.x, series.y
+    if len(values) >= 2 * _RECENT:
+        before, now = statistics.median(values[:_RECENT]), statistics.median(values[-_RECENT:])
         if before > 0 and now < 0.1 * before:
             yield Alert(
                 "entropy_collapse",
                 "watch",
                 iterations[-1],
-                f"The policy says the same thing every time: entropy fell from {before:.3g} to {now:.3g}.",
+                f"The policy repeats itself: entropy fell from {before:.3g} to {now:.3g}.",
                 "Clip higher above than below (clip_higher_enable), weigh entropy (entropy_coeff), or stop: it may be done.",
             )
 
 
-def _failing_rewards(history: History) -> Iterator[Alert]:
-    iterations, values = _series(history, "rewards/failure_rate")
-    recent = values[-RECENT:]
+def _check_reward_failures(history: History) -> Iterator[Alert]:
+    series = history.finite("rewards/failure_rate")
+    iterations, values = series.x, series.y
+    recent = values[-_RECENT:]
     if recent and statistics.fmean(recent) > 0.05:
         yield Alert(
             "rewards_failing",
             "bad",
             iterations[-1],
             f"{statistics.fmean(recent):.0%} of the responses could not be scored in the last {len(recent)} iterations.",
-            "rewards/timeout_count, crashed_count and memory_count say how; run.log has the first error of each function.",
+            "rewards/timeout_count, crashed_count and memory_count show the cause; run.log has the first error of each function.",
         )
 
 
-def _not_finite(history: History) -> Iterator[Alert]:
+def _check_finite(history: History) -> Iterator[Alert]:
     for name in ("actor/pg_loss", "actor/grad_norm", "train/loss", "train/grad_norm", "critic/vf_loss"):
         series = history.series.get(name, Series())
         first = next((x for x, y in zip(series.x, series.y) if not math.isfinite(y)), None)
@@ -183,10 +184,11 @@ def _not_finite(history: History) -> Iterator[Alert]:
             )
 
 
-def _much_clipped(history: History) -> Iterator[Alert]:
-    iterations, values = _series(history, "actor/pg_clipfrac")
-    recent = values[-RECENT:]
-    if len(recent) == RECENT and min(recent) > 0.3:
+def _check_clipping(history: History) -> Iterator[Alert]:
+    series = history.finite("actor/pg_clipfrac")
+    iterations, values = series.x, series.y
+    recent = values[-_RECENT:]
+    if len(recent) == _RECENT and min(recent) > 0.3:
         yield Alert(
             "clipped",
             "watch",
@@ -196,34 +198,34 @@ def _much_clipped(history: History) -> Iterator[Alert]:
         )
 
 
-_LOOKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
-    _not_finite,
-    _mismatch,
-    _no_spread,
-    _failing_rewards,
-    _length_explosion,
-    _entropy_collapse,
-    _flat_reward,
-    _much_clipped,
+_CHECKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
+    _check_finite,
+    _check_mismatch,
+    _check_spread,
+    _check_reward_failures,
+    _check_lengths,
+    _check_entropy,
+    _check_reward,
+    _check_clipping,
 )
 
 
-def _text_signs(completions: Sequence[Mapping[str, Any]]) -> Iterator[Alert]:
+def _check_texts(completions: Sequence[CompletionRecord]) -> Iterator[Alert]:
     if not completions:
         return
     last = max(completion["iteration"] for completion in completions)
-    now = [completion for completion in completions if completion["iteration"] == last]
+    recent = [completion for completion in completions if completion["iteration"] == last]
     checks: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-        ("is_garbled", is_garbled, "hold characters that are no text"),
-        ("repeating", is_repetitive, "say the same again and again"),
+        ("garbled", is_garbled, "hold characters that are no text"),
+        ("repeating", is_repetitive, "repeat themselves"),
     )
-    for kind, check, what in checks:
-        count = sum(check(completion["response"]) for completion in now)
-        if count >= max(1, len(now) // 10):
+    for kind, check, problem in checks:
+        count = sum(check(completion["response"]) for completion in recent)
+        if count >= max(1, len(recent) // 10):
             yield Alert(
                 kind,
-                "bad" if count > len(now) / 2 else "watch",
+                "bad" if count > len(recent) / 2 else "watch",
                 last,
-                f"{count} of {len(now)} written responses of iteration {last} {what}.",
-                "Look at them under Samples; after a weight push that went wrong fluent text turns into this.",
+                f"{count} of {len(recent)} written responses of iteration {last} {problem}.",
+                "Read them under Samples; after a weight sync that failed fluent text turns into this.",
             )

@@ -1,4 +1,4 @@
-"""completions.jsonl: what the model said, what it was worth, and how much it was pushed."""
+"""completions.jsonl: sampled responses with their rewards and advantages."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypedDict
+
+#: tokens that one character may be spread over: UTF-8 has at most four bytes
+_MAX_CHARACTER_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A response token by token; every list that is there is as long as `ids`.
+    """A response token by token; every list that is present is as long as `ids`.
 
     Attributes:
         ids: as sampled.
-        texts: of each; joined they are the response.
+        texts: of each token; together they are the response.
         log_probs: of the rollout.
-        advantages: what each token is pushed by.
+        advantages: of each token.
         loss_mask: False where a token does not train.
         trainer_log_probs: of the trainer before the update, where it computed them.
         weights: importance weight, exp(trainer - rollout).
-        versions: weight version that each token was drawn from.
-        ratios: of the policy that the last step of the update began with to that before the update, as the loss takes them (of
-            the whole response where it counts sequences).
-        clipped: True where the loss cut the token's policy gradient in that step.
+        versions: weight version that each token was sampled from.
+        ratios: of the policy at the start of the update's last step to the one before the update, as the loss takes them (of the
+            full response where it counts sequences).
+        clipped: True where the loss clipped the token's policy gradient in that step.
         sampled: False where a tool or the environment wrote the token.
     """
 
@@ -45,14 +49,14 @@ class Completion:
     """One sampled response with everything its advantage was made of.
 
     Attributes:
-        prompt: text the model was given.
-        response: text it gave.
+        prompt: the text that the model was given.
+        response: its text.
         reward: total reward; None for a response that could not be scored.
         parts: unweighted score by verifier.
-        advantage: advantage of its tokens (their mean where they differ).
-        extra: anything else worth reading: label, length, finish reason, tool calls.
-        group: number of the prompt in the batch.
-        sample: number of the response to that prompt.
+        advantage: of its tokens (their mean where they differ).
+        extra: more fields: label, length, finish reason, tool calls.
+        group: index of the prompt in the batch.
+        sample: index of the response among those to the prompt.
         tokens: the response token by token.
     """
 
@@ -66,18 +70,26 @@ class Completion:
     sample: int | None = None
     tokens: Tokens | None = None
 
-    def record(self) -> dict[str, object]:
-        """As it stands in the file: without what is not known."""
+    def to_record(self) -> dict[str, object]:
+        """Return the fields for the file, without unset ones."""
         fields = asdict(self)
         tokens = fields.pop("tokens")
-        known = {name: value for name, value in fields.items() if value is not None or name in ("reward", "advantage")}
-        return known | (
-            {} if tokens is None else {"tokens": {key: value for key, value in tokens.items() if value is not None}}
-        )
+        record = {name: value for name, value in fields.items() if value is not None or name in ("reward", "advantage")}
+        if tokens is not None:
+            record["tokens"] = {name: value for name, value in tokens.items() if value is not None}
+        return record
 
 
-def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
-    """The text of each token; joined they are the decoded whole.
+class CompletionRecord(TypedDict):
+    """A line of the file that is read back; it may have all other fields of `Completion`."""
+
+    iteration: int
+    prompt: str
+    response: str
+
+
+def decode_tokens(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; together they are the decoded response.
 
     A character whose bytes several tokens share belongs to the last of them, the others have "".
 
@@ -86,58 +98,48 @@ def token_texts(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[
         ids: tokens of one text.
     """
     texts: list[str] = []
-    before: list[int] = []  # what stands in front decides whether a word begins with a space
+    before: list[int] = []  # the text in front decides whether a word begins with a space
     waiting: list[int] = []
+
+    def decode_waiting() -> str:
+        return decode(before + waiting)[len(decode(before)) :] if before else decode(waiting)
+
     for token in ids:
         waiting.append(token)
-        text = _behind(decode, before, waiting)
-        if text.endswith("\ufffd") and len(waiting) < _LONGEST_CHARACTER:
+        text = decode_waiting()
+        if text.endswith("\ufffd") and len(waiting) < _MAX_CHARACTER_TOKENS:
             texts.append("")
         else:
             texts.append(text)
             before, waiting = waiting, []
     # the text ends inside a character
     if waiting:
-        texts[-1] = _behind(decode, before, waiting)
+        texts[-1] = decode_waiting()
     return texts
 
 
-def _behind(decode: Callable[[list[int]], str], before: list[int], ids: list[int]) -> str:
-    return decode(before + ids)[len(decode(before)) :] if before else decode(ids)
-
-
-#: tokens that one character may be spread over: UTF-8 has at most four bytes
-_LONGEST_CHARACTER = 4
-
-
 def is_due(iteration: int, interval: int) -> bool:
-    """True in the first iteration, which is 1, and every `interval`-th; never where that is 0."""
+    """Return True in the first iteration, which is 1, and every `interval`-th; never where that is 0."""
     return interval > 0 and (iteration == 1 or iteration % interval == 0)
 
 
 class CompletionWriter:
-    """Appends completions of every `interval`-th iteration to a JSONL file.
+    """Append completions of every `interval`-th iteration to a JSONL file.
 
     Args:
         path: the file; lines of an earlier part of the run stay.
         interval: iterations between two writes; 0 writes none.
-        limit: completions kept of one iteration; all when None.
+        limit: completions of one iteration; all when None.
     """
 
     def __init__(self, path: Path, interval: int = 1, limit: int | None = None) -> None:
-        self.path = Path(path)
-        self.interval = interval
-        self.limit = limit
-
-    def wants(self, iteration: int) -> bool:
-        """True when `write` would write: decode texts only then. The first iteration is 1."""
-        return is_due(iteration, self.interval)
+        self.path, self.interval, self.limit = Path(path), interval, limit
 
     def write(self, iteration: int, completions: Sequence[Completion]) -> None:
-        """Appends the iteration's completions if it is one to be written."""
-        if not self.wants(iteration):
+        """Append the iteration's completions where it is one to be written."""
+        if not is_due(iteration, self.interval):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for completion in completions[: self.limit]:
-                file.write(json.dumps({"iteration": iteration, **completion.record()}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"iteration": iteration, **completion.to_record()}, ensure_ascii=False) + "\n")

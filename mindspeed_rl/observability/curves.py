@@ -1,4 +1,4 @@
-"""Metrics as curves: which belong into one chart, and how ten thousand points become a few hundred."""
+"""Metrics as curves: grouped into charts, and thinned out from ten thousand points to a few hundred."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from mindspeed_rl.observability.history import History
 
-MOST_POINTS = 600
+_MAX_POINTS = 600
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Curve:
     Attributes:
         name: of the metric.
         x: iterations.
-        y: values; the mean of those that share a point where there are more than fit.
-        low, high: least and largest of the values that share a point; empty where every point is one value.
+        y: values; the mean of the values that share a point.
+        low, high: smallest and largest of the values that share a point; empty where every point is one value.
     """
 
     name: str
@@ -33,16 +33,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """What stands in one picture.
+    """One picture of several metrics.
 
     Attributes:
-        title: above the picture.
-        metrics: names or patterns (`*`), in the order of drawing.
-        section: heading that it stands under.
+        title: heading.
+        metrics: names or patterns (`*`), in drawing order.
+        section: heading above it.
         kind: "lines", or "stacked" areas.
         unit: of the vertical axis.
         log: logarithmic axis.
-        note: a sentence on how to read it.
+        note: a sentence that explains it.
     """
 
     title: str
@@ -54,8 +54,8 @@ class Chart:
     note: str = ""
 
 
-#: phases that add up to an iteration; the others are parts of these, or overlap them
-PHASES = (
+#: phases that add up to an iteration; the others are parts of these, or overlap with them
+_PHASES = (
     "timing/rollout",
     "timing/non_overlap_rule_reward",
     "timing/non_overlap_reward_model",
@@ -99,44 +99,47 @@ CHARTS = (
     Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
     Chart("Router", ("router/*", "moe/*"), "Policy"),
     Chart("Throughput", ("e2e_tps", "update_tps", "vllm_tps", "train/tokens_per_s"), "Speed", unit="tokens/s a device"),
-    Chart("Phases of an iteration", PHASES, "Speed", kind="stacked", unit="s"),
+    Chart("Phases of an iteration", _PHASES, "Speed", kind="stacked", unit="s"),
     Chart("Iteration", ("timing/all",), "Speed", unit="s"),
     Chart("Memory", ("memory/*",), "Speed", unit="GiB"),
 )
 
 
-def curves(history: History, most: int = MOST_POINTS) -> dict[str, Curve]:
-    """Every metric as a curve of at most `most` points, in order of appearance.
+def build_curves(history: History, max_points: int = _MAX_POINTS) -> dict[str, Curve]:
+    """Return every metric as a curve, in order of appearance.
 
-    Points of a longer curve stand for equally many neighbouring values each: their mean, least and largest. Values that were
+    Points of a longer curve stand for equally many neighbouring values each: their mean, smallest and largest. Values that were
     not finite are left out.
+
+    Args:
+        history: metrics of the iterations.
+        max_points: of a curve.
     """
     finite = ((name, series.finite()) for name, series in history.series.items())
-    return {name: _thinned(name, series.x, series.y, most) for name, series in finite if series.x}
+    return {name: _thin_out(name, series.x, series.y, max_points) for name, series in finite if series.x}
 
 
 def select_metrics(names: Iterable[str], chart: Chart) -> list[str]:
-    """The metrics among `names` that the chart shows, in its order, each once."""
-    known = list(names)
-    found = (name for pattern in chart.metrics for name in known if fnmatchcase(name, pattern))
-    return list(dict.fromkeys(found))
+    """Return the metrics among `names` that the chart shows, in its order, each once."""
+    names = list(names)
+    return list(dict.fromkeys(name for pattern in chart.metrics for name in names if fnmatchcase(name, pattern)))
 
 
-def _thinned(name: str, xs: Sequence[int], ys: Sequence[float], most: int) -> Curve:
-    if len(xs) <= most:
-        return Curve(name, list(xs), [round_to_five_digits(y) for y in ys])
-    size = -(-len(xs) // most)
+def _thin_out(name: str, xs: Sequence[int], ys: Sequence[float], max_points: int) -> Curve:
+    if len(xs) <= max_points:
+        return Curve(name, list(xs), round_values(ys))
+    size = -(-len(xs) // max_points)
     buckets = [slice(start, start + size) for start in range(0, len(xs), size)]
     return Curve(
         name,
         # the last of each, so that a curve ends where the run does
         [xs[bucket][-1] for bucket in buckets],
-        [round_to_five_digits(statistics.fmean(ys[bucket])) for bucket in buckets],
-        [round_to_five_digits(min(ys[bucket])) for bucket in buckets],
-        [round_to_five_digits(max(ys[bucket])) for bucket in buckets],
+        round_values(statistics.fmean(ys[bucket]) for bucket in buckets),
+        round_values(min(ys[bucket]) for bucket in buckets),
+        round_values(max(ys[bucket]) for bucket in buckets),
     )
 
 
-def round_to_five_digits(value: float) -> float:
-    """The value as precisely as anybody reads it."""
-    return float(f"{value:.5g}")
+def round_values(values: Iterable[float]) -> list[float]:
+    """Return the values with five significant digits."""
+    return [float(f"{value:.5g}") for value in values]

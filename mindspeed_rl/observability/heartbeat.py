@@ -1,7 +1,7 @@
-"""Signs of life of a process: a small file in the run folder says who it is and what it is doing, and how often it has beaten.
+"""The heartbeat of a process: a small file in the run folder with its name, its phase and the number of its beats.
 
-A thread beats. Asked to, it writes the stacks of all threads beside it, and what the collectives' recorder holds; where the
-thread itself gets no turn (a computation that keeps Python's lock), SIGUSR2 makes the interpreter write the stacks.
+A thread beats. On request it also writes the stacks of all threads and the record of the collectives. Where the thread itself
+cannot run (a computation that keeps Python's lock), SIGUSR2 makes the interpreter write the stacks.
 """
 
 from __future__ import annotations
@@ -14,139 +14,141 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 #: folder of these files in that of the run
 FOLDER = "alive"
-#: whoever wants stacks writes this file anew
+#: a file that is written anew to request stacks
 REQUEST = "request"
-#: how often a process looks whether it was asked
-_LOOK_S = 0.5
-#: a record is written over the one before in one go, so that nobody reads half of one
+#: interval in which a process checks for a request
+_CHECK_S = 0.5
+#: a record is written over the one before in one call, so that no reader gets half of one
 _RECORD_BYTES = 1024
 
+#: reads the record of the collectives; see `Platform.collective_record`
+Recorder = Callable[[], Mapping[str, object]]
 
-def file_of(folder: Path, name: str, kind: str) -> Path:
-    """The file of this kind (.json, .stacks, .recorder) of the process with this name."""
+
+def heartbeat_file(folder: Path, name: str, kind: str) -> Path:
+    """Return the file of this kind (.json, .stacks, .recorder) of the process with this name."""
     return folder / FOLDER / f"{name.replace(' ', '_')}{kind}"
 
 
 class Heartbeat:
-    """Of one process; `begin` starts it.
+    """The heartbeat of one process; `start` makes it.
 
     Attributes:
-        doing: what the process is doing.
-        notice: what is to be said of a long wait; empty when there is none.
+        doing: phase of the process.
+        notice: a line about a long wait; empty when there is none.
         on_notice: called when there is one.
     """
 
-    def __init__(
-        self, folder: Path, name: str, *, interval_s: float, recorder: Callable[[], dict[str, Any]] | None = None
-    ) -> None:
-        """
+    def __init__(self, folder: Path, name: str, *, interval_s: float, recorder: Recorder | None = None) -> None:
+        """Write the first record and start the thread.
+
         Args:
             folder: of the run.
-            name: what messages call the process, for example worker 0.
+            name: of the process in messages, for example worker 0.
             interval_s: between two beats.
-            recorder: what the collectives' flight recorder holds.
+            recorder: reads the flight recorder of the collectives.
         """
-        self._folder, self._interval_s, self._recorder = folder / FOLDER, interval_s, recorder
-        self._held = file_of(folder, name, ".recorder")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._record = os.open(file_of(folder, name, ".json"), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        # behind whatever is there: who asks empties it
-        self._stacks = file_of(folder, name, ".stacks").open("a", encoding="utf-8")
+        self._interval_s, self._recorder = interval_s, recorder
+        self._request_file = folder / FOLDER / REQUEST
+        self._request_file.parent.mkdir(parents=True, exist_ok=True)
+        self._recorder_file = heartbeat_file(folder, name, ".recorder")
+        self._record = os.open(heartbeat_file(folder, name, ".json"), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        # appended to: the process that requests stacks truncates the file
+        self._stacks = heartbeat_file(folder, name, ".stacks").open("a", encoding="utf-8")
         self._lock = threading.Lock()
-        # what was asked before this process began is not for it
-        self._beats, self._answered = 0, self._asked()
-        self._about = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "interval_s": interval_s}
+        # a request from before this process began is not for it
+        self._beats, self._answered_ns = 0, self._read_request()
+        self._fields = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "interval_s": interval_s}
         self.doing, self.since, self.notice = "no phase", time.time(), ""
         self.on_notice: Callable[[], None] = lambda: None
-        with contextlib.suppress(ValueError):  # of a thread: signals are the main thread's
+        with contextlib.suppress(ValueError):  # in another thread: only the main thread may handle signals
             # without chain: the signal's default action ends the process
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
         self._write()
-        self._over = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._end = threading.Event()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def set(self, doing: str) -> None:
-        """The process is doing something else from now on."""
+        """Note that the process enters another phase."""
         self.doing, self.since = doing, time.time()
         self._write()
 
     def end(self) -> None:
-        """The process has ended well: nobody wonders about its silence."""
-        self._over.set()
+        """Note that the process has ended regularly, so that its silence is no fault."""
+        self._end.set()
         self.set("ended")
 
-    def _beat(self) -> None:
-        last = time.monotonic()
-        while not self._over.wait(min(_LOOK_S, self._interval_s)):
-            if (asked := self._asked()) != self._answered:
-                self._answered = asked
+    def _run(self) -> None:
+        last_s = time.monotonic()
+        while not self._end.wait(min(_CHECK_S, self._interval_s)):
+            if (request_ns := self._read_request()) != self._answered_ns:
+                self._answered_ns = request_ns
                 self._answer()
-            if time.monotonic() - last >= self._interval_s:
-                last = time.monotonic()
+            if time.monotonic() - last_s >= self._interval_s:
+                last_s = time.monotonic()
                 self._beats += 1
                 self._write()
 
-    def _asked(self) -> int:
+    def _read_request(self) -> int:
+        """Return the time of the last request in nanoseconds; 0 without one."""
         try:
-            return (self._folder / REQUEST).stat().st_mtime_ns
+            return self._request_file.stat().st_mtime_ns
         except OSError:
             return 0
 
     def _answer(self) -> None:
+        """Write stacks and collectives."""
         try:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
             if self._recorder is not None:
-                self._held.write_text(json.dumps(self._recorder()), encoding="utf-8")
-        except Exception as error:  # a full disk, for example, is no reason to die of a question
+                self._recorder_file.write_text(json.dumps(self._recorder()), encoding="utf-8")
+        except Exception as error:  # noqa: BLE001 - the thread must go on beating, whatever the disk or a recorder raises
             with contextlib.suppress(OSError):
-                print(f"\nno more could be said: {type(error).__name__}: {error}", file=self._stacks, flush=True)
+                print(f"\nthe rest cannot be written: {type(error).__name__}: {error}", file=self._stacks, flush=True)
         self._beats += 1
         self._write()
 
     def _write(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             doing = self.doing[:500]
-            while len(text := self._said(doing)) > _RECORD_BYTES and doing:  # a letter that is not ASCII takes six
-                doing = doing[: len(doing) // 2]
+            while True:
+                text = json.dumps({**self._fields, "beats": self._beats, "doing": doing, "since": self.since}).encode()
+                if len(text) <= _RECORD_BYTES or not doing:
+                    break
+                doing = doing[: len(doing) // 2]  # a letter that is not ASCII takes six bytes
             os.pwrite(self._record, text[:_RECORD_BYTES].ljust(_RECORD_BYTES), 0)
 
-    def _said(self, doing: str) -> bytes:
-        return json.dumps({**self._about, "beats": self._beats, "doing": doing, "since": self.since}).encode()
 
-
-#: of this process; like its log, it has one
+#: that of this process, which has one, as it has one log
 _current: Heartbeat | None = None
 
 
-def begin(
-    folder: Path, name: str, *, interval_s: float = 5.0, recorder: Callable[[], dict[str, Any]] | None = None
-) -> Heartbeat:
-    """This process gives signs of life; see `Heartbeat`."""
+def start(folder: Path, name: str, *, interval_s: float = 5.0, recorder: Recorder | None = None) -> Heartbeat:
+    """Start the heartbeat of this process; see `Heartbeat`."""
     global _current
     _current = Heartbeat(folder, name, interval_s=interval_s, recorder=recorder)
     return _current
 
 
 def current() -> Heartbeat | None:
-    """That of this process, where it has begun."""
+    """Return the heartbeat of this process, where it has one."""
     return _current
 
 
 @contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
-    """The process says that it does this while the block runs; nothing is said where nobody listens."""
+def doing(phase: str) -> Iterator[None]:
+    """Show that the process is in this phase while the block runs; without a heartbeat do nothing."""
     beat = _current
     if beat is None:
         yield
         return
     before = beat.doing
-    beat.set(what)
+    beat.set(phase)
     try:
         yield
     finally:

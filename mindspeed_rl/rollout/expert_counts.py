@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.observability.expert_load import counts_file, counts_files, read_counts, write_counts
+from mindspeed_rl.observability.expert_load import counts_file, find_counts_files, read_counts, write_counts
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
 
@@ -49,7 +49,7 @@ class ExpertCounts:
         for sequence in (one for trajectory in trajectories for one in trajectory.sequences):
             routing = sequence.routing
             if routing is None:
-                if sequence.is_drawn:
+                if sequence.is_sampled:
                     raise RuntimeError(
                         "generate_config.eplb_token_collects: the rollout engine did not say the experts of tokens."
                     )
@@ -83,7 +83,7 @@ def check_folder(folder: Path, model_config: ModelConfig) -> None:
         raise ValueError(f"{_KEY}: {folder} cannot be made ({error.strerror}).") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{_KEY}: nothing can be written in {folder}.")
-    for path in counts_files(folder):
+    for path in find_counts_files(folder):
         _held(path, (len(model_config.moe_layers), model_config.num_moe_experts or 0))
 
 

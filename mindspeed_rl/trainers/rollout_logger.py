@@ -15,10 +15,10 @@ from mindspeed_rl.algorithms.policy_losses import update_ratios
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
-from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, token_texts
-from mindspeed_rl.observability.curves import five_digits
+from mindspeed_rl.observability.completions import Completion, CompletionWriter, Tokens, decode_tokens, is_due
+from mindspeed_rl.observability.console import IterationProgress
+from mindspeed_rl.observability.curves import round_values
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.progress import IterationProgress
 from mindspeed_rl.observability.timers import Interval, throughput_metrics
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.trainers.run_logger import RunLogger
@@ -69,7 +69,7 @@ class RolloutLogger(RunLogger):
             with_trainer: rows have the trainer's log-probs from before the update.
             with_ratios: the update will leave those of its last step.
         """
-        if not self._completions.wants(iteration):
+        if not is_due(iteration, self._completions.interval):
             return
         count = min(self._run.rl.log_completions_keep, len(advantages))
         columns = ["prompt_ids", "responses", "labels", "rewards", "reward_results", "truncated"]
@@ -149,7 +149,7 @@ class RolloutLogger(RunLogger):
         trainer = batch["old_log_probs"][row].float() if "old_log_probs" in batch else None
         return Tokens(
             ids,
-            token_texts(self._tokenizer.decode, ids),
+            decode_tokens(self._tokenizer.decode, ids),
             _short(log_probs),
             _short(advantages[: len(ids)]),
             loss_mask[: len(ids)].tolist(),
@@ -161,4 +161,4 @@ class RolloutLogger(RunLogger):
 
 def _short(values: Tensor) -> list[float]:
     """Five digits: the file is for reading."""
-    return [five_digits(value) for value in values.tolist()]
+    return round_values(values.tolist())

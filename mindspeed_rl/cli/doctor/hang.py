@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.observability.collectives import Stalled
+from mindspeed_rl.observability.collectives import StalledCollective
 from mindspeed_rl.observability.heartbeat import FOLDER
 from mindspeed_rl.observability.process_status import ProcessStatus, collect_statuses, find_stalled_collectives, find_straggler
 
@@ -26,7 +26,7 @@ class HangReport:
     folder: Path
     phase: str
     straggler: ProcessStatus | None
-    stalled: list[Stalled]
+    stalled: list[StalledCollective]
     processes: list[ProcessStatus]
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from mindspeed_rl.observability.alerts import find_alerts
-from mindspeed_rl.observability.curves import CHARTS, Chart, Curve, curves, select_metrics
+from mindspeed_rl.observability.curves import CHARTS, Chart, Curve, build_curves, select_metrics
 from mindspeed_rl.observability.run_files import RunFiles
 
 #: iterations whose phases the timeline shows
@@ -78,7 +78,7 @@ def render(runs: Sequence[RunFiles]) -> str:
 
 def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """What the page's script draws: plain values."""
-    by_run = [curves(run.history) for run in runs]
+    by_run = [build_curves(run.history) for run in runs]
     names = list(dict.fromkeys(name for found in by_run for name in found))
     shown: set[str] = set()
     charts = []
@@ -130,7 +130,7 @@ def _run(run: RunFiles) -> dict[str, Any]:
         "planned": report.get("planned_iterations"),
         "seconds": sum(run.history.finite("timing/all").y),
         "tiles": tiles,
-        "signs": [vars(sign) for sign in find_alerts(run.history, run.completions)],
+        "alerts": [vars(alert) for alert in find_alerts(run.history, run.completions)],
         "plan": report.get("plan", {}),
         "config": report.get("config_set", {}),
         "versions": report.get("versions", {}),

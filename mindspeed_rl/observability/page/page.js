@@ -83,8 +83,8 @@ function header() {
         el("span", { class: "dim" }, run.package ? `  ·  ${run.title}, mindspeed_rl ${run.package}` : "")),
       el("div", { class: "tiles" }, ...run.tiles.map((tile) => el("div", { class: "tile", title: tile.metric }, el("b", {}, tile.value), el("span", { class: "dim small" }, tile.label)))),
     );
-    for (const sign of run.signs) {
-      top.append(el("div", { class: `sign ${sign.severity}` }, el("b", {}, sign.text), el("div", { class: "dim small" }, sign.advice)));
+    for (const alert of run.alerts) {
+      top.append(el("div", { class: `alert ${alert.severity}` }, el("b", {}, alert.text), el("div", { class: "dim small" }, alert.advice)));
     }
   }
 }

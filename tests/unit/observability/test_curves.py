@@ -2,19 +2,19 @@
 
 import math
 
-from mindspeed_rl.observability.curves import CHARTS, Chart, curves, select_metrics
+from mindspeed_rl.observability.curves import CHARTS, Chart, build_curves, select_metrics
 from mindspeed_rl.observability.history import History
 
 
 def test_few_points_stay_as_they_are():
-    found = curves(History([{"iteration": 1, "a": 0.5}, {"iteration": 2, "a": None, "b": 7.0}, {"iteration": 3, "a": 1.5}]))
+    found = build_curves(History([{"iteration": 1, "a": 0.5}, {"iteration": 2, "a": None, "b": 7.0}, {"iteration": 3, "a": 1.5}]))
     assert found["a"].x == [1, 3] and found["a"].y == [0.5, 1.5] and found["a"].low == []
     assert found["b"].x == [2]
 
 
 def test_a_spike_among_many_points_is_still_seen():
     records = [{"iteration": i + 1, "a": 100.0 if i == 4321 else 1.0} for i in range(10_000)]
-    curve = curves(History(records), most=500)["a"]
+    curve = build_curves(History(records), max_points=500)["a"]
     assert len(curve.x) == 500 and curve.x[-1] == 10_000
     assert max(curve.high) == 100.0 and curve.low == [1.0] * 500
     # 20 values share a point: 19 ones and one hundred
@@ -22,7 +22,7 @@ def test_a_spike_among_many_points_is_still_seen():
 
 
 def test_values_that_are_not_finite_are_left_out():
-    assert curves(History([{"iteration": 1, "a": math.nan}, {"iteration": 2, "a": math.inf}])) == {}
+    assert build_curves(History([{"iteration": 1, "a": math.nan}, {"iteration": 2, "a": math.inf}])) == {}
 
 
 def test_a_chart_takes_its_metrics_in_its_own_order():

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.observability import heartbeat
-from mindspeed_rl.observability.collectives import last_collective, stalled_collectives
+from mindspeed_rl.observability.collectives import describe_last_collective, match_collectives
 from mindspeed_rl.observability.process_status import (
     collect_statuses,
     describe_location,
+    find_stalled_collectives,
     find_straggler,
     read_statuses,
     terminate_processes,
@@ -25,7 +26,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from mindspeed_rl.observability import heartbeat
-heartbeat.begin(Path(sys.argv[1]), sys.argv[2], interval_s=0.1)
+heartbeat.start(Path(sys.argv[1]), sys.argv[2], interval_s=0.1)
 with heartbeat.doing("update_actor"):
     print("up", flush=True)
     time.sleep(60)
@@ -84,7 +85,7 @@ def test_a_half_written_record_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_what_is_said_in_letters_beyond_ascii_stays_readable(tmp_path: Path) -> None:
-    beat = heartbeat.begin(tmp_path, "driver", interval_s=60.0)
+    beat = heartbeat.start(tmp_path, "driver", interval_s=60.0)
     try:
         with heartbeat.doing("正在训练" * 200):
             (found,) = read_statuses(tmp_path)
@@ -134,28 +135,28 @@ def test_the_rank_that_has_not_begun_what_others_wait_in_is_late() -> None:
         1: record(1, ("0", 1, True), ("1", 1, True), ("0", 2, False)),
         2: record(2, ("0", 1, True)),
     }
-    (found,) = stalled_collectives(records)
+    (found,) = match_collectives(records)
     assert str(found) == "ranks 0, 1 wait in all_reduce number 2 of group world, which rank 2 has not begun"
-    assert last_collective(records[0]) == "last collective: all_reduce number 2 of group world (not ended)"
-    assert last_collective(records[2]) == "last collective: all_reduce number 1 of group world (ended)"
+    assert describe_last_collective(records[0]) == "last collective: all_reduce number 2 of group world (not ended)"
+    assert describe_last_collective(records[2]) == "last collective: all_reduce number 1 of group world (ended)"
 
 
 def test_a_rank_that_did_not_answer_is_late_by_what_the_others_know_of_the_group() -> None:
-    (found,) = stalled_collectives({0: record(0, ("1", 1, True), ("1", 2, False))})
+    (found,) = match_collectives({0: record(0, ("1", 1, True), ("1", 2, False))})
     assert (found.group, found.number, found.waiting, found.late) == ("TENSOR", 2, (0,), (1,))
 
 
 def test_who_waits_for_somebody_who_waits_elsewhere_is_named_after_the_first_collective() -> None:
     records = {0: record(0, ("1", 1, False)), 1: record(1, ("0", 1, False)), 2: record(2)}
-    assert [(found.group, found.waiting, found.late) for found in stalled_collectives(records)] == [
+    assert [(found.group, found.waiting, found.late) for found in match_collectives(records)] == [
         ("TENSOR", (0,), (1,)),
         ("world", (1,), (0, 2)),
     ]
 
 
 def test_nobody_is_late_where_everything_has_ended() -> None:
-    assert stalled_collectives({0: record(0, ("0", 1, True)), 1: record(1, ("0", 1, True))}) == []
-    assert find_stalled_collectives([]) == [] and last_collective({}) == ""
+    assert match_collectives({0: record(0, ("0", 1, True)), 1: record(1, ("0", 1, True))}) == []
+    assert find_stalled_collectives([]) == [] and describe_last_collective({}) == ""
 
 
 def test_the_torch_of_this_machine_records_what_is_read(one_process_world: None) -> None:
@@ -171,6 +172,6 @@ def test_the_torch_of_this_machine_records_what_is_read(one_process_world: None)
     held = platform.select("cpu").collective_record()
     assert held["rank"] == 0 and {"name": "MINE", "ranks": [0]} in held["groups"].values()
     end = time.monotonic() + 5
-    while "(ended)" not in last_collective(held) and time.monotonic() < end:
+    while "(ended)" not in describe_last_collective(held) and time.monotonic() < end:
         held = platform.select("cpu").collective_record()
-    assert last_collective(held) == "last collective: all_reduce number 1 of group MINE (ended)"
+    assert describe_last_collective(held) == "last collective: all_reduce number 1 of group MINE (ended)"

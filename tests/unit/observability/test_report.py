@@ -2,7 +2,7 @@
 
 import json
 
-from mindspeed_rl.observability.completions import Completion, CompletionWriter
+from mindspeed_rl.observability.completions import Completion, CompletionWriter, is_due
 from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.observability.run_files import read_metrics
 
@@ -59,6 +59,6 @@ def test_completions_are_written_every_n_iterations(tmp_path):
 
 def test_interval_zero_writes_nothing(tmp_path):
     writer = CompletionWriter(tmp_path / "completions.jsonl", interval=0)
-    assert not writer.wants(1)
+    assert not is_due(1, writer.interval)
     writer.write(1, [Completion("a", "b", 0.0)])
     assert not (tmp_path / "completions.jsonl").exists()
