@@ -15,9 +15,8 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.config.sizes import rollout_is_apart
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, best, modes_of, simulate
-from mindspeed_rl.observability.expert_load import read_folder
+from mindspeed_rl.observability.expert_load import sum_counts
 from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.assumptions import of_memory, of_time
 from mindspeed_rl.planner.calibration import factors, read_measured
@@ -180,7 +179,7 @@ def _time(arguments: argparse.Namespace) -> int:
     if measured is not None:
         plan = calibrated(plan, factors(measured, chip_of(measured.cfg, arguments.chip, arguments.memory_gib)))
     # where the rollout has devices of its own the run file says which mode, and the plan is of that
-    modes = {} if cfg.is_supervised or rollout_is_apart(cfg) else _modes(cfg, plan)
+    modes = {} if cfg.is_supervised or cfg.placement.disaggregated else _modes(cfg, plan)
     assumed = list(of_time(cfg, chip, plan))
     shown = json.dumps(time_json(plan, modes, assumed), indent=2) if arguments.json else time_text(plan, modes, assumed)
     print(shown, flush=True)
@@ -231,7 +230,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _experts(arguments: argparse.Namespace) -> int:
-    layers = place_experts(read_folder(arguments.counts), arguments.devices)
+    layers = place_experts(sum_counts(arguments.counts), arguments.devices)
     print(experts_text(layers), flush=True)
     if arguments.output is not None:
         _write(arguments.output, write_expert_map([layer.devices for layer in layers]))

@@ -3,6 +3,16 @@
 Importing it needs neither torch nor Ray nor Hydra.
 """
 
+from mindspeed_rl.config._old import (
+    num_devices,
+    own_critic_devices,
+    own_reference_devices,
+    own_reward_devices,
+    own_rollout_devices,
+    resolve_objective,
+    rollout_is_apart,
+    rollout_servers,
+)
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.deadlines import DeadlineKeys, Deadlines, FaultTolerance
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
@@ -11,21 +21,12 @@ from mindspeed_rl.config.keys.megatron import RL_STAGES, SUPERVISED_STAGES, Mega
 from mindspeed_rl.config.keys.rl import IntegratedModeConfig, Resource, RLConfig, RouterReplay
 from mindspeed_rl.config.keys.turns import agent_loop_of, response_limit
 from mindspeed_rl.config.loader import build_run_config, load_run_config
-from mindspeed_rl.config.objective import Objective, formula, resolve_objective
-from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
-from mindspeed_rl.config.resolve import Run, resolve
+from mindspeed_rl.config.objective import Objective, formula
+from mindspeed_rl.config.resolve import Run, build_batch_plan, resolve
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.rules.violation import Violation
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import (
-    num_devices,
-    own_critic_devices,
-    own_reference_devices,
-    own_reward_devices,
-    own_rollout_devices,
-    rollout_is_apart,
-    rollout_servers,
-)
+from mindspeed_rl.config.sizes import BatchPlan
 
 __all__ = [
     "RL_STAGES",

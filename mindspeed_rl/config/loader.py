@@ -10,7 +10,6 @@ from typing import Any
 
 from mindspeed_rl.config.compat.aliases import apply_second_spellings
 from mindspeed_rl.config.compat.deprecated import in_present_names
-from mindspeed_rl.config.derived import derive
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig, SamplingConfig
@@ -19,6 +18,7 @@ from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, field_types, normalized
 from mindspeed_rl.config.model_facts import read_model_facts
 from mindspeed_rl.config.objective import unusable_plugins
+from mindspeed_rl.config.resolve import derive
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 
@@ -128,7 +128,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         spelled=spelled,
         model_facts=read_model_facts(actor),
     )
-    cfg.derived = derive(cfg)
+    cfg = derive(cfg)
     if rl is not None and not cfg.is_supervised and (wrong := unusable_plugins(rl, cfg.stage or "ray_grpo")):
         raise ConfigError(wrong)
     return cfg

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed_rl.catalogue import (
     ADVANTAGES,
@@ -28,8 +28,9 @@ from mindspeed_rl.catalogue.records import (
     find,
 )
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.keys.turns import response_limit
-from mindspeed_rl.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
             sentences.append(str(error))
     # formulas are filled with the numbers of an objective, for which every name has to be found
     if not sentences and found:
-        numbers = objective_of(rl, stage).numbers()
+        numbers = build_objective(rl, stage).numbers()
         for kind, record in found.items():
             where = f"rl_config.{kind.key} is {getattr(rl, kind.key)!r}"
             named = {*(record.reads or ()), *record.bounds, *(choice.setting for choice in record.choices.values())}
@@ -208,22 +209,10 @@ def unusable_plugins(rl: RLConfig, stage: str) -> list[str]:
     return sentences
 
 
-def resolve_objective(cfg: RunConfig) -> Objective:
-    """Return the objective that a run file asks for, be it sound or not: rules read it too.
-
-    Raises:
-        ValueError: the run has no rl_config.
-    """
-    if cfg.rl_config is None:
-        raise ValueError("only a run with rl_config has a reinforcement learning objective")
-    limit = response_limit(cfg) if cfg.generate_config is not None else None
-    return objective_of(cfg.rl_config, cfg.stage or "ray_grpo", max_response_length=limit)
-
-
-def objective_of(
+def build_objective(
     rl: RLConfig, stage: str, *, max_response_length: int | None = None, group_size: int | None = None
 ) -> Objective:
-    """Return the objective of a group rl_config by itself; see `resolve_objective`.
+    """Return the objective of a group rl_config, sound or not: rules read it too.
 
     Args:
         stage: a key of `catalogue.STAGES`.
@@ -293,9 +282,9 @@ def objective_of(
 
 def formula(cfg: RunConfig) -> str:
     """Return the loss in use as readable lines with the run's numbers in them."""
-    if cfg.is_supervised or cfg.rl_config is None:
+    objective = cfg.objective
+    if objective is None or cfg.rl_config is None:
         return _supervised_formula(cfg)
-    objective = resolve_objective(cfg)
     numbers = objective.numbers()
     weight = "w * " if objective.correction is not None else ""
     length = "max_tokens" if objective.max_response_length is None else objective.max_response_length

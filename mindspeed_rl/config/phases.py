@@ -1,4 +1,4 @@
-"""The phases of a run, one record each: the names under which driver, workers, data plane, profiler and planner meet a phase."""
+"""The phases of a run: one record each with the names that driver, workers, data plane, profiler and memory ledger use."""
 
 from __future__ import annotations
 
@@ -137,8 +137,9 @@ UPDATE_CRITIC = Phase(
     "update_critic", timer="update_critic", memory="update critic", profiler_stage="critic_update", consumer="critic_train"
 )
 SYNC_REFERENCE = Phase("sync_reference")
-#: a step of a supervised stage
-TRAIN = replace(UPDATE_ACTOR, name="train", consumer="", columns=())
+#: an iteration of a supervised stage: the pass of its reference, and a step
+TRAIN = replace(UPDATE_ACTOR, name="train", timer="", consumer="", columns=())
+TRAIN_STEP = Phase("train", timer=UPDATE_ACTOR.timer)
 EVALUATE = Phase("evaluate", deadline="evaluate", timer="evaluate", memory="evaluate")
 
 # ---------------------------------------------------------------------- start, checkpoints

@@ -1,57 +1,71 @@
-"""A run, resolved once: what its file says and everything that is decided from it, in one record that nobody changes."""
+"""A run, resolved once: its run file and everything that follows from it, in one record that does not change."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from mindspeed_rl.config.derived import derive
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.deadlines import Deadlines, FaultTolerance, resolve_deadlines
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.config.objective import Objective, resolve_objective
-from mindspeed_rl.config.plan import BatchPlan, build_batch_plan
+from mindspeed_rl.config.keys.turns import response_limit, response_limit_key
+from mindspeed_rl.config.objective import Objective
+from mindspeed_rl.config.placement import Placement
 from mindspeed_rl.config.prediction import Prediction
-from mindspeed_rl.config.rules.validation import unavailable
-from mindspeed_rl.config.run import PlatformName, RunConfig
+from mindspeed_rl.config.rules.engine_limits import can_split, engine_limits, read_engine_shape
+from mindspeed_rl.config.rules.validation import unavailable, validate
+from mindspeed_rl.config.run import Derivation, PlatformName, RunConfig
+from mindspeed_rl.config.sizes import BatchPlan
+
+if TYPE_CHECKING:
+    from mindspeed_rl.models.plan import RoleModel
+
+#: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
+_MAX_TENSOR = 8
 
 
 @dataclass(frozen=True)
 class Run:
-    """What driver and workers know of a run.
+    """Everything that driver and workers read of a run.
 
     Attributes:
         config: the run file.
         plan: its derived numbers; `plan.world_size` counts the devices of the workers that this record is given to.
-        objective: what is optimized; None in supervised stages.
+        placement: devices of every role of the whole run.
+        objective: the loss; None in supervised stages.
         platform: name of the device kind, never "auto".
         num_nodes: machines the devices are spread over.
         folder: absolute path of the run folder, which need not exist yet.
-        deadlines: how long it waits for what.
-        prediction: bytes and seconds that the planner expects; None before `started` asks it.
+        deadlines: limits of every wait.
+        models: the model of each role ("actor", "ref", "critic", "reward"), from `trainers.model_plans.plan_models`; empty
+            before.
     """
 
     config: RunConfig
     plan: BatchPlan
+    placement: Placement
     objective: Objective | None
     platform: str
     num_nodes: int
     folder: Path
     deadlines: Deadlines
+    models: Mapping[str, RoleModel] = field(default_factory=dict)
     prediction: Prediction | None = None
 
     @property
     def fault_tolerance(self) -> FaultTolerance:
-        """What becomes of it when a worker dies or hangs; supervised stages have the defaults."""
+        """Keys of fault_tolerance; supervised stages have the defaults."""
         return FaultTolerance() if self.config.rl_config is None else self.config.rl_config.fault_tolerance
 
     @property
     def stage(self) -> str:
-        """What kind of training it is; ray_grpo where the run file has rl_config and names no stage."""
+        """The kind of training; ray_grpo where the run file has rl_config and names no stage."""
         assert self.config.stage is not None
         return self.config.stage
 
@@ -69,18 +83,17 @@ class Run:
 
 
 def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
-    """The run that a run file asks for.
+    """Resolve a run file to a run, without its models.
 
     Args:
-        platform: name of the device kind that the run is on, whatever `cfg.platform` leaves open.
+        platform: name of the device kind of this run, also where `cfg.platform` is "auto".
 
     Raises:
-        ConfigError: the run file breaks a rule, or asks for what this version does not have.
+        ConfigError: the run file breaks a rule, or requests a feature that this version does not have.
         ValueError: the run has no length.
     """
-    if cfg.platform == "auto":  # what follows from the device kind, now that it is known
-        cfg = dataclasses.replace(cfg, platform=cast(PlatformName, platform))
-        cfg.derived = derive(cfg)
+    if cfg.platform == "auto":  # some values follow from the device kind, which is known only now
+        cfg = derive(dataclasses.replace(cfg, platform=cast(PlatformName, platform)))
     plan = build_batch_plan(cfg, num_nodes)
     if missing := unavailable(cfg):
         raise ConfigError(f"not available in this version: {sentence}" for sentence in missing)
@@ -88,17 +101,85 @@ def resolve(cfg: RunConfig, num_nodes: int = 1, *, platform: str) -> Run:
         epochs = "" if cfg.is_supervised else ", or set train_epochs"
         group, unit = ("megatron_training", "optimizer steps") if cfg.is_supervised else ("actor_config", "iterations")
         raise ValueError(f"{group}.train_iters: not set; say how many {unit} the run has{epochs}.")
+    default = f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Run(
         config=cfg,
         plan=plan,
-        objective=None if cfg.is_supervised else resolve_objective(cfg),
+        placement=cfg.placement,
+        objective=cfg.objective,
         platform=platform,
         num_nodes=num_nodes,
-        folder=(Path(cfg.run_dir) if cfg.run_dir else default_folder(cfg)).resolve(),
+        folder=(Path(cfg.run_dir) if cfg.run_dir else Path("runs", default)).resolve(),
         deadlines=resolve_deadlines(cfg),
     )
 
 
-def default_folder(cfg: RunConfig) -> Path:
-    """runs/<run file>-<time>, below the working directory."""
-    return Path("runs", f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+def build_batch_plan(cfg: RunConfig, num_nodes: int = 1) -> BatchPlan:
+    """Build the derived numbers of a run.
+
+    Raises:
+        ConfigError: the run breaks a rule of `validate`; every broken rule is named.
+    """
+    if violations := validate(cfg, num_nodes):
+        raise ConfigError(str(violation) for violation in violations)
+    assert cfg.sizes is not None  # a rule requires what it depends on
+    return BatchPlan.from_sizes(dataclasses.replace(cfg.sizes, num_nodes=num_nodes), cfg.actor_config.train_iters)
+
+
+def derive(cfg: RunConfig) -> RunConfig:
+    """Return the run file with the keys of generate_config that it leaves out and that follow from the others."""
+    if cfg.generate_config is None or cfg.rl_config is None or cfg.is_supervised:
+        return dataclasses.replace(cfg, derived={})
+    set_keys = cfg.set_keys.get("generate_config", frozenset())
+    derived: dict[str, Derivation] = {}
+    # in this order: the number of replicas follows from the first
+    for name, derivation_rule in _DERIVED.items():
+        if name not in set_keys and (derivation := derivation_rule(cfg)) is not None:
+            derived[f"generate_config.{name}"] = derivation
+            assert cfg.generate_config is not None
+            cfg = dataclasses.replace(cfg, generate_config=dataclasses.replace(cfg.generate_config, **{name: derivation.value}))
+    return dataclasses.replace(cfg, derived=derived)
+
+
+def _derive_tensor_size(cfg: RunConfig) -> Derivation | None:
+    placement, actor = cfg.placement, cfg.actor_config
+    if placement.servers:
+        return Derivation(1, "it is the business of the servers that vllm_server_host names")
+    split = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
+    dedicated = placement.dedicated.get("rollout")
+    world = dedicated or placement.world_size or split  # a run whose devices are not set yet has as many
+    if world < 1 or split < 1:
+        return None
+    shape, limit = read_engine_shape(cfg), min(split, _MAX_TENSOR)
+    size = next(size for size in range(limit, 0, -1) if world % size == 0 and can_split(shape, size))
+    rollout = f"{split} device(s), and {world} generate" if dedicated else f"{split} of the {world} device(s)"
+    return Derivation(size, f"the actor's weights lie on {rollout}")
+
+
+def _derive_length(cfg: RunConfig) -> Derivation:
+    assert cfg.rl_config is not None
+    prompt, response = cfg.rl_config.max_prompt_length, response_limit(cfg)
+    needed, seq_length = prompt + response, cfg.actor_config.seq_length or 0
+    source = f"max_prompt_length {prompt} + {response_limit_key(cfg).rpartition('.')[2]} {response}"
+    return Derivation(needed, source) if needed >= seq_length else Derivation(seq_length, f"seq_length {seq_length}")
+
+
+def _derive_sequences(cfg: RunConfig) -> Derivation | None:
+    sizes = cfg.sizes
+    if sizes is None or not sizes.can_divide:
+        return None
+    responses = Fraction(sizes.rollout_samples) / Fraction(sizes.rollout.dp_size)
+    if responses < 1:
+        return None
+    limit = engine_limits(cfg.platform).sequences  # beyond this a device gains little, and memory for them runs out
+    value = min(-(-responses.numerator // responses.denominator), limit)
+    bound = f", at most {limit}" if value == limit else ""
+    source = f"{sizes.rollout_samples} responses of a rollout over {sizes.rollout.dp_size} replica(s){bound}"
+    return Derivation(value, source)
+
+
+_DERIVED = {
+    "infer_tensor_parallel_size": _derive_tensor_size,
+    "max_model_len": _derive_length,
+    "max_num_seqs": _derive_sequences,
+}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.turns import response_limit
 from mindspeed_rl.config.model_facts import ModelFacts
+from mindspeed_rl.config.objective import Objective, build_objective
+from mindspeed_rl.config.placement import Placement, place
+from mindspeed_rl.config.sizes import Sizes, read_sizes
 
 #: what `platform` of a run file may say: auto, or a device kind that `mindspeed_rl.platform` knows
 PlatformName = Literal["auto", "npu", "cpu", "cuda"]
@@ -70,6 +75,24 @@ class RunConfig:
     def is_supervised(self) -> bool:
         """True for the stages that learn from a dataset alone."""
         return self.stage in SUPERVISED_STAGES
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Devices of every role."""
+        return place(self)
+
+    @cached_property
+    def sizes(self) -> Sizes | None:
+        """Numbers of the batch on one node; None where one that all others depend on is not set."""
+        return read_sizes(self, self.placement)
+
+    @cached_property
+    def objective(self) -> Objective | None:
+        """The loss of a run with rollouts; None in supervised stages."""
+        if self.rl_config is None or self.is_supervised:
+            return None
+        limit = response_limit(self) if self.generate_config is not None else None
+        return build_objective(self.rl_config, self.stage or "ray_grpo", max_response_length=limit)
 
     def as_written(self) -> dict[str, dict[str, Any]]:
         """The keys that the run file or an override set, with their values, by group."""

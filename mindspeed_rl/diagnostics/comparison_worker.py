@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
+from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.dumps.causes import WeightFinding
 from mindspeed_rl.dumps.record import Cut
@@ -26,7 +27,6 @@ from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import sample_seed
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.role import Role
 from mindspeed_rl.workers.roles import shared_settings
 from mindspeed_rl.workers.rollout import RolloutReplica
@@ -82,7 +82,7 @@ class ComparisonWorker(DeviceWorker):
         weights = [weight.tensor for weight in self.role.stream.local_weights.values()]
         _scale(weights, _SCALE)
         self._push(0)
-        self._before = _copies(self.rollout.engine.read_model())
+        self._before = _copies(self.rollout.engine.get_model())
         _scale(weights, 1.0 / _SCALE)
         self._push(1)
         self._rest()
@@ -105,11 +105,11 @@ class ComparisonWorker(DeviceWorker):
         """
         engine = self.rollout.engine
         self.role.offloader.onload(params=True)
-        pushed = _copies(engine.read_model())
+        pushed = _copies(engine.get_model())
         tensors = self.rollout.tensors_by_parameter()
         engine.load_weights(self.role.stream.named_tensors(self.rollout.dtype), 2)
         found = []
-        for name, expected in _copies(engine.read_model()).items():
+        for name, expected in _copies(engine.get_model()).items():
             held, before = pushed[name], self._before[name]
             differs = held != expected
             if not bool(differs.any()):
@@ -130,13 +130,13 @@ class ComparisonWorker(DeviceWorker):
     def generate(self, prompt_ids: Sequence[int], num_tokens: int, number: int) -> EngineSide | None:
         """The engine's response to one prompt with what its model computed; None off the first rank of the first replica."""
         engine, kept = self.rollout.engine, KeptTensors()
-        engine.forget_prefixes()
-        sampling = engine.sampling.limited(num_tokens)
+        engine.reset_prefix_cache()
+        sampling = replace(engine.sampling, max_tokens=min(num_tokens, engine.sampling.max_tokens))
 
         async def respond() -> Generated:
             return await self.rollout.host.generate(tuple(prompt_ids), sampling, sample_seed(1, number, 0, 0))
 
-        with EngineProbe(engine.read_model(), kept).recording():
+        with EngineProbe(engine.get_model(), kept).recording():
             generated = self.rollout.host.run(respond)
         if generated is None or self.rollout.replica:
             return None

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import MegatronConfig, RunConfig, resolve_objective
+from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.diagnostics.cost_ranks import CountOrder, count_on_ranks, micro_batch_rows
-from mindspeed_rl.models.plan import ModelPlan, expert_sizes, placed
+from mindspeed_rl.models.plan import ModelPlan, lay_out_model
 from mindspeed_rl.planner.cost_text import cost_json, cost_text
 from mindspeed_rl.planner.shapes import role_plan
 from mindspeed_rl.planner.step_bound import Least, least_costs
@@ -49,11 +49,11 @@ def count_order(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int) 
     Raises:
         ValueError: the run file is of a supervised stage, or its layout does not fit so few layers.
     """
-    if cfg.is_supervised or cfg.rl_config is None or cfg.generate_config is None:
+    objective = cfg.objective
+    if objective is None or cfg.rl_config is None or cfg.generate_config is None:
         raise ValueError(f"--config-name: {name} is supervised; npu-cost counts updates of a policy.")
-    objective = resolve_objective(cfg)
     config, plan = _shortened(cfg.actor_config, layers)
-    ep, etp = expert_sizes(config)
+    ep, etp = config.expert_sizes
     across = config.pipeline_model_parallel_size
     dense = config.tensor_model_parallel_size * config.context_parallel_size
     return CountOrder(
@@ -102,7 +102,7 @@ def _shortened(config: MegatronConfig, layers: int) -> tuple[MegatronConfig, Mod
         lr_warmup_iters=0,
         lr_warmup_fraction=None,
     )
-    return config, placed(config, whole.architecture, model_config, whole.hf_config)
+    return config, lay_out_model(config, whole.architecture, model_config, whole.hf_config)
 
 
 def _counted(order: CountOrder, *, as_json: bool) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.config import Run, RunConfig, resolve, rollout_is_apart
 from mindspeed_rl.dumps.causes import Cause, Evidence, Place, WeightFinding, name_cause, report
 from mindspeed_rl.dumps.record import Cut
@@ -24,7 +25,6 @@ from mindspeed_rl.trainers.model_plans import with_model_configs
 from mindspeed_rl.trainers.rl_setup import run_prompts
 from mindspeed_rl.trainers.run_folder import absolute_paths
 from mindspeed_rl.workers.groups import RunGroup
-from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 
 #: temperatures that are tried
 _COLDEST, _HOTTEST = 0.02, 50.0

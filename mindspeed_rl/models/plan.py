@@ -1,4 +1,4 @@
-"""What is to be built of a model, from its config.json and a role's keys; computed alike on the driver and on every worker."""
+"""The plan of a model, from its config.json and a role's keys; the same on the driver and on every worker."""
 
 from __future__ import annotations
 
@@ -6,87 +6,121 @@ import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.layout import Layout, layer_list, noop_layers
-from mindspeed_rl.models.model_config import ModelConfig, read_quantization_block
+from mindspeed_rl.models.layout import Layout, read_layer_list, read_noop_layers
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_quantization_block
 from mindspeed_rl.models.model_keys import check_model_keys
 
-#: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); what is left needs TransformerEngine
+#: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); the remaining classes need TransformerEngine
 LAST_WITH_GROUPED_EXPERTS = (0, 16)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is to be built, before anything is.
+    """Architecture, shape and layout of a model that is not built yet.
 
     Attributes:
-        architecture, model_config: from the HF config.json, checked against the run file's network keys.
-        layout: how the model is cut.
+        architecture, model_config: from the HF config.json, checked against the run file's model keys.
+        layout: division of the model over ranks.
         hf_config: the config.json.
     """
 
     architecture: Architecture
     model_config: ModelConfig
     layout: Layout
-    hf_config: dict[str, Any]
+    hf_config: HfConfig
 
     def routed_layers(self, pp_rank: int) -> list[list[int]]:
-        """Numbers, from 0, of the layers with experts in each model chunk of a pipeline stage."""
+        """Return the indices, from 0, of the layers with experts in each model chunk of a pipeline stage."""
         chunks = [self.layout.chunk_layers(pp_rank, stage) for stage in range(self.layout.vpp)]
         return [[layer for layer in chunk if layer is not None and self.model_config.is_moe_layer(layer)] for chunk in chunks]
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """Folders that the model of a role is read from; found by `checkpoint.model_source.find_model`.
+
+    Attributes:
+        hf_folder: has config.json; model config, tokenizer and the files that go next to exported weights.
+        weights: folder the weights are read from.
+        kind: "hf" for a Hugging Face folder, "training" for a checkpoint of ours, "megatron" for a checkpoint in another
+            Megatron layout.
+        iteration: which checkpoint of the folder; None for the newest.
+    """
+
+    hf_folder: Path
+    weights: Path
+    kind: Literal["hf", "training", "megatron"]
+    iteration: int | None = None
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """The model of one role of a run, planned on the driver before any process starts.
+
+    Attributes:
+        config: the role's keys.
+        iteration: checkpoint of `source` to load; None for the one that the source names.
+    """
+
+    config: MegatronConfig
+    source: ModelSource
+    plan: ModelPlan
+    iteration: int | None = None
+
+
 def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["lm", "reward"] = "lm") -> ModelPlan:
-    """Reads config.json and places its layers.
+    """Read config.json and lay out its layers.
 
     Raises:
-        ValueError: there is no config.json, a network key of the run file contradicts it, the layout does not fit, or the
-            installed megatron-core has not what the keys ask for.
+        ValueError: there is no config.json, a model key of the run file contradicts it, the layout does not fit, or the
+            installed megatron-core lacks what the keys require.
     """
     architecture, model_config, hf_config = read_model(hf_folder)
     _check_grouped_experts(config, model_config)
     model_config = model_config.with_head(head)
     check_model_keys(config, model_config, Path(hf_folder, "config.json"))
-    return placed(config, architecture, model_config, hf_config)
+    return lay_out_model(config, architecture, model_config, hf_config)
 
 
-def placed(
-    config: MegatronConfig, architecture: Architecture, model_config: ModelConfig, hf_config: dict[str, Any]
+def lay_out_model(
+    config: MegatronConfig, architecture: Architecture, model_config: ModelConfig, hf_config: HfConfig
 ) -> ModelPlan:
-    """The plan of a network whose shape is known.
+    """Return the plan of a model whose shape is known.
 
     Raises:
         ValueError: the layout does not fit it.
     """
     # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
-    model_config = model_config.padded(1, config.tensor_model_parallel_size)
+    model_config = model_config.pad_vocab(1, config.tensor_model_parallel_size)
     if config.padded_vocab_size is not None:
         if config.padded_vocab_size < model_config.vocab_size:
             raise ValueError(
                 f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {model_config.vocab_size}."
             )
         # to a multiple of this size, which is the size itself, as it is no less than vocab_size
-        model_config = model_config.padded(config.padded_vocab_size, 1)
+        model_config = model_config.pad_vocab(config.padded_vocab_size, 1)
+    num_expert_ranks, expert_tp_size = config.expert_sizes
     layout = Layout(
         num_layers=model_config.num_layers,
         tp=config.tensor_model_parallel_size,
         pp=config.pipeline_model_parallel_size,
-        vpp=num_stage_chunks(config, model_config.num_layers),
-        ep=expert_sizes(config)[0],
-        etp=expert_sizes(config)[1],
-        num_layer_list=layer_list(config),
-        noop_layers=noop_layers(config),
+        vpp=_num_stage_chunks(config, model_config.num_layers),
+        ep=num_expert_ranks,
+        etp=expert_tp_size,
+        num_layer_list=read_layer_list(config),
+        noop_layers=read_noop_layers(config),
         num_experts=model_config.num_moe_experts or 0,
     )
     return ModelPlan(architecture, model_config, layout, hf_config)
 
 
-def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
-    """Return what a Hugging Face folder says of its model: architecture, shape, and the config.json itself.
+def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConfig]:
+    """Read a Hugging Face folder's model: its architecture, its shape, and the config.json.
 
     Raises:
         ValueError: there is no config.json, or it is of a model or of weights that are not supported.
@@ -96,14 +130,14 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, dict[s
         raise ValueError(
             f"{path}: not found; the model's shape is read from the Hugging Face folder (tokenizer_name_or_path or load)."
         )
-    hf_config = json.loads(path.read_text())
+    hf_config: HfConfig = json.loads(path.read_text())
     read_quantization_block(hf_config)  # raises for weights that cannot be read
     architecture = architecture_for(hf_config)
     return architecture, architecture.read_model_config(hf_config), hf_config
 
 
 def _check_grouped_experts(config: MegatronConfig, model_config: ModelConfig) -> None:
-    """Raises ValueError for grouped experts where the installed megatron-core would silently build single ones."""
+    """Raise ValueError for grouped experts where the installed megatron-core would silently build single ones."""
     if not (config.moe_grouped_gemm and model_config.num_moe_experts):
         return
     try:
@@ -118,8 +152,8 @@ def _check_grouped_experts(config: MegatronConfig, model_config: ModelConfig) ->
         )
 
 
-def num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:
-    """Model chunks a pipeline stage holds; more than 1 with virtual stages.
+def _num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:
+    """Return the number of model chunks of a pipeline stage; more than 1 with virtual stages.
 
     Args:
         num_layers: real layers of the model, without no-op layers.
@@ -130,19 +164,9 @@ def num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:
     chunk, stages = config.num_layers_per_virtual_pipeline_stage, config.pipeline_model_parallel_size
     if chunk is None or stages == 1:
         return 1
-    per_stage = (num_layers + len(noop_layers(config))) // stages
+    per_stage = (num_layers + len(read_noop_layers(config))) // stages
     if per_stage % chunk:
         raise ValueError(
             f"num_layers_per_virtual_pipeline_stage: {chunk} does not divide the {per_stage} layers of a pipeline stage."
         )
     return per_stage // chunk
-
-
-def expert_sizes(config: MegatronConfig) -> tuple[int, int | None]:
-    """Expert parallel and expert tensor parallel size as Megatron takes them.
-
-    `moe_tp_extend_ep` spreads whole experts over EP x TP ranks: in Megatron's words EP x TP with an expert tensor size of 1.
-    """
-    if config.moe_tp_extend_ep:
-        return config.expert_model_parallel_size * config.tensor_model_parallel_size, 1
-    return config.expert_model_parallel_size, config.expert_tensor_parallel_size

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl.config import own_critic_devices, own_reference_devices, own_reward_devices
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
@@ -198,9 +197,9 @@ def _of_own_devices(cfg: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
     if cfg.rl_config is None:
         return
     for role, config, devices in (
-        ("critic_config", cfg.critic_config, own_critic_devices(cfg)),
-        ("ref_config", cfg.ref_config, own_reference_devices(cfg)),
-        ("reward_config", cfg.reward_config, own_reward_devices(cfg)),
+        ("critic_config", cfg.critic_config, cfg.placement.dedicated.get("critic")),
+        ("ref_config", cfg.ref_config, cfg.placement.dedicated.get("ref")),
+        ("reward_config", cfg.reward_config, cfg.placement.dedicated.get("reward")),
     ):
         if devices is None or config is None or config is cfg.actor_config:
             continue

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.config.placement import rollout_layout
+from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.config.process_groups import group_buffers
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import rollout_is_apart
 from mindspeed_rl.planner.run_shape import RunShape
 
 MIB = 1 << 20
@@ -39,10 +38,10 @@ def _groups(run: RunShape) -> dict[str, int]:
     }
     if config.num_experts:
         groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": run.actor.expert_dp}
-    if run.generate is not None and rollout_is_apart(run.cfg):
+    if run.generate is not None and run.cfg.placement.disaggregated:
         groups["push"] = lie.num_npus + run.sizes.rollout.num_npus
     elif run.generate is not None:
-        engines = rollout_layout(run.generate, run.sizes.rollout.num_npus)
+        engines = RolloutLayout.from_config(run.generate, run.sizes.rollout.num_npus)
         groups |= {"rollout tp": engines.tensor, "rollout ep": engines.expert_ranks}
     return groups
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.placement import engine_adapter_rank, rollout_layout
-from mindspeed_rl.models.kv_cache import cpu_cache_bytes, kv_bytes_per_token
+from mindspeed_rl.config.placement import RolloutLayout, engine_adapter_rank
+from mindspeed_rl.models.costs import cpu_cache_bytes, kv_bytes_per_token
 from mindspeed_rl.planner.chips import GIB
 from mindspeed_rl.planner.run_shape import RunShape
 from mindspeed_rl.planner.shapes import packed_elements, rollout_adapters, rollout_weights
@@ -54,7 +54,7 @@ def engine_of(run: RunShape) -> Engine | None:
     generate = run.generate
     if generate is None:
         return None
-    lie = rollout_layout(generate, run.sizes.rollout.num_npus)
+    lie = RolloutLayout.from_config(generate, run.sizes.rollout.num_npus)
     model_config = run.actor.plan.model_config
     itemsize = 2 if generate.dtype == "bfloat16" else 4
     weights = rollout_weights(run.actor.plan, lie) * itemsize

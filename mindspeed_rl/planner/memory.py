@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
-from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import own_rollout_devices, rollout_is_apart
 from mindspeed_rl.planner.activations import forward_bytes, head_bytes, stage_activations
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.communicators import communicator_bytes
@@ -165,12 +163,13 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
     generate = run.generate
     assert generate is not None and run.cfg.rl_config is not None
     stays = _stays(generate, weights, state, extra)
-    apart = rollout_is_apart(run.cfg)
+    apart = run.cfg.placement.disaggregated
     serving = {} if apart else _serving(engine)
     generating = {} if apart else _generating(engine)
     beside = {} if run.chip.sleeps or generate.offload_train_param else generating
     phases = [start, _phase("generate", fixed, stays, generating)]
-    objective = resolve_objective(run.cfg)
+    objective = run.cfg.objective
+    assert objective is not None
     for name in ("reward model", "reference", "critic"):
         if name in extra:
             use = "actor" if name == "critic" else "ref"
@@ -178,7 +177,7 @@ def _phases(run: RunShape, engine: Engine | None, stage: int) -> list[Phase]:
             phases.append(_phase(f"{name} pass", fixed, stays, {name: everything[name]}, beside, passing))
     if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
         phases.append(_phase("reference pass", fixed, stays, weights, beside, _pass(run, actor, stage, "ref")))
-    if objective.needs_old_log_probs(on_policy=run.sizes.steps_per_rollout * run.sizes.epochs == 1):
+    if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
         passing = _pass(run, actor, stage, "actor")
         phases.append(_phase("log-probs", fixed, stays, weights, beside, passing))
     if "critic" in extra:
@@ -218,7 +217,7 @@ def _own_dies(run: RunShape, engine: Engine | None) -> list[Dies]:
     """Dies of rollout servers that the run starts itself, and of roles with devices of their own."""
     found: list[Dies] = []
     fixed = _fixed(run)
-    count = own_rollout_devices(run.cfg)
+    count = run.cfg.placement.dedicated.get("rollout")
     if engine is not None and count is not None:
         generate = _phase("generate", fixed, _generating(engine))
         push = _phase("update_weights", fixed, _serving(engine), {"push buckets": _push_bytes(run)})

@@ -9,17 +9,9 @@ from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.turns import response_limit
-from mindspeed_rl.config.objective import resolve_objective
+from mindspeed_rl.config.placement import Layout
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import (
-    Sizes,
-    layout,
-    own_critic_devices,
-    own_reference_devices,
-    own_reward_devices,
-    read_sizes,
-    world_size,
-)
+from mindspeed_rl.config.sizes import Sizes
 from mindspeed_rl.models.model_keys import reward_model_config, without_model_keys
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip
@@ -97,7 +89,7 @@ def placed_model(config: MegatronConfig, devices: int, *, trains: bool, is_score
         ValueError: its shape is not known, or does not fit its layout.
     """
     plan = role_plan(config, is_scored=is_scored)
-    lie = layout(config, devices)
+    lie = Layout.from_config(config, devices)
     dp = max(1, devices // (lie.tensor * lie.pipeline))  # context-parallel ranks hold all parameters alike
     size, inner = config.expert_sizes
     expert_dp = max(1, devices // (size * inner * lie.pipeline))
@@ -171,7 +163,7 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
     Raises:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
-    world = world_size(cfg)
+    world, dedicated = cfg.placement.world_size, cfg.placement.dedicated
     if world is None or world < 1:
         raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
 
@@ -181,9 +173,11 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
         except ValueError as error:
             raise ValueError(f"{role}: {error}") from error
 
+    if cfg.sizes is None:
+        raise ValueError("global_batch_size or the number of devices is not set")
     run = RunShape(
         cfg,
-        read_sizes(cfg, num_nodes),
+        replace(cfg.sizes, num_nodes=num_nodes),
         chip,
         model("actor_config", cfg.actor_config, trains=True, is_scored=cfg.stage == "orm"),
     )
@@ -191,15 +185,16 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
         if cfg.stage == "dpo" and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
             run.others["reference"] = model("actor_config", _frozen(cfg.actor_config), trains=False)
         return run
-    objective = resolve_objective(cfg)
+    objective = cfg.objective
+    assert objective is not None
     if objective.needs_reference and not cfg.rl_config.share_backbone:
-        own = own_reference_devices(cfg)
+        own = dedicated.get("ref")
         run.where(own)["reference"] = model("ref_config", _reference(cfg.ref_config, cfg.rl_config), trains=False, own=own)
     if objective.has_critic and cfg.critic_config is not None:
-        own = own_critic_devices(cfg)
+        own = dedicated.get("critic")
         run.where(own)["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True, own=own)
     if (reward := reward_model_config(cfg)) is not None:
-        own = own_reward_devices(cfg)
+        own = dedicated.get("reward")
         run.where(own)["reward model"] = model("reward_config", reward, trains=False, is_scored=True, own=own)
     return run
 

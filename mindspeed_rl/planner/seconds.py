@@ -2,7 +2,7 @@
 
 - A step of the engine takes the bytes of the weights it touches and of the keys and values of all active responses, or its
   operations where they take longer, and the host's work for each layer. Experts are touched as tokens choose them.
-- A pass of the trainer takes its operations (`models/flops.py`), the pipeline's bubble, and the host's work for each
+- A pass of the trainer takes its operations (`models/costs.py`), the pipeline's bubble, and the host's work for each
   micro-batch. Recomputed layers are computed once more. Its collectives (traffic.py) do not overlap with it.
 - A push moves a rank's share of the engine's weights (or the adapters), offloading moves what the run file names, both ways.
 - A model with dies of its own (reference, critic, reward model) makes its passes there, in its turn.
@@ -14,17 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import (
-    own_critic_devices,
-    own_reference_devices,
-    own_reward_devices,
-    own_rollout_devices,
-    rollout_is_apart,
-)
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.flops import ModelFlops
+from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
@@ -114,17 +106,16 @@ def plan_time(
     assert cfg.rl_config is not None
     drawn = expected_samples(cfg, samples)
     phases, parts = _phases(run, efficiency, drawn)
-    own = (own_rollout_devices, own_reference_devices, own_critic_devices, own_reward_devices)
     return TimePlan(
         chip.name,
         phases,
         parts,
         tokens=run.sizes.rollout_samples * (drawn.lengths.mean + drawn.prompt),
-        devices=run.sizes.actor.num_npus + sum(count(cfg) or 0 for count in own),
+        devices=cfg.placement.num_devices,
         efficiency=efficiency,
         lengths=drawn.lengths,
         notes=(*drawn.notes, *not_planned(cfg)),
-        overlaps=rollout_is_apart(cfg) and cfg.rl_config.trainer_mode != "sync",
+        overlaps=cfg.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
     )
 
 
@@ -147,7 +138,8 @@ def not_planned(cfg: RunConfig) -> Iterator[str]:
 def _phases(run: RunShape, efficiency: Efficiency, drawn: Samples) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     cfg, sizes = run.cfg, run.sizes
     parts = {"rollout": _rollout(run, efficiency, drawn)}
-    objective = resolve_objective(cfg)
+    objective = cfg.objective
+    assert objective is not None
     actor = _Passes(run, run.actor, efficiency, drawn)
     trained = sizes.train_samples * sizes.epochs
 
@@ -159,7 +151,7 @@ def _phases(run: RunShape, efficiency: Efficiency, drawn: Samples) -> tuple[dict
         parts["reward_model"] = of("reward model").seconds(sizes.rollout_samples, 1.0)
     if objective.needs_reference:  # the actor itself where it shares its backbone
         parts["reference_model"] = of("reference").seconds(sizes.rollout_samples, 1.0)
-    if objective.needs_old_log_probs(on_policy=sizes.steps_per_rollout * sizes.epochs == 1):
+    if objective.needs_old_log_probs(on_policy=sizes.on_policy):
         parts["old_log_p"] = actor.seconds(sizes.train_samples, 1.0)
     if run.role("critic") is not None:
         critic = of("critic")
@@ -340,7 +332,7 @@ def _supervised(run: RunShape, efficiency: Efficiency) -> TimePlan:
 
 @lru_cache(maxsize=64)
 def _flops(architecture: Architecture, model_config: ModelConfig) -> ModelFlops:
-    return ModelFlops.of(architecture, model_config)
+    return ModelFlops.count(architecture, model_config)
 
 
 def calibrated(plan: TimePlan, factors: dict[str, float]) -> TimePlan:

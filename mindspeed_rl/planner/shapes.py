@@ -13,7 +13,7 @@ from mindspeed_rl.config.placement import PACKED_ELEMENTS, RolloutLayout
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import check_model_keys, infer_model_config
-from mindspeed_rl.models.plan import ModelPlan, placed, read_model
+from mindspeed_rl.models.plan import ModelPlan, lay_out_model, read_model
 from mindspeed_rl.models.weights import WeightOp
 
 #: rows of the vocabulary that the rollout engine pads to
@@ -63,7 +63,7 @@ def role_plan(config: MegatronConfig, *, is_scored: bool = False) -> ModelPlan:
     else:
         architecture, model_config = infer_model_config(config)
     model_config = model_config.with_head("reward" if is_scored else model_config.head)
-    plan = placed(config, architecture, model_config, hf_config)
+    plan = lay_out_model(config, architecture, model_config, hf_config)
     if mistake := _indivisible(plan.architecture, plan.model_config, plan.layout.tp, plan.layout.expert_tp_size):
         raise ValueError(mistake)
     return plan
@@ -103,8 +103,8 @@ def _by_place(
     found: dict[str | int, Elements] = {}
     for op in _ops(architecture, model_config):
         # prediction layers lie on the last stage, with the head
-        place: str | int = "tied" if op.copy_of_tied else "post" if op.place == "mtp" else op.place
-        if op.place == "layer":
+        place: str | int = "tied" if op.copy_of_tied else "post" if op.section == "mtp" else op.section
+        if op.section == "layer":
             assert op.layer is not None
             place = op.layer
         found[place] = found.get(place, Elements()) + _of_op(op, tp, etp, groups, rank, targets)
@@ -160,7 +160,7 @@ def stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
 
 def model_parameters(architecture: Architecture, model_config: ModelConfig) -> int:
     """Return the parameters of the whole model, tied ones once, without padding."""
-    model_config = model_config.padded(1, 1)
+    model_config = model_config.pad_vocab(1, 1)
     ops = _ops(architecture, model_config)
     return sum(math.prod(op.shard_shape()) for op in ops if not op.copy_of_tied and not op.buffer)
 
@@ -173,9 +173,9 @@ def rollout_elements(architecture: Architecture, model_config: ModelConfig, tens
     attention are whole on every rank, and experts lie over `expert_ranks` where those are above 1.
     """
     total = 0
-    for op in _ops(architecture, model_config.padded(1, 1)):
+    for op in _ops(architecture, model_config.pad_vocab(1, 1)):
         # the engine has one matrix for a tied head, and loads no prediction layers
-        if op.copy_of_tied or op.place == "mtp":
+        if op.copy_of_tied or op.section == "mtp":
             continue
         if op.axis == "etp" and expert_ranks > 1:
             total += math.prod(op.shard_shape()) // expert_ranks
@@ -209,11 +209,11 @@ def packed_elements(architecture: Architecture, model_config: ModelConfig, tenso
     Matrices that the engine has as one (query, key and value; gate and up) count as one here too.
     """
     total = 0
-    ops = _ops(architecture, model_config.padded(1, 1))
+    ops = _ops(architecture, model_config.pad_vocab(1, 1))
     tied = any(op.copy_of_tied for op in ops)
     for op in ops:
-        looked_up = op.place == "pre" and not tied
-        if op.copy_of_tied or op.place == "mtp" or op.axis == "etp" or looked_up or any(len(shape) != 2 for shape in op.shapes):
+        looked_up = op.section == "pre" and not tied
+        if op.copy_of_tied or op.section == "mtp" or op.axis == "etp" or looked_up or any(len(shape) != 2 for shape in op.shapes):
             continue
         size = _on_engine_rank(op, model_config, tensor)
         total += size if size >= PACKED_ELEMENTS else 0
@@ -233,8 +233,8 @@ def rollout_adapters(architecture: Architecture, model_config: ModelConfig, tens
     of B where its output is.
     """
     total = 0
-    for op in _ops(architecture, model_config.padded(1, 1)):
-        if op.place != "layer" or op.axis != "tp" or op.buffer:
+    for op in _ops(architecture, model_config.pad_vocab(1, 1)):
+        if op.section != "layer" or op.axis != "tp" or op.buffer:
             continue
         for shape, split in zip(op.shapes, op.splits):
             if len(shape) == 2:

@@ -25,8 +25,8 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import unlink_message_buffers
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.placement import RolloutLayout
+from mindspeed_rl.rollout.arguments import build_sampling_params, temporary_socket_folder
 from mindspeed_rl.rollout.arguments import engine_arguments as engine_arguments_of
-from mindspeed_rl.rollout.arguments import own_socket_folder, sampling_params
 from mindspeed_rl.rollout.loading import load_named
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling
 
@@ -80,14 +80,14 @@ class VllmEngine:
             config,
             self._hooks,
             self.layout,
-            whole_distribution=sampling.whole_distribution,
+            full_distribution=sampling.full_distribution,
             kv_bytes_per_token=kv_bytes_per_token,
             changes=engine_arguments,
         )
         _set_place(self.layout)
         set_num_threads = torch.set_num_threads
         frozen = gc.get_freeze_count()
-        with platform.current().kept_rng_state(), own_socket_folder():  # vLLM seeds the global generators
+        with platform.current().kept_rng_state(), temporary_socket_folder():  # vLLM seeds the global generators
             self._llm = LLM(**arguments)
         unlink_message_buffers()
         # it also freezes all objects for the collector and disables set_num_threads
@@ -117,12 +117,12 @@ class VllmEngine:
         found: dict[str, Completion] = {}
         with platform.current().kept_rng_state():  # vLLM draws a seed for every token, also where the request has its own
             for number, request in enumerate(requests):
-                self.begin(str(number), request.prompt_ids, sampling or self.sampling, request.seed)
-            while self.anyone_works() if self.layout.in_step else self._ids:
+                self.add_request(str(number), request.prompt_ids, sampling or self.sampling, request.seed)
+            while self.has_unfinished() if self.layout.in_step else self._ids:
                 found.update(self.step())
         return [found[str(number)] for number in range(len(requests))]
 
-    def begin(self, name: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
+    def add_request(self, name: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
         """The request is worked on in the steps from now on.
 
         Args:
@@ -135,12 +135,12 @@ class VllmEngine:
         if self.weight_version < 0:
             raise RuntimeError("the rollout engine holds dummy weights; push weights before generating.")
         # otherwise an output of all tokens so far is made at every step
-        params = sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = build_sampling_params(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)
         prompt = cast(TokensPrompt, {"prompt_token_ids": list(prompt_ids)})  # all other keys may be left out
         # vLLM from about 0.16 on makes the name unique by a suffix, which only the outputs are without
         self._ids[name] = self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter) or name
 
-    def anyone_works(self, busy: bool = False) -> bool:
+    def has_unfinished(self, busy: bool = False) -> bool:
         """True while a replica that shares experts with this one has requests, or is busy; collective over these replicas.
 
         They compute the experts of one another, so that each must take every step.
@@ -172,7 +172,7 @@ class VllmEngine:
                 ended.append((output.request_id, completion))
         return ended
 
-    def progress(self, name: str) -> Completion:
+    def partial_completion(self, name: str) -> Completion:
         """The tokens that a request has."""
         state = self._llm.llm_engine.output_processor.request_states[self._ids[name]]
         assert state.detokenizer is not None and state.logprobs_processor is not None  # both are there for generation
@@ -181,7 +181,7 @@ class VllmEngine:
         tokens = list(state.detokenizer.output_token_ids)
         return _completion(tokens, state.logprobs_processor.logprobs, truncated=False, routing=routing)
 
-    def drop(self, names: Iterable[str]) -> None:
+    def abort(self, names: Iterable[str]) -> None:
         """These requests run no more; names of others are passed over."""
         known = [name for name in names if self._ids.pop(name, None) is not None]
         if known:
@@ -248,11 +248,11 @@ class VllmEngine:
             raise RuntimeError("weight push: the rollout engine still runs requests, so its prefix cache could not be reset.")
         self.weight_version = version
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Prompts that come are computed whole; nothing may be running."""
         self._llm.reset_prefix_cache()
 
-    def use_adapter(self, folder: Path, version: int) -> None:
+    def load_adapter(self, folder: Path, version: int) -> None:
         """Responses are drawn with this adapter beside the weights; the one before is gone.
 
         Args:
@@ -270,11 +270,11 @@ class VllmEngine:
         if not engine.add_lora(self._adapter):
             raise RuntimeError("weight push: the rollout engine did not take the adapter.")
 
-    def repacked_parameters(self, model: torch.nn.Module) -> set[str]:
+    def find_repacked_parameters(self, model: torch.nn.Module) -> set[str]:
         """Parameters that the platform lays out anew after each load: what is in them before a load is of no use."""
         return self._hooks.repacked(model)
 
-    def read_model(self) -> torch.nn.Module:
+    def get_model(self) -> torch.nn.Module:
         """vLLM's model module of this rank, to be looked at and not changed."""
         return self._llm.apply_model(lambda model: model)[0]
 

@@ -20,9 +20,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
-from mindspeed_rl.config.placement import rollout_layout
-from mindspeed_rl.rollout.arguments import SOCKETS, engine_arguments, sampling_params, sockets_in
-from mindspeed_rl.rollout.protocol import NOTHING, Finish, Generated, PauseMode, continuation
+from mindspeed_rl.config.placement import RolloutLayout
+from mindspeed_rl.rollout.arguments import SOCKET_PREFIX, build_sampling_params, engine_arguments, use_socket_folder
+from mindspeed_rl.rollout.protocol import EMPTY_RESPONSE, Finish, Generated, PauseMode, build_continuation
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, owner_of_engines
 from mindspeed_rl.serving.rollout_service import RolloutService
@@ -63,10 +63,10 @@ class AsyncEngine:
             arguments: from `engine_arguments`, with executor and worker extension.
         """
         # until the first answer has come: the engine says that it is ready before it opens the socket of its answers
-        self._sockets = TemporaryDirectory(prefix=SOCKETS)
+        self._sockets = TemporaryDirectory(prefix=SOCKET_PREFIX)
         with contextlib.ExitStack() as unless_ready:
             unless_ready.callback(self._sockets.cleanup)
-            with sockets_in(self._sockets.name):
+            with use_socket_folder(self._sockets.name):
                 self.llm: Any = vllm_async.build_async_engine(arguments)
             unless_ready.pop_all()
         self._answers = False
@@ -76,18 +76,18 @@ class AsyncEngine:
     # ------------------------------------------------------------------ requests
 
     async def pieces(
-        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> AsyncIterator[Piece]:
-        """The tokens behind `begun`, as they are drawn; the last piece has a finish.
+        """The tokens behind `partial`, as they are drawn; the last piece has a finish.
 
         Raises:
             ValueError: the request cannot be answered.
         """
-        asked = continuation(prompt_ids, sampling, seed, begun)
+        asked = build_continuation(prompt_ids, sampling, seed, partial)
         if asked is None:
             yield Piece((), (), self.version, "length")
             return
-        params = sampling_params(asked.sampling, asked.seed, output_kind=RequestOutputKind.DELTA)
+        params = build_sampling_params(asked.sampling, asked.seed, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": list(asked.prompt_ids)}
         async for output in self.llm.generate(prompt, params, f"rollout-{next(self._numbers)}"):
             self._has_answered()
@@ -98,11 +98,11 @@ class AsyncEngine:
             yield Piece(tokens, _log_probs(sample.logprobs, tokens), self.version, finish)
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, begun: Generated | None = None
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
         """See `RolloutEngine.generate`."""
-        whole = begun or NOTHING
-        async for piece in self.pieces(prompt_ids, sampling, seed, begun):
+        whole = partial or EMPTY_RESPONSE
+        async for piece in self.pieces(prompt_ids, sampling, seed, partial):
             whole = extended(whole, piece)
         return whole
 
@@ -163,7 +163,7 @@ class AsyncEngine:
 def extended(whole: Generated, piece: Piece) -> Generated:
     """The response with what came last."""
     versions = (piece.version,) * len(piece.token_ids)
-    return whole.followed_by(Generated(piece.token_ids, piece.log_probs, versions, piece.finish or "aborted"))
+    return whole.concat(Generated(piece.token_ids, piece.log_probs, versions, piece.finish or "aborted"))
 
 
 def _log_probs(found: Any, tokens: tuple[int, ...]) -> tuple[float, ...]:
@@ -197,8 +197,8 @@ def open_engine(settings: ServerSettings) -> AsyncEngine:
             settings.hf_folder,
             generate,
             adaptors.engine_hooks(),
-            rollout_layout(generate, generate.infer_tensor_parallel_size),
-            whole_distribution=settings.whole_distribution,
+            RolloutLayout.from_config(generate, generate.infer_tensor_parallel_size),
+            full_distribution=settings.full_distribution,
             kv_bytes_per_token=CacheShape.of(settings.hf_folder).bytes_per_token(2 if generate.dtype == "bfloat16" else 4),
             changes=changes,
         )
@@ -220,7 +220,7 @@ def open_service(settings: ServerSettings, engine: AsyncEngine | None = None) ->
         "num_workers": generate.infer_tensor_parallel_size,
         "dtype": generate.dtype,
         "max_model_len": generate.max_model_len,
-        "whole_distribution": settings.whole_distribution,
+        "whole_distribution": settings.full_distribution,
     }
     return RolloutService(engine or open_engine(settings), facts)
 

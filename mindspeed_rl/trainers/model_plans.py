@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
-from mindspeed_rl.models.model_keys import described, reward_model_config
-from mindspeed_rl.models.plan import ModelPlan, plan_model, read_model
-from mindspeed_rl.workers.model_source import (
+from mindspeed_rl.checkpoint.model_source import (
     ModelSource,
     find_model,
     has_own_reference,
     reference_of,
     rl_reference,
 )
+from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
+from mindspeed_rl.models.model_keys import fill_model_keys, reward_model_config
+from mindspeed_rl.models.plan import ModelPlan, plan_model, read_model
 
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 
@@ -57,7 +57,7 @@ def _described(role: MegatronConfig, name: str, written: frozenset[str]) -> Mega
     except ValueError:
         return role
     _, model_config, _ = read_model(folder)
-    return described(role, model_config, Path(folder, "config.json"), written)
+    return fill_model_keys(role, model_config, Path(folder, "config.json"), written)
 
 
 def model_plans(run: Run, source: ModelSource) -> dict[str, ModelPlan]:

@@ -11,16 +11,16 @@ from typing import Any
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.checksums import DamagedCheckpoint
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, iteration_folder
+from mindspeed_rl.checkpoint.model_source import ModelSource, weights_kind
 from mindspeed_rl.checkpoint.newest import iterations, newest_checkpoint
 from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.workers.model_source import ModelSource, weights_kind
 
 #: what the state of a run must hold for a run of this kind to go on with it
 _NEEDED = {True: ("consumed_samples",), False: ("kl", "rollout")}
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ResumePoint:
     """Where a run begins.
 
     Attributes:
@@ -37,7 +37,7 @@ class Beginning:
         return f"starts from the weights of {self.weights}"
 
 
-def find_beginning(run: Run, source: ModelSource) -> Beginning:
+def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
     """Where a run with these weights begins.
 
     Args:
@@ -48,7 +48,7 @@ def find_beginning(run: Run, source: ModelSource) -> Beginning:
     """
     config, group = run.config.actor_config, _group(run)
     if source.kind != "training" or config.finetune:
-        return Beginning(source.weights, 0)
+        return ResumePoint(source.weights, 0)
     record = _record(source, group)
     iteration = record["iteration"]
     advice = f"set {group}.finetune: true to start from its weights"
@@ -66,7 +66,7 @@ def find_beginning(run: Run, source: ModelSource) -> Beginning:
             f"{group}.train_iters: {train_iters}, but the run would go on after iteration {iteration} of {source.weights}: "
             f"nothing is left to do. Raise train_iters to go on, or {advice}."
         )
-    return Beginning(source.weights, iteration)
+    return ResumePoint(source.weights, iteration)
 
 
 def how_to_go_on(run: Run, begun: float) -> str:

@@ -12,6 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.checkpoint.model_source import (
+    ModelSource,
+    check_critic_start,
+    check_reward_start,
+    check_weights,
+    find_model,
+    fresh_head_notice,
+    lacks_score_head,
+    rl_reference,
+)
 from mindspeed_rl.config import (
     ConfigError,
     MegatronConfig,
@@ -26,7 +36,7 @@ from mindspeed_rl.config import (
 from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.config.explain.effects import keys_without_effect
 from mindspeed_rl.config.keys.megatron import split_shares
-from mindspeed_rl.config.placement import rollout_layout
+from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, check_prompt_files, open_prompts
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, load_tokenizer
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
@@ -35,8 +45,8 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import reward_model_config
 from mindspeed_rl.observability.console import IterationProgress, StartSteps
 from mindspeed_rl.observability.trackers import Trackers
-from mindspeed_rl.rewards.dry_run import loading_mistakes
-from mindspeed_rl.rewards.static_check import reward_mistakes
+from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
+from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rollout import expert_counts
 from mindspeed_rl.runtime.cluster import process_environment, worker_environment
 from mindspeed_rl.trainers.advantages import ADVANTAGE_COLUMNS, Advantages
@@ -56,16 +66,6 @@ from mindspeed_rl.workers.agents import check_agents, check_tool_columns, tool_s
 from mindspeed_rl.workers.apart import ServedActorGroup, make_actor_group
 from mindspeed_rl.workers.columns import WORKER_COLUMNS, worker_columns
 from mindspeed_rl.workers.groups import RewardModelGroup, ScoringGroup
-from mindspeed_rl.workers.model_source import (
-    ModelSource,
-    check_critic_start,
-    check_reward_start,
-    check_weights,
-    find_model,
-    fresh_head_notice,
-    lacks_score_head,
-    rl_reference,
-)
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: who uses the data plane in this loop, and the columns that each puts
@@ -205,7 +205,7 @@ def _check_expert_files(run: Run, model_config: ModelConfig) -> None:
     if generate.eplb_token_collects:
         expert_counts.check_folder(Path(generate.eplb_token_save_path), model_config)
     if generate.expert_map_path and "generate_config.expert_map_path" not in keys_without_effect(run.config):
-        devices = rollout_layout(generate, run.plan.world_size).expert_ranks
+        devices = RolloutLayout.from_config(generate, run.plan.world_size).expert_ranks
         check_expert_map(
             Path(generate.expert_map_path), len(model_config.moe_layers), model_config.num_moe_experts or 0, devices
         )
@@ -271,14 +271,14 @@ def with_length(run: Run, num_prompts: int) -> Run:
 
 def _check_reward_names(run: Run) -> None:
     """Raises ConfigError for reward functions that do not exist."""
-    if mistakes := reward_mistakes(run.rl):
+    if mistakes := check_reward_functions(run.rl):
         raise ConfigError(mistakes)
 
 
 def _check_rewards(run: Run) -> None:
     """Raises ConfigError for reward functions that do not exist and plug-ins that do not load."""
     _check_reward_names(run)
-    if mistakes := loading_mistakes(run.rl, worker_environment(run.config, run.platform)):
+    if mistakes := dry_run_reward_functions(run.rl, worker_environment(run.config, run.platform)):
         raise ConfigError(mistakes)
 
 

@@ -8,19 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.config.keys.megatron import is_weight
-from mindspeed_rl.data.indexed import packed_columns
-from mindspeed_rl.data.tokenizer import check_tokenizer_files
-from mindspeed_rl.observability.progress import IterationProgress
-from mindspeed_rl.observability.steps import StartSteps
-from mindspeed_rl.observability.trackers import Trackers
-from mindspeed_rl.trainers.model_plans import model_plans
-from mindspeed_rl.trainers.resume import find_beginning, with_sound_checkpoint
-from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
-from mindspeed_rl.trainers.wrong_files import check_all
-from mindspeed_rl.workers.groups import SupervisedGroup
-from mindspeed_rl.workers.model_source import (
+from mindspeed_rl.checkpoint.model_source import (
     check_weights,
     find_model,
     fresh_head_notice,
@@ -29,6 +17,17 @@ from mindspeed_rl.workers.model_source import (
     load_tokenizer_of,
     reference_of,
 )
+from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config.keys.megatron import is_weight
+from mindspeed_rl.data.indexed import packed_columns
+from mindspeed_rl.data.tokenizer import check_tokenizer_files
+from mindspeed_rl.observability.console import IterationProgress, StartSteps
+from mindspeed_rl.observability.trackers import Trackers
+from mindspeed_rl.trainers.model_plans import model_plans
+from mindspeed_rl.trainers.resume import find_resume_point, with_sound_checkpoint
+from mindspeed_rl.trainers.supervised import SupervisedLogger, SupervisedTrainer
+from mindspeed_rl.trainers.wrong_files import check_all
+from mindspeed_rl.workers.groups import SupervisedGroup
 
 
 class SupervisedParts:
@@ -51,7 +50,7 @@ class SupervisedParts:
         check_all(_files(config))
         source = find_model(config, "megatron_training")
         model_plans(run, source)
-        self.beginning = find_beginning(run, source)
+        self.beginning = find_resume_point(run, source)
         for sentence in check_weights(config, source, is_scored=config.stage == "orm"):
             print(sentence, flush=True)
         load_tokenizer_of(config, source)  # raises where there is none

@@ -16,6 +16,7 @@ import torch
 from mindspeed_rl import platform
 from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
+from mindspeed_rl.checkpoint.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
@@ -26,13 +27,12 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
-from mindspeed_rl.rollout.protocol import Generated, Piece
+from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.kept_log_probs import KeptLogProbs
-from mindspeed_rl.workers.model_source import ModelSource, find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.order import UpdateOrder
 from mindspeed_rl.workers.replica import Replica
@@ -162,7 +162,7 @@ class ActorWorker(ModelWorker):
         metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
         return self._report(metrics)
 
-    def continue_responses(self, pieces: Sequence[Piece], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
+    def continue_responses(self, pieces: Sequence[PartialResponse], num_tokens: int) -> tuple[WorkerReport, list[Generated] | None]:
         """This replica's share of the responses, up to `num_tokens` tokens longer; see `RolloutReplica.continue_responses`."""
         metrics = Metrics()
         measured = self.memory("generate", "engine step", metrics)

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.config import (
     MegatronConfig,
     Run,
@@ -29,7 +30,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
-from mindspeed_rl.resharding.rendezvous import Meeting
+from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending, WorkerError, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport, add_bytes
@@ -38,7 +39,6 @@ from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
 from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
 from mindspeed_rl.workers.groups import ActorGroup, RunGroup
-from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
 
 #: how long finished responses are collected before they are put together
@@ -225,7 +225,7 @@ class ServedActorGroup(ApartActorGroup):
         settings = ServerSettings(
             hf_folder=str(source.hf_folder),
             generate=run.generate,
-            whole_distribution=self.sampling.whole_distribution,
+            full_distribution=self.sampling.full_distribution,
             platform=run.platform,
             folder=run.folder,
             heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
@@ -281,7 +281,7 @@ class ServedActorGroup(ApartActorGroup):
         # a run on one node gives its address as 127.0.0.1, where servers elsewhere do not find it
         if rollout_servers(self._run.config) and self._run.num_nodes == 1 and not self._all_local():
             host = ray.util.get_node_ip_address()
-        meeting: Meeting = self.servers.weights.new_meeting(host, port, names)
+        meeting: Rendezvous = self.servers.weights.new_meeting(host, port, names)
         # joining ends when all members are there: begun before servers are invited, awaited behind that
         futures = [process.call.remote("join_servers", meeting) for process in self.processes]
         invite(meeting)

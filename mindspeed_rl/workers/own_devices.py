@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
@@ -13,7 +14,6 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.dumping import PhaseDumps
-from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.model_worker import ModelWorker, add_step, critic_loss
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.roles import build_critic, build_reference, shared_settings

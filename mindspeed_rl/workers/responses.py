@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mindspeed_rl.checkpoint.model_source import ModelSource
 from mindspeed_rl.config import Run, SamplingConfig
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
-from mindspeed_rl.workers.model_source import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ def response_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]
         "input_ids": [torch.tensor(one.input_ids, dtype=torch.int64) for one in trajectories],
         "sequence_lengths": [torch.tensor(one.sequence_lengths, dtype=torch.int64) for one in trajectories],
         "truncated": [one.finish == "length" for one in trajectories],
-        "trajectories": [one.facts() for one in trajectories],
+        "trajectories": [one.reward_columns() for one in trajectories],
     }
 
 
@@ -50,7 +50,7 @@ def response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
             metrics.add_sum(name, sum(values))
         else:
             metrics.add_spread(name, values)
-    if any(one.facts() for one in trajectories):
+    if any(one.reward_columns() for one in trajectories):
         metrics.add_mean("rollout/failed_trajectories", sum(bool(one.failure) for one in trajectories), len(trajectories))
         metrics.add_mean("rollout/sequences_mean", sum(len(one.sequences) for one in trajectories), len(trajectories))
     return metrics

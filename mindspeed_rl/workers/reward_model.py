@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_rl.checkpoint.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
@@ -18,7 +19,6 @@ from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.model_source import find_model, load_tokenizer_of
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.role import Role
 from mindspeed_rl.workers.roles import build_reward_model, shared_settings

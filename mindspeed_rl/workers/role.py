@@ -16,6 +16,7 @@ from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, read_json
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
+from mindspeed_rl.checkpoint.model_source import ModelSource, base_of, lacks_score_head
 from mindspeed_rl.checkpoint.source import as_reward_config, check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_facts import HF_FILES
@@ -28,7 +29,6 @@ from mindspeed_rl.engine.weights import WithFreshHead, load_weights
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.workers.model_source import ModelSource, base_of, lacks_score_head
 
 
 @dataclass(frozen=True)

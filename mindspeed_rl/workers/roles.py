@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindspeed_rl.config import MegatronConfig, Run, own_critic_devices, own_reference_devices, own_reward_devices
-from mindspeed_rl.models.model_keys import reward_model_config
-from mindspeed_rl.models.plan import ModelPlan, plan_model
-from mindspeed_rl.workers.model_source import (
+from mindspeed_rl.checkpoint.model_source import (
     ModelSource,
     check_critic_start,
     check_reward_start,
     find_model,
     rl_reference,
 )
+from mindspeed_rl.config import MegatronConfig, Run, own_critic_devices, own_reference_devices, own_reward_devices
+from mindspeed_rl.models.model_keys import reward_model_config
+from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.workers.role import PassSettings, Role
 from mindspeed_rl.workers.scoring import Scoring, make_scoring
 

@@ -15,11 +15,12 @@ from torch import nn
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
+from mindspeed_rl.checkpoint.model_source import ModelSource
 from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
-from mindspeed_rl.models.kv_cache import kv_bytes_per_token
+from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.observability.metrics import Metrics
@@ -36,16 +37,15 @@ from mindspeed_rl.resharding.exchange import world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.arguments import routing_arguments
+from mindspeed_rl.rollout.arguments import build_routing_arguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.loading import LoadsWeights
-from mindspeed_rl.rollout.protocol import Generated, Piece
+from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.runtime.reports import add_bytes
 from mindspeed_rl.workers.agents import TASK_COLUMNS, item_tasks, make_agents, row_tasks
-from mindspeed_rl.workers.model_source import ModelSource
 from mindspeed_rl.workers.responses import response_columns, response_metrics, training_sampling
 from mindspeed_rl.workers.routing import rollout_routing
 
@@ -93,7 +93,7 @@ class RolloutReplica:
             kv_bytes_per_token=kv_bytes_per_token(model_config, self.dtype.itemsize),
             engine_arguments={
                 **(adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
-                **(routing_arguments(asks) if replays or config.eplb_token_collects else {}),
+                **(build_routing_arguments(asks) if replays or config.eplb_token_collects else {}),
             },
         )
         # of the actor, whose pipeline stages each get the experts of their own layers
@@ -133,11 +133,11 @@ class RolloutReplica:
         self.engine.restore_weights()
         self.host.write(lambda model: self._write(model, stream, adapters is not None), version)
         assert self._push is not None
-        model = self.engine.read_model()
+        model = self.engine.get_model()
         proven = self._push.prove(model).num_parameters
         if adapters is not None:
             adapters.write()
-            self.engine.use_adapter(adapters.path, version)
+            self.engine.load_adapter(adapters.path, version)
             proven += self._prove_adapters(model, adapters)
         return proven
 
@@ -159,7 +159,7 @@ class RolloutReplica:
                 world_exchange(),
                 replica=self._engine_number,
                 derived=DERIVED,
-                repacked=self.engine.repacked_parameters(model),
+                repacked=self.engine.find_repacked_parameters(model),
                 # beside adapters the weights stay as they are
                 delta=beside or config.update_weight_mode == "delta",
             )
@@ -253,18 +253,18 @@ class RolloutReplica:
         self.plane.put(columns, indexes)
         return response_metrics(trajectories)
 
-    def continue_responses(self, pieces: Sequence[Piece], num_tokens: int) -> list[Generated] | None:
+    def continue_responses(self, pieces: Sequence[PartialResponse], num_tokens: int) -> list[Generated] | None:
         """Every num_replicas-th response from this replica's number on, with up to `num_tokens` tokens more.
 
         Those that may go on are "aborted". None on ranks that hand none out.
         """
         most = self.engine.sampling.max_tokens
 
-        async def grown(piece: Piece) -> Generated:
-            kept = 0 if piece.begun is None else len(piece.begun.token_ids)
+        async def grown(piece: PartialResponse) -> Generated:
+            kept = 0 if piece.partial is None else len(piece.partial.token_ids)
             limit = min(most, kept + num_tokens)
             sampling = replace(self.engine.sampling, max_tokens=limit)
-            found = await self.host.generate(piece.prompt_ids, sampling, piece.seed, piece.begun)
+            found = await self.host.generate(piece.prompt_ids, sampling, piece.seed, piece.partial)
             goes_on = found.finish == "length" and len(found.token_ids) == limit < most
             return replace(found, finish="aborted") if goes_on else found
 
@@ -284,7 +284,7 @@ class RolloutReplica:
         async def answered() -> list[Trajectory]:
             found = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
             # nobody trains on answers, and routing would be most of what travels
-            return [one.without_routing() for one in found]
+            return [one.drop_routing() for one in found]
 
         return self.host.run(answered)
 

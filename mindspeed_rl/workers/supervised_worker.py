@@ -12,12 +12,13 @@ from typing import Any
 from megatron.core import parallel_state
 
 from mindspeed_rl.algorithms.interfaces import LossOutput
+from mindspeed_rl.checkpoint.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
 from mindspeed_rl.engine.train_engine import MicroBatching
-from mindspeed_rl.models.flops import ModelFlops
+from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.runtime.device_memory import PhaseMemory
@@ -25,7 +26,6 @@ from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.dumping import PhaseDumps
 from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
 from mindspeed_rl.workers.role import PassSettings, Role
 from mindspeed_rl.workers.stages.stage import make_stage, shares
 
@@ -47,7 +47,7 @@ class SupervisedWorker(DeviceWorker):
         self.stage = make_stage(config, tokenizer)
         model_plan = plan_model(config, source.hf_folder, head=self.stage.head)
         init_distributed(config, model_plan.layout.vpp)
-        self.flops = ModelFlops.of(model_plan.architecture, model_plan.model_config)
+        self.flops = ModelFlops.count(model_plan.architecture, model_plan.model_config)
         self.is_output = is_output_source()
         self.replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         self.train_items, self.held_out = self.stage.datasets(plan)

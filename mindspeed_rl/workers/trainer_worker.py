@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from mindspeed_rl.checkpoint.model_source import ModelSource
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.resharding.disaggregated import SpanningGroup, trainer_push
+from mindspeed_rl.resharding.disaggregated import WeightSyncGroup, build_trainer_push
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.rendezvous import Meeting
+from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.actor_worker import ActorWorker
-from mindspeed_rl.workers.model_source import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,16 +27,16 @@ class TrainerWorker(ActorWorker):
     def _open_rollout(
         self, plane: DataPlane, source: ModelSource, model_config: ModelConfig, tokenizer: PreTrainedTokenizerBase, run_id: str
     ) -> None:
-        self._group: SpanningGroup | None = None
+        self._group: WeightSyncGroup | None = None
         self._push: WeightPush | None = None
 
     def _close_rollout(self) -> None:
         pass
 
-    def join_servers(self, meeting: Meeting) -> None:
+    def join_servers(self, meeting: Rendezvous) -> None:
         """This rank is a member of a new group with the servers' workers; the group before is left."""
         self.leave_servers()
-        self._group = SpanningGroup(meeting, dist.get_rank())
+        self._group = WeightSyncGroup(meeting, dist.get_rank())
 
     def leave_servers(self) -> None:
         """The group with the servers' workers is left."""
@@ -58,7 +58,7 @@ class TrainerWorker(ActorWorker):
             try:
                 if self._push is None:
                     trained = replace(actor.stream.trained, bucket_bytes=generate.update_weights_bucket_mb << 20)
-                    self._push = trainer_push(self._group, trained, delta=generate.update_weight_mode == "delta")
+                    self._push = build_trainer_push(self._group, trained, delta=generate.update_weight_mode == "delta")
                 self._push.write(None)
                 self._push.compare(None)
             except Exception:

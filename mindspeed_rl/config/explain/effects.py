@@ -11,9 +11,8 @@ from mindspeed_rl.config.keys.diagnostics import MsprobeConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig, evaluates
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import default_of
-from mindspeed_rl.config.objective import named_estimator, resolve_objective
+from mindspeed_rl.config.objective import named_estimator
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import read_sizes, world_size
 
 ROLE_GROUPS = ("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config")
 
@@ -95,7 +94,8 @@ def _dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:
         )
     if cfg.rl_config is None or name not in ("reference_dump", "critic_train_dump"):
         return ""
-    objective = resolve_objective(cfg)
+    objective = cfg.objective
+    assert objective is not None
     if name == "reference_dump" and not objective.needs_reference:
         return "no reference model is needed"
     return "" if name == "reference_dump" or objective.has_critic else f"adv_estimator is {cfg.rl_config.adv_estimator}"
@@ -191,10 +191,7 @@ _OFF_POLICY_KEYS = _LOSS_KEYS.union(_CLIP_KEYS)
 
 
 def _is_on_policy(cfg: RunConfig) -> bool:
-    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
-        return False
-    sizes = read_sizes(cfg)
-    return sizes.can_divide and sizes.steps_per_rollout * sizes.epochs == 1
+    return cfg.sizes is not None and cfg.sizes.can_divide and cfg.sizes.on_policy
 
 
 def _rl_reason(cfg: RunConfig, name: str) -> str:
@@ -202,7 +199,8 @@ def _rl_reason(cfg: RunConfig, name: str) -> str:
     assert rl is not None and stage is not None  # one of its keys was set
     if cfg.is_supervised:
         return "use_wandb is true" if name == "use_tensorboard" and _wandb_replaces_tensorboard(rl) else ""
-    objective = resolve_objective(cfg)
+    objective = cfg.objective
+    assert objective is not None
     functions = rl.verifier_function if rl.rule_reward else []
     named = named_estimator(rl)
     estimator, loss_type = f"adv_estimator is {rl.adv_estimator}", f"loss_type is {objective.loss_type}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl.config.explain.effects import changed_keys, keys_without_effect
@@ -11,11 +12,10 @@ from mindspeed_rl.config.explain.suggestions import mended
 from mindspeed_rl.config.explain.warnings import learning_rate, run_warnings
 from mindspeed_rl.config.keys.turns import describe_samples
 from mindspeed_rl.config.objective import formula
-from mindspeed_rl.config.plan import batch_table
 from mindspeed_rl.config.rules.validation import missing_for_training, unavailable, validate
 from mindspeed_rl.config.rules.violation import written
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import read_sizes, shown, world_size
+from mindspeed_rl.config.sizes import batch_table, round_number
 
 
 def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -31,8 +31,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
     can be read too.
     """
     violations = validate(cfg, num_nodes)
-    known = cfg.actor_config.global_batch_size is not None and world_size(cfg) is not None
-    sizes = read_sizes(cfg, num_nodes) if known else None
+    sizes = None if cfg.sizes is None else replace(cfg.sizes, num_nodes=num_nodes)
     # all tables divide by these numbers; the errors name those below 1
     if sizes is not None and not sizes.can_divide:
         sizes = None
@@ -58,7 +57,9 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
             "platform": cfg.platform,
         },
         "batch": {} if sizes is None else batch_table(sizes, cfg.actor_config.train_iters),
-        "dispatch_sizes": {} if rollout is None else {name: shown(size) for name, size in rollout.dispatch_sizes().items()},
+        "dispatch_sizes": (
+            {} if rollout is None else {name: round_number(size) for name, size in rollout.dispatch_sizes().items()}
+        ),
         "resources": {} if sizes is None else resources(cfg, sizes),
         "formula": formula(cfg),
         "length": "",
@@ -66,7 +67,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1, tree: Mapping[str, Any] | None =
         "learning_rate": learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
         "earlier_names": {name: note for name, note in cfg.earlier.items() if note.startswith("read as ")},
-        "warnings": run_warnings(cfg, num_nodes),
+        "warnings": run_warnings(cfg),
         "changed_keys": changed_keys(cfg),
         "keys_without_effect": keys_without_effect(cfg),
         "unavailable": unavailable(cfg),

@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.objective import resolve_objective
-from mindspeed_rl.config.placement import RolloutLayout, rollout_layout
+from mindspeed_rl.config.placement import Layout
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import (
-    Layout,
-    Sizes,
-    num_devices,
-    own_critic_devices,
-    own_reference_devices,
-    own_reward_devices,
-    own_rollout_devices,
-    rollout_servers,
-    shown,
-)
+from mindspeed_rl.config.sizes import Sizes, round_number
 
 _LISTED_GROUPS = 4
 
@@ -64,12 +52,12 @@ def expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]:
 def resources(cfg: RunConfig, sizes: Sizes) -> dict[str, Any]:
     """Return devices, phases and parallel groups of a run; groups only where the devices come out even."""
     actor = sizes.actor
-    count = num_devices(cfg)
+    count, engines = cfg.placement.num_devices, cfg.placement.engines
     result: dict[str, Any] = {
         "platform": cfg.platform,
         "num_devices": count,
         "num_nodes": sizes.num_nodes,
-        "devices_per_node": shown(count / sizes.num_nodes),
+        "devices_per_node": round_number(count / sizes.num_nodes),
         "roles": {"actor": _role(actor, cfg.actor_config)},
         "phases": _phases(cfg, sizes),
     }
@@ -80,30 +68,25 @@ def resources(cfg: RunConfig, sizes: Sizes) -> dict[str, Any]:
     if sizes.counting != "samples":
         result["roles"]["rollout"] = {
             "devices": sizes.rollout.num_npus,
-            "replicas": shown(sizes.rollout.dp_size),
+            "replicas": round_number(sizes.rollout.dp_size),
             "infer_tensor_parallel_size": sizes.rollout.tensor,
         }
-        if (lie := _engines(cfg, sizes)).expert_ranks > 1:
-            result["roles"]["rollout"] |= {"replicas_sharing_experts": lie.sharing, "ep": lie.expert_ranks}
+        if engines is not None and engines.expert_ranks > 1:
+            result["roles"]["rollout"] |= {"replicas_sharing_experts": engines.sharing, "ep": engines.expert_ranks}
     if actor.num_npus % actor.replica_size == 0:
         result["parallel_groups"] = parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
         if experts := expert_groups(actor, cfg.actor_config):
             result["parallel_groups"]["ep"] = experts
     if sizes.counting != "samples" and sizes.rollout.num_npus % sizes.rollout.replica_size == 0:
         result.setdefault("parallel_groups", {})["rollout"] = parallel_groups(sizes.rollout)["tp"]
-        if (lie := _engines(cfg, sizes)).expert_ranks > 1 and not lie.world_size % lie.expert_ranks:
-            result["parallel_groups"]["rollout_ep"] = lie.expert_groups()
+        if engines is not None and engines.expert_ranks > 1 and not engines.world_size % engines.expert_ranks:
+            result["parallel_groups"]["rollout_ep"] = engines.expert_groups()
     return result
-
-
-def _engines(cfg: RunConfig, sizes: Sizes) -> RolloutLayout:
-    """How the rollout engines lie over the devices."""
-    return rollout_layout(cfg.generate_config or GenerateConfig(), sizes.rollout.num_npus)
 
 
 def _role(layout: Layout, role: MegatronConfig) -> dict[str, Any]:
     summary = {"devices": layout.num_npus, "tp": layout.tensor, "pp": layout.pipeline, "cp": layout.context}
-    summary |= {"dp": shown(layout.dp_size)}
+    summary |= {"dp": round_number(layout.dp_size)}
     if role.num_experts is not None:
         summary["ep"] = role.expert_model_parallel_size
     return summary
@@ -113,18 +96,19 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     """Return the phases of one iteration in order, each with its devices and what they hold."""
     everyone = f"0-{sizes.actor.num_npus - 1}" if sizes.actor.num_npus > 1 else "0"
     actor = _engine(sizes.actor)
-    if cfg.rl_config is None or sizes.counting == "samples":
+    if cfg.rl_config is None or cfg.objective is None:
         phases = [{"phase": "train", "devices": everyone, "holds": f"{cfg.stage} on Megatron {actor}"}]
         return phases
-    rl, generate, objective = cfg.rl_config, cfg.generate_config, resolve_objective(cfg)
+    rl, generate, objective = cfg.rl_config, cfg.generate_config, cfg.objective
+    dedicated, engines = cfg.placement.dedicated, cfg.placement.engines
     critic = sizes.critic if objective.has_critic else None
-    critics, kept = _own(own_critic_devices(cfg), everyone), []
+    critics, kept = _own(dedicated.get("critic"), everyone), []
     if generate is not None:
         kept = [what for what in ("optimizer", "grad", "param") if not getattr(generate, f"offload_train_{what}")]
     beside = f", beside training {', '.join(kept)}" if kept else ", training state off the device"
-    count, tensor = shown(sizes.rollout.dp_size), sizes.rollout.tensor
-    lie = _engines(cfg, sizes)
-    spread = f", experts over {lie.expert_ranks} devices (EP{lie.expert_ranks})" if lie.expert_ranks > 1 else ""
+    count, tensor = round_number(sizes.rollout.dp_size), sizes.rollout.tensor
+    ranks = 1 if engines is None else engines.expert_ranks
+    spread = f", experts over {ranks} devices (EP{ranks})" if ranks > 1 else ""
     generators = _generators(cfg, everyone)
     # engines on devices of their own have nothing of the training beside them
     if generators != everyone:
@@ -139,18 +123,18 @@ def _phases(cfg: RunConfig, sizes: Sizes) -> list[dict[str, Any]]:
     if "greedy_baseline" in objective.needs:
         phases.append({"phase": "greedy_baselines", "devices": generators, "holds": f"{count} rollout engine(s) TP{tensor}"})
     if cfg.reward_config is not None or rl.reward_model is not None:
-        model, apart = _engine(sizes.reward or sizes.actor), own_reward_devices(cfg)
+        model, apart = _engine(sizes.reward or sizes.actor), dedicated.get("reward")
         phases.append({"phase": "reward_model", "devices": _own(apart, everyone), "holds": f"reward model on Megatron {model}"})
     if objective.needs_reference:
         what = "the actor with adapters off" if rl.share_backbone else "reference weights"
         phases.append(
             {
                 "phase": "ref_log_probs",
-                "devices": _own(own_reference_devices(cfg), everyone),
+                "devices": _own(dedicated.get("ref"), everyone),
                 "holds": f"{what} on Megatron {_engine(sizes.ref or sizes.actor)}",
             }
         )
-    if objective.needs_old_log_probs(on_policy=sizes.steps_per_rollout * sizes.epochs == 1):
+    if objective.needs_old_log_probs(on_policy=sizes.on_policy):
         phases.append({"phase": "old_log_probs", "devices": everyone, "holds": f"actor on Megatron {actor}"})
     if critic is not None:
         phases.append({"phase": "values", "devices": critics, "holds": f"critic on Megatron {_engine(critic)}"})
@@ -174,15 +158,14 @@ def _own(devices: int | None, shared: str) -> str:
 
 def _generators(cfg: RunConfig, shared: str) -> str:
     """Return the devices that generate."""
-    elsewhere = rollout_servers(cfg)
-    if elsewhere:
-        return f"{len(elsewhere)} server(s) elsewhere"
-    return _own(own_rollout_devices(cfg), shared)
+    if servers := cfg.placement.servers:
+        return f"{len(servers)} server(s) elsewhere"
+    return _own(cfg.placement.dedicated.get("rollout"), shared)
 
 
 def _engine(layout: Layout) -> str:
     context = f" CP{layout.context}" if layout.context > 1 else ""
-    return f"TP{layout.tensor} PP{layout.pipeline}{context} DP{shown(layout.dp_size)}"
+    return f"TP{layout.tensor} PP{layout.pipeline}{context} DP{round_number(layout.dp_size)}"
 
 
 def short(groups: list[list[int]]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.turns import response_limit, response_limit_key
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import read_sizes, world_size
 
 #: rounds of generation above which a rollout is called slow
 _MANY_ROUNDS = 4
@@ -31,12 +30,12 @@ def learning_rate(cfg: RunConfig) -> str:
     return text
 
 
-def run_warnings(cfg: RunConfig, num_nodes: int = 1) -> list[str]:
+def run_warnings(cfg: RunConfig) -> list[str]:
     """Return a sentence for each thing that costs time or results and that the run file may not have meant."""
     group = "megatron_training" if cfg.is_supervised else "actor_config"
     found = [*_kept(cfg.actor_config, group), *_schedule(cfg, group)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
-        found += [*_mini_batch(cfg), *_room(cfg), *_rounds(cfg, num_nodes), *_old_tokens(cfg)]
+        found += [*_mini_batch(cfg), *_room(cfg), *_rounds(cfg), *_old_tokens(cfg)]
     return found
 
 
@@ -57,10 +56,8 @@ def _schedule(cfg: RunConfig, group: str) -> Iterator[str]:
 
 
 def _mini_batch(cfg: RunConfig) -> Iterator[str]:
-    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
-        return
-    sizes = read_sizes(cfg)
-    if sizes.counting == "prompts" and sizes.mini_batch_size > sizes.mini_batch_prompts:
+    sizes = cfg.sizes
+    if sizes is not None and sizes.counting == "prompts" and sizes.mini_batch_size > sizes.mini_batch_prompts:
         yield (
             f"rl_config.mini_batch_size ({sizes.mini_batch_size}) is more than the {sizes.mini_batch_prompts} prompts that an "
             f"iteration trains on: each pass over them makes one optimizer step of {sizes.mini_batch_prompts} prompts"
@@ -80,11 +77,9 @@ def _room(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def _rounds(cfg: RunConfig, num_nodes: int) -> Iterator[str]:
-    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
-        return
-    sizes, at_once = read_sizes(cfg, num_nodes), cfg.generate_config.max_num_seqs if cfg.generate_config else 0
-    if not sizes.can_divide or at_once < 1 or "max_num_seqs" not in cfg.set_keys.get("generate_config", frozenset()):
+def _rounds(cfg: RunConfig) -> Iterator[str]:
+    sizes, at_once = cfg.sizes, cfg.generate_config.max_num_seqs if cfg.generate_config else 0
+    if sizes is None or not sizes.can_divide or at_once < 1 or "max_num_seqs" not in cfg.set_keys.get("generate_config", frozenset()):
         return
     share = sizes.rollout_samples / sizes.rollout.dp_size
     if at_once < 32 and share / at_once > _MANY_ROUNDS:

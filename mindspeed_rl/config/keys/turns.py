@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.rules.violation import Violation, broken
-from mindspeed_rl.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config.run import RunConfig
 
 #: loop -> the key that it needs
 _NEEDS = {"environment": "environment", "scheduler": "multi_turn_scheduler", "tool_agent": "tool_config_path"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mindspeed_rl.config.sizes import DISPATCH_KEYS, Layout, Number, Sizes, shown
+from mindspeed_rl.config.placement import Layout, Number
+from mindspeed_rl.config.sizes import DISPATCH_KEYS, Sizes, round_number
 
 
 @dataclass(frozen=True)
@@ -140,15 +141,16 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
             rollout_names,
             lambda k: (
                 f"per_device_generation_batch_size = generation_batch_size ({total}) / world_size ({sizes.actor.num_npus}) = "
-                f"{shown(total / sizes.actor.num_npus)} must be at least 1"
+                f"{round_number(total / sizes.actor.num_npus)} must be at least 1"
             ),
         )
     if uneven:
         return
     dp = sizes.actor.dp_size
-    rollout = f"num_rollout_prompts ({shown(sizes.rollout_prompts)}) = generation_batch_size ({total}) / num_generations ({n})"
-    each = f"num_rollout_prompts ({shown(sizes.rollout_prompts)}) / dp_size ({dp})"
-    per_dp = shown(sizes.rollout_prompts / dp)
+    prompts = f"num_rollout_prompts ({round_number(sizes.rollout_prompts)})"
+    rollout = f"{prompts} = generation_batch_size ({total}) / num_generations ({n})"
+    each = f"{prompts} / dp_size ({dp})"
+    per_dp = round_number(sizes.rollout_prompts / dp)
     if total % (n * dp):
         yield Breach(
             "rollout_prompts_per_dp",
@@ -169,7 +171,7 @@ def _completions(sizes: Sizes, uneven: bool) -> Iterator[Breach]:
                 f"num_rollout_prompts_per_dp_group ({per_dp}) = {each} must be divisible by {k['micro_batch_size']} ({m})"
             ),
         )
-    train_per_dp = shown(sizes.step_prompts / dp)
+    train_per_dp = round_number(sizes.step_prompts / dp)
     train = f"num_prompts_per_dp_group = global_batch_size ({step}) / num_generations ({n}) / dp_size ({dp}) = {train_per_dp}"
     if step < n * dp:
         yield Breach(
@@ -287,7 +289,7 @@ def _dispatch(sizes: Sizes) -> Iterator[Breach]:
                 "dispatch_limit",
                 (name,),
                 lambda k, name=name, size=size, limit=limit: (
-                    f"{k[name]} ({size}) must be at most {shown(limit)}, the rows of one replica"
+                    f"{k[name]} ({size}) must be at most {round_number(limit)}, the rows of one replica"
                 ),
             )
         elif rows % size:
@@ -301,7 +303,7 @@ def _dispatch(sizes: Sizes) -> Iterator[Breach]:
                 "dispatch_divides",
                 (name,),
                 lambda k, name=name, size=size, limit=limit: (
-                    f"{k[name]} ({size}) must divide the {shown(limit)} rows of a rollout replica"
+                    f"{k[name]} ({size}) must divide the {round_number(limit)} rows of a rollout replica"
                 ),
             )
         if name == "dynamic_sampling_dispatch_size" and size % sizes.group_size:

@@ -78,7 +78,7 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
             yield Obstacle(rule, message)
 
 
-def shape_of_run(cfg: RunConfig) -> EngineShape:
+def read_engine_shape(cfg: RunConfig) -> EngineShape:
     """Return what is known of the model that a run generates with: the run file's own keys first, then config.json."""
     actor, facts = cfg.actor_config, cfg.model_facts
     found = EngineShape(source="the run file") if facts is None else facts.shape
@@ -102,8 +102,8 @@ def shape_of_run(cfg: RunConfig) -> EngineShape:
     )
 
 
-def splits(shape: EngineShape, tensor: int) -> bool:
-    """True where a replica may lie on so many devices."""
+def can_split(shape: EngineShape, tensor: int) -> bool:
+    """Return True where a replica can be split over so many devices."""
     request = EngineRequest(tensor, 0, "", "")
     return not any(row(shape, request, _OTHERS) for row in (_heads, _kv_heads, _ffn))
 

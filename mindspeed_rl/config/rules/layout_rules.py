@@ -8,29 +8,17 @@ from typing import Any
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig, joined
 from mindspeed_rl.config.keys.turns import response_limit
-from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles, shape_of_run
+from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles, read_engine_shape
 from mindspeed_rl.config.rules.violation import Violation, broken
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import (
-    own_critic_devices,
-    own_reference_devices,
-    own_reward_devices,
-    own_rollout_devices,
-    world_size,
-)
 
 
 def layout_violations(cfg: RunConfig) -> Iterator[Violation]:
     """Yield every broken layout rule of every role that has its own settings."""
-    yield from _role(cfg, "actor_config", cfg.actor_config, world_size(cfg))
-    own = {
-        "ref_config": own_reference_devices(cfg),
-        "reward_config": own_reward_devices(cfg),
-        "critic_config": own_critic_devices(cfg),
-    }
-    for name, devices in own.items():
-        if name in cfg.set_keys:
-            yield from _role(cfg, name, getattr(cfg, name), devices)
+    yield from _role(cfg, "actor_config", cfg.actor_config, cfg.placement.world_size)
+    for role in ("ref", "reward", "critic"):
+        if (group := f"{role}_config") in cfg.set_keys:
+            yield from _role(cfg, group, getattr(cfg, group), cfg.placement.dedicated.get(role))
     if not cfg.is_supervised:
         yield from _rollout(cfg)
 
@@ -247,7 +235,7 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
     if tp < 1:
         yield Violation("rollout.positive", {tp_key: tp}, f"{tp_key} ({tp}) must be at least 1", ({tp_key: 1},))
         return
-    shape = shape_of_run(cfg)
+    shape = read_engine_shape(cfg)
     concerned = {
         "heads": {"num_attention_heads": shape.num_heads, tp_key: tp},
         "kv_heads": {"num_query_groups": shape.num_kv_heads, tp_key: tp},
@@ -265,7 +253,7 @@ def _rollout(cfg: RunConfig) -> Iterator[Violation]:
         if obstacle.rule == "length" and shape.max_length is not None and _needed_length(cfg) <= shape.max_length:
             mends = ({length_key: shape.max_length},)
         yield Violation(f"rollout.{obstacle.rule}", concerned[obstacle.rule], obstacle.message, mends)
-    world = own_rollout_devices(cfg) or world_size(cfg)
+    world = cfg.placement.dedicated.get("rollout") or cfg.placement.world_size
     if generate.enable_expert_parallel:
         yield from _rollout_experts(cfg, generate, world)
 

@@ -97,8 +97,8 @@ def _candidates(sizes: Sizes, name: str) -> list[int]:
 def _construct(sizes: Sizes) -> dict[str, int]:
     """Return a plan built from the bottom up, each number the nearest multiple that the ones below it allow."""
     roles = [item for item in (sizes.ref, sizes.reward, sizes.critic) if item is not None]
-    shared = [item.replica_size for item in roles if not item.apart]
-    if not sizes.rollout.apart:
+    shared = [item.replica_size for item in roles if not item.dedicated]
+    if not sizes.rollout.dedicated:
         shared.append(sizes.rollout.replica_size)
     world = _round_to(sizes.actor.num_npus, math.lcm(sizes.actor.replica_size, sizes.num_nodes, *shared))
     change = {"num_npus": world, "micro_batch_size": max(1, sizes.micro_batch_size)}

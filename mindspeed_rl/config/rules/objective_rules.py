@@ -11,7 +11,7 @@ from mindspeed_rl.catalogue import POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.records import Bounds, PolicyLoss
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.turns import earns, response_limit, response_limit_key
-from mindspeed_rl.config.objective import Objective, resolve_objective
+from mindspeed_rl.config.objective import Objective
 from mindspeed_rl.config.rules.violation import Violation, broken, out_of_range
 from mindspeed_rl.config.run import RunConfig
 
@@ -84,9 +84,9 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def _algorithms(cfg: RunConfig) -> Iterator[Violation]:
-    if cfg.rl_config is None or cfg.is_supervised:
+    rl, objective = cfg.rl_config, cfg.objective
+    if rl is None or objective is None:
         return
-    rl, objective = cfg.rl_config, resolve_objective(cfg)
     yield from algorithm_violations(rl, objective)
     n, least = rl.n_samples_per_prompt, objective.min_group_size
     # with num_generations the batch rules say it, below 1 the bounds

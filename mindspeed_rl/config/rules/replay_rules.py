@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.rules.violation import Violation, broken
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import read_sizes, rollout_is_apart, world_size
 
 _MODE = "rl_config.router_replay.mode"
 _COUNTS = "generate_config.eplb_token_collects"
@@ -76,13 +74,10 @@ def _obstacles(cfg: RunConfig) -> Iterator[str]:
 
 
 def _obstacles_of_recording(cfg: RunConfig) -> Iterator[str]:
-    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+    sizes, objective = cfg.sizes, cfg.objective
+    if sizes is None or not sizes.can_divide or objective is None:
         return
-    sizes = read_sizes(cfg)
-    if not sizes.can_divide:
-        return
-    on_policy = sizes.steps_per_rollout * sizes.epochs == 1
-    if not resolve_objective(cfg).needs_old_log_probs(on_policy=on_policy):
+    if not objective.needs_old_log_probs(on_policy=sizes.on_policy):
         yield (
             "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is followed by "
             "one optimizer step; R3 needs no such pass"
@@ -92,7 +87,7 @@ def _obstacles_of_recording(cfg: RunConfig) -> Iterator[str]:
 def _obstacles_of_engine(cfg: RunConfig) -> Iterator[str]:
     rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None
-    if rollout_is_apart(cfg):
+    if cfg.placement.disaggregated:
         yield "rollout servers do not hand out the experts of their tokens"
     if rl.partial_rollout_max_split > 1:
         yield (

@@ -9,11 +9,9 @@ from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, evaluates, is_weight, split_shares
 from mindspeed_rl.config.keys.turns import response_limit, turn_rules
-from mindspeed_rl.config.objective import resolve_objective
 from mindspeed_rl.config.rules.replay_rules import expert_count_rules, replay_rules
 from mindspeed_rl.config.rules.violation import Violation, broken
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import own_reference_devices, own_rollout_devices, rollout_is_apart
 
 
 def _stage(cfg: RunConfig) -> Iterator[Violation]:
@@ -166,7 +164,8 @@ def _roles(cfg: RunConfig) -> Iterator[Violation]:
             {"rl_config.share_backbone": False},
         )
     # raises nothing: names and plug-ins were looked up when the file was loaded
-    objective = resolve_objective(cfg)
+    objective = cfg.objective
+    assert objective is not None
     # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
     if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
         yield broken(
@@ -194,7 +193,7 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
             key = f"rl_config.{name}_resource.num_npus"
             yield broken("apart_positive", {key: own.num_npus}, f"{key} ({own.num_npus}) must be at least 1", {key: 1})
     # rules also run beside numbers that are out of bounds, so no divisor may be below 1
-    devices, tensor = own_rollout_devices(cfg), generate.infer_tensor_parallel_size
+    devices, tensor = cfg.placement.dedicated.get("rollout"), generate.infer_tensor_parallel_size
     if devices is not None and tensor >= 1 and devices % tensor:
         keys = {"rl_config.rollout_resource.num_npus": devices, "generate_config.infer_tensor_parallel_size": tensor}
         yield broken(
@@ -205,16 +204,16 @@ def _apart(cfg: RunConfig) -> Iterator[Violation]:
             # rounded up, which leaves one server at least
             {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},
         )
-    if own_reference_devices(cfg) is not None and (rl.share_backbone or rl.sync_ref_model):
+    if cfg.placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
         name = "share_backbone" if rl.share_backbone else "sync_ref_model"
         yield broken(
             "reference_beside_actor",
-            {"rl_config.reference_resource": own_reference_devices(cfg), f"rl_config.{name}": True},
+            {"rl_config.reference_resource": cfg.placement.dedicated.get("ref"), f"rl_config.{name}": True},
             f"rl_config.{name} needs the reference on the actor's devices; leave rl_config.reference_resource out",
             {"rl_config.reference_resource": None},
             {f"rl_config.{name}": False},
         )
-    if rollout_is_apart(cfg) and generate.infer_expert_parallel_size > 1:
+    if cfg.placement.disaggregated and generate.infer_expert_parallel_size > 1:
         value = generate.infer_expert_parallel_size
         yield broken(
             "server_experts",
@@ -233,10 +232,10 @@ def _servers(cfg: RunConfig) -> Iterator[Violation]:
     hosts, ports = generate.vllm_server_host, generate.vllm_server_port
     if hosts is None:
         return
-    if own_rollout_devices(cfg) is not None:
+    if cfg.placement.dedicated.get("rollout") is not None:
         yield broken(
             "one_kind_of_server",
-            {"generate_config.vllm_server_host": hosts, "rl_config.rollout_resource": own_rollout_devices(cfg)},
+            {"generate_config.vllm_server_host": hosts, "rl_config.rollout_resource": cfg.placement.dedicated.get("rollout")},
             "generate_config.vllm_server_host and rl_config.rollout_resource exclude each other: the rollout is on servers "
             "that were started by hand, or on devices of this run",
             {"rl_config.rollout_resource": None},
@@ -296,7 +295,7 @@ def _asynchronous(cfg: RunConfig) -> Iterator[Violation]:
             "weights interrupt them",
             {"rl_config.partial_rollout_max_split": 1},
         )
-    if rollout_is_apart(cfg) and rl.partial_rollout_max_split > 1:
+    if cfg.placement.disaggregated and rl.partial_rollout_max_split > 1:
         yield broken(
             "partial_rollout_apart",
             {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "the rollout": "on devices of its own"},
@@ -382,7 +381,7 @@ def _dumps(cfg: RunConfig) -> Iterator[Violation]:
             yield broken("dump_range", keys, message, {f"msprobe_config.{last}": getattr(dumps, first)})
     if not dumps.actor_infer_dump or cfg.is_supervised:
         return
-    if rollout_is_apart(cfg):
+    if cfg.placement.disaggregated:
         yield broken(
             "dump_engine",
             {"msprobe_config.actor_infer_dump": True},
@@ -443,7 +442,7 @@ def _pushed_adapters(cfg: RunConfig) -> Iterator[Violation]:
             merged,
         )
     reasons = {
-        "the rollout servers take merged weights": rollout_is_apart(cfg),
+        "the rollout servers take merged weights": cfg.placement.disaggregated,
         "the engine takes no adapters of experts": bool(actor.num_experts),
         # the largest of vLLM's MaxLoRARanks
         f"the engine takes adapters of rank 512 at most, and lora_r is {actor.lora_r}": actor.lora_r > 512,
@@ -518,7 +517,7 @@ def _data(cfg: RunConfig) -> Iterator[Violation]:
 def _own_folders(cfg: RunConfig) -> Iterator[Violation]:
     """Every role that trains has checkpoints of its own; two in one folder would overwrite each other."""
     actor, critic = cfg.actor_config, cfg.critic_config
-    if cfg.rl_config is None or cfg.is_supervised or critic is None or not resolve_objective(cfg).has_critic:
+    if critic is None or cfg.objective is None or not cfg.objective.has_critic:
         return
     # a link, or another spelling, is the same folder
     folders = [os.path.realpath(os.path.expanduser(role.save)) for role in (actor, critic) if role.save]

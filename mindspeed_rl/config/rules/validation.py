@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl.config.bounds import out_of_bounds
@@ -14,16 +14,7 @@ from mindspeed_rl.config.rules.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.config.rules.run_rules import RUN_RULES
 from mindspeed_rl.config.rules.violation import Violation, broken
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import (
-    Sizes,
-    own_critic_devices,
-    own_reference_devices,
-    own_reward_devices,
-    read_sizes,
-    rollout_is_apart,
-    size_keys,
-    world_size,
-)
+from mindspeed_rl.config.sizes import Sizes, size_keys
 
 
 def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
@@ -42,9 +33,9 @@ def validate(cfg: RunConfig, num_nodes: int = 1) -> list[Violation]:
 
 def is_valid(cfg: RunConfig, num_nodes: int = 1) -> bool:
     """Return whether `validate` finds nothing, without its search for nearest values: for those who try many run files."""
-    if any(True for _ in out_of_bounds(cfg)) or cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+    if any(True for _ in out_of_bounds(cfg)) or cfg.sizes is None:
         return False
-    sizes = read_sizes(cfg, num_nodes)
+    sizes = replace(cfg.sizes, num_nodes=num_nodes)
     if not sizes.has_layouts or not is_sound(sizes):
         return False
     return not any(True for rule in (layout_violations, *RUN_RULES, *OBJECTIVE_RULES) for _ in rule(cfg))
@@ -61,18 +52,15 @@ def other_violations(cfg: RunConfig, num_nodes: int) -> list[Violation]:
 
 def batch_violations(cfg: RunConfig, num_nodes: int) -> Iterator[Violation]:
     """Yield the broken rules between batch sizes and devices; each proposal satisfies all of them."""
-    missing = False
     if cfg.actor_config.global_batch_size is None:
-        missing = True
         yield broken("is_set", {"megatron_training.global_batch_size": None}, "megatron_training.global_batch_size is not set")
-    if world_size(cfg) is None:
-        missing = True
+    if cfg.placement.world_size is None:
         name = "rl_config.actor_resource.num_npus"
         unit = cfg.actor_config.model_parallel_size
         yield broken("is_set", {name: None}, f"{name} is not set; it is a multiple of {unit} here")
-    if missing:
+    if cfg.sizes is None:
         return
-    sizes, keys = read_sizes(cfg, num_nodes), size_keys(cfg)
+    sizes, keys = replace(cfg.sizes, num_nodes=num_nodes), size_keys(cfg)
     if not sizes.has_layouts:
         return  # the layout rules name the parallel size that is below 1
     found = list(breaches(sizes))
@@ -120,11 +108,8 @@ def _nearest_layout(
     known_batch = _broken_batch_rules(cfg, num_nodes)
     for candidates in (range(current - 1, 0, -1), range(current + 1, 4 * current + 1)):
         for value in candidates:
-            trial = copy.copy(cfg)
-            for role in ("megatron_training", "actor_config", "ref_config") if group == "megatron_training" else (group,):
-                changed = copy.copy(getattr(cfg, role))
-                setattr(changed, name, value)
-                setattr(trial, role, changed)
+            roles = ("megatron_training", "actor_config", "ref_config") if group == "megatron_training" else (group,)
+            trial = replace(cfg, **{role: replace(getattr(cfg, role), **{name: value}) for role in roles})
             still = {violation.rule for violation in rules(trial)}
             if rule not in still and still <= known and _broken_batch_rules(trial, num_nodes) <= known_batch:
                 nearest.append(value)
@@ -133,10 +118,9 @@ def _nearest_layout(
 
 
 def _broken_batch_rules(cfg: RunConfig, num_nodes: int) -> set[str]:
-    if cfg.actor_config.global_batch_size is None or world_size(cfg) is None:
+    if cfg.sizes is None or not cfg.sizes.has_layouts:
         return set()
-    sizes = read_sizes(cfg, num_nodes)
-    return {breach.rule for breach in breaches(sizes)} if sizes.has_layouts else set()
+    return {breach.rule for breach in breaches(replace(cfg.sizes, num_nodes=num_nodes))}
 
 
 # --- what a run needs beyond being consistent -------------------------------------------------------------------------------
@@ -176,7 +160,7 @@ def unavailable(cfg: RunConfig) -> list[str]:
     if (rl := cfg.rl_config) is not None:
         found += [
             (
-                rl.trainer_mode != "sync" and not rollout_is_apart(cfg),
+                rl.trainer_mode != "sync" and not cfg.placement.disaggregated,
                 "rl_config.trainer_mode",
                 f"{rl.trainer_mode} generates while it trains, which needs rollout servers on devices of their own: set "
                 "rl_config.use_integrated_worker: false with rl_config.rollout_resource, or generate_config.vllm_server_host",
@@ -187,13 +171,9 @@ def unavailable(cfg: RunConfig) -> list[str]:
         critic = rl.critic_resource
         apart = rl.use_integrated_worker and critic is not None and critic.num_npus not in (None, shared)
         found.append((apart, "rl_config.critic_resource", f"the critic shares the {shared} devices of the actor"))
-        for role, devices in (
-            ("ref", own_reference_devices(cfg)),
-            ("critic", own_critic_devices(cfg)),
-            ("reward", own_reward_devices(cfg)),
-        ):
+        for role in ("ref", "critic", "reward"):
             own = getattr(cfg, f"{role}_config")
-            if own is None or devices:
+            if own is None or cfg.placement.dedicated.get(role):
                 continue
             for key in _SHARED_LAYOUT:
                 theirs, actors = getattr(own, key), getattr(cfg.actor_config, key)

@@ -18,7 +18,7 @@ from sample_runs import prompt_level
 from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.config import ConfigError, RunConfig, formula, resolve, resolve_objective, validate
+from mindspeed_rl.config import ConfigError, RunConfig, formula, resolve, validate
 from mindspeed_rl.config.explain.effects import keys_without_effect
 from mindspeed_rl.config.explain.plan_page import explain
 from mindspeed_rl.trainers.schedule import Schedule
@@ -64,7 +64,7 @@ def test_explain_prints_the_formulas_of_plugins_with_the_runs_numbers(folder: Pa
 def test_what_a_plugin_needs_is_switched_on(folder: Path) -> None:
     cfg = run_of(**LOSS, **ADVANTAGE)
     assert validate(cfg) == []
-    objective = resolve_objective(cfg)
+    objective = cfg.objective
     assert objective.needs == {"reference", "values"}
     assert (objective.needs_reference, objective.has_critic, objective.kl_place) == (True, True, None)
     phases = [phase["phase"] for phase in explain(cfg)["resources"]["phases"]]
@@ -87,7 +87,7 @@ def test_a_loss_that_needs_old_log_probs_and_entropies_gets_them_with_one_step_a
 
 
 def test_the_loss_of_the_page_gives_the_numbers_of_its_formula(folder: Path) -> None:
-    objective = resolve_objective(run_of(**LOSS))
+    objective = run_of(**LOSS).objective
     objective = pickle.loads(pickle.dumps(objective))
     log_probs = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
     ratio = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
@@ -106,7 +106,7 @@ def test_the_loss_of_the_page_gives_the_numbers_of_its_formula(folder: Path) -> 
 
 
 def test_the_estimator_of_the_page_gives_the_numbers_of_its_formula(folder: Path) -> None:
-    objective = resolve_objective(run_of(**ADVANTAGE))
+    objective = run_of(**ADVANTAGE).objective
     mask = torch.tensor([[True, True], [True, False]])
     inputs = AdvantageInputs(torch.tensor([2.0, 1.0]), mask, values=torch.tensor([[0.5, 9.0], [0.25, 9.0]]))
     advantages, returns, metrics = compute_advantages(inputs, objective)
@@ -134,7 +134,7 @@ def test_a_bare_function_runs_and_explain_says_that_it_brings_no_formula(folder:
     assert "L = bare:reinforce (brings no formula)" in text and "clip" not in text
     assert "KL          bare:twice (brings no formula)" in text
     log_probs, ones = torch.tensor([[-3.0]]), torch.ones(1, 1)
-    output = policy_loss(PolicyBatch(log_probs, ones, ones.bool(), ref_log_probs=ones * -4), resolve_objective(cfg))
+    output = policy_loss(PolicyBatch(log_probs, ones, ones.bool(), ref_log_probs=ones * -4), cfg.objective)
     assert output.loss_sum.item() == pytest.approx(3.0 + 0.01 * 2.0)
 
 
@@ -143,7 +143,7 @@ def test_a_plugin_is_found_beside_a_file_of_external_plugins(folder: Path, monke
     beside.mkdir()
     (folder / "my_algorithms.py").rename(beside / "my_algorithms.py")
     cfg = run_of(**LOSS, external_plugins=[str(beside / "my_algorithms.py")])
-    assert resolve_objective(cfg).loss.formula is not None
+    assert cfg.objective.loss.formula is not None
     with pytest.raises(ConfigError, match="cannot import the module 'no_such_module'"):
         run_of(loss_type="no_such_module:X", external_plugins=[str(beside / "my_algorithms.py")])
 

@@ -6,8 +6,7 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import ConfigError, build_batch_plan, build_run_config, validate
-from mindspeed_rl.config.plan import batch_table
-from mindspeed_rl.config.sizes import read_sizes
+from mindspeed_rl.config.sizes import batch_table
 
 # (world, tp, micro, batch, steps, generations) -> dp, generation batch, rollout prompts, train prompts, both for each dp group
 GUIDE = [
@@ -29,7 +28,7 @@ def test_the_guides_sound_examples_give_its_numbers(given: tuple, expected: tupl
     plan = build_batch_plan(cfg)
     dp, generated, rollout, train, rollout_each, train_each = expected
     assert (plan.dp_size, plan.num_samples, plan.num_prompts) == (dp, generated, rollout)
-    table = batch_table(read_sizes(cfg), None)
+    table = batch_table(cfg.sizes, None)
     assert table["generation_batch_size"] == generated
     assert (table["num_rollout_prompts"], table["num_train_prompts"]) == (rollout, train)
     assert (table["num_rollout_prompts_per_dp_group"], table["num_prompts_per_dp_group"]) == (rollout_each, train_each)
@@ -127,7 +126,7 @@ def test_prompt_level_numbers_of_a_16_device_run() -> None:
     assert (plan.world_size, plan.dp_size, plan.num_prompts, plan.num_samples) == (16, 4, 32, 256)
     assert (plan.mini_batch_size, plan.micro_batch_size) == (256, 4)
     assert (plan.num_minibatches, plan.epochs, plan.num_optimizer_steps, plan.on_policy) == (1, 1, 1, True)
-    table = batch_table(read_sizes(cfg), 10)
+    table = batch_table(cfg.sizes, 10)
     assert (table["num_train_prompts"], table["gradient_accumulation_steps"], table["num_rollout_replicas"]) == (32, 16, 16)
     assert (table["total_optimizer_steps"], table["total_samples"], table["total_prompts"]) == (10, 2560, 320)
     assert plan.dispatch_sizes == {
@@ -153,7 +152,7 @@ def test_several_steps_and_passes_over_one_rollout() -> None:
     cfg = prompt_level(rl_config={"mini_batch_size": 8, "epochs": 3})
     plan = build_batch_plan(cfg)
     assert (plan.num_minibatches, plan.num_optimizer_steps, plan.mini_batch_size) == (4, 12, 64)
-    assert batch_table(read_sizes(cfg), None)["gradient_accumulation_steps"] == 4
+    assert batch_table(cfg.sizes, None)["gradient_accumulation_steps"] == 4
     assert not plan.on_policy
 
 
@@ -185,7 +184,7 @@ def test_dispatch_sizes_of_the_run_file_win() -> None:
 def test_a_supervised_run_counts_samples() -> None:
     keys = {"stage": "sft", "global_batch_size": 64, "micro_batch_size": 4, "num_npus": 8, "tensor_model_parallel_size": 2}
     cfg = build_run_config({"megatron_training": {**keys, "train_iters": 5}})
-    plan, table = build_batch_plan(cfg), batch_table(read_sizes(cfg), 5)
+    plan, table = build_batch_plan(cfg), batch_table(cfg.sizes, 5)
     assert (table["counting"], plan.world_size, plan.dp_size, table["gradient_accumulation_steps"]) == ("samples", 8, 4, 4)
     assert (plan.num_samples, plan.num_optimizer_steps, table["total_samples"]) == (64, 1, 320)
     assert plan.dispatch_sizes == {}
@@ -218,5 +217,5 @@ def test_both_ways_of_counting_give_the_same_plan() -> None:
         "dispatch_sizes",
     ):
         assert getattr(first, name) == getattr(second, name), name
-    tables = [batch_table(read_sizes(cfg), None) for cfg in (prompts, completions)]
+    tables = [batch_table(cfg.sizes, None) for cfg in (prompts, completions)]
     assert tables[0]["num_train_prompts"] == tables[1]["num_train_prompts"] == 8

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import num_devices, rollout_is_apart, rollout_servers, unavailable, validate
+from mindspeed_rl.config import unavailable, validate
 from mindspeed_rl.config.explain.plan_page import explain
-from mindspeed_rl.config.sizes import read_sizes
 
 R, G = "rl_config", "generate_config"
 SEPARATE = {"use_integrated_worker": False}
@@ -26,8 +25,8 @@ def test_devices_of_all_roles_add_up_and_a_role_without_a_resource_shares_the_ac
         generate_config={"infer_tensor_parallel_size": 2},
     )
     assert validate(cfg) == [] and unavailable(cfg) == []
-    assert num_devices(cfg) == 16 + 8 + 4 and rollout_is_apart(cfg)
-    sizes = read_sizes(cfg)
+    assert cfg.placement.num_devices == 16 + 8 + 4 and cfg.placement.disaggregated
+    sizes = cfg.sizes
     assert (sizes.rollout.dp_size, sizes.ref.dp_size if sizes.ref else None, sizes.actor.dp_size) == (4, 1, 4)
     report = explain(cfg)["resources"]
     assert report["num_devices"] == 28
@@ -35,7 +34,7 @@ def test_devices_of_all_roles_add_up_and_a_role_without_a_resource_shares_the_ac
     assert devices["generate"] == "8 of its own" and devices["ref_log_probs"] == "4 of its own"
     assert devices["update_actor"] == "0-15"
     shared = prompt_level(rl_config=SEPARATE)
-    assert validate(shared) == [] and num_devices(shared) == 16 and not rollout_is_apart(shared)
+    assert validate(shared) == [] and shared.placement.num_devices == 16 and not shared.placement.disaggregated
 
 
 def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
@@ -83,20 +82,20 @@ def test_contradictions_are_named(changes: dict[str, dict[str, Any]], rule: str,
 )
 def test_servers_are_hosts_with_their_ports(hosts: Any, ports: Any, servers: list[tuple[str, int]]) -> None:
     cfg = prompt_level(generate_config={"vllm_server_host": hosts, "vllm_server_port": ports})
-    assert rollout_servers(cfg) == servers and rollout_is_apart(cfg) and num_devices(cfg) == 16
-    assert read_sizes(cfg).rollout.dp_size == len(servers)
+    assert list(cfg.placement.servers) == servers and cfg.placement.disaggregated and cfg.placement.num_devices == 16
+    assert cfg.sizes.rollout.dp_size == len(servers)
 
 
 def test_without_blocking_a_share_is_cut_into_dispatches_of_whole_micro_batches() -> None:
     # 32 prompts x 8 responses; 4 replicas of the actor, 16 of the rollout; micro-batches of 4
-    whole = read_sizes(prompt_level()).dispatch_sizes()
-    cut = read_sizes(prompt_level(rl_config={"blocking": False})).dispatch_sizes()
+    whole = prompt_level().sizes.dispatch_sizes()
+    cut = prompt_level(rl_config={"blocking": False}).sizes.dispatch_sizes()
     assert (whole["ref_dispatch_size"], cut["ref_dispatch_size"]) == (64, 8)
     assert (whole["actor_rollout_dispatch_size"], cut["actor_rollout_dispatch_size"]) == (16, 8)
     assert (whole["reward_dispatch_size"], cut["reward_dispatch_size"]) == (256, 32)
     assert cut["actor_update_dispatch_size"] == whole["actor_update_dispatch_size"]
     written = prompt_level(rl_config={"blocking": False, "ref_dispatch_size": 64})
-    assert read_sizes(written).dispatch_sizes()["ref_dispatch_size"] == 64
+    assert written.sizes.dispatch_sizes()["ref_dispatch_size"] == 64
     # 64 / 4 replicas = 16 rows, micro-batches of 6: nothing is whole, so the count alone is cut
     uneven = prompt_level(rl_config={"blocking": False, "n_samples_per_prompt": 2}, megatron_training={"micro_batch_size": 6})
-    assert read_sizes(uneven).dispatch_sizes()["ref_dispatch_size"] == 2
+    assert uneven.sizes.dispatch_sizes()["ref_dispatch_size"] == 2

@@ -17,15 +17,14 @@ GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConf
 #: modules of the configuration layer that turn keys into numbers of the plan or into other keys
 DERIVING = (
     "loader.py",
-    "spellings.py",
+    "compat/aliases.py",
     "objective.py",
-    "plan.py",
     "sizes.py",
-    "rl.py",
-    "rollout_layout.py",
-    "deadlines.py",
+    "keys/rl.py",
+    "placement.py",
+    "keys/deadlines.py",
     "resolve.py",
-    "turns.py",
+    "keys/turns.py",
 )
 #: objects of other layers that have attributes of the same names
 OTHERS = {"args", "arguments", "options", "model_config", "scaling", "destination", "sample"}
@@ -59,7 +58,7 @@ def read() -> set[str]:
 
 def refused() -> set[str]:
     """Keys that `unavailable` looks at: a trainer does not start with them."""
-    tree = ast.parse((PACKAGE / "config" / "validation.py").read_text())
+    tree = ast.parse((PACKAGE / "config" / "rules" / "validation.py").read_text())
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "unavailable")
     return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
 

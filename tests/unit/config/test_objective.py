@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import build_run_config, formula, resolve_objective
+from mindspeed_rl.config import build_run_config, formula
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from mindspeed_rl.config import build_run_config, formula, resolve_objective
     ],
 )
 def test_stage_and_loss_type_decide_the_form(stage: str, rl: dict[str, Any], expected: tuple[str, str, str]) -> None:
-    objective = resolve_objective(prompt_level(megatron_training={"stage": stage}, rl_config=rl))
+    objective = prompt_level(megatron_training={"stage": stage}, rl_config=rl).objective
     form = objective.loss.target.partition(":")[2]
     means = {"token": "token_mean", "sequence": "sequence_mean", "constant": "constant_length"}
     assert (form, objective.level, means[objective.normalizer]) == expected
@@ -52,15 +52,13 @@ def test_stage_and_loss_type_decide_the_form(stage: str, rl: dict[str, Any], exp
     ],
 )
 def test_stage_decides_where_the_kl_goes(stage: str, rl: dict[str, Any], in_loss: float, in_reward: float) -> None:
-    objective = resolve_objective(prompt_level(megatron_training={"stage": stage}, rl_config=rl))
+    objective = prompt_level(megatron_training={"stage": stage}, rl_config=rl).objective
     assert (objective.kl_in_loss, objective.kl_in_reward) == (in_loss, in_reward)
     assert objective.needs_reference == bool(in_loss or in_reward)
 
 
 def test_clip_higher_replaces_the_symmetric_clip() -> None:
-    objective = resolve_objective(
-        prompt_level(rl_config={"clip_higher_enable": True, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28})
-    )
+    objective = prompt_level(rl_config={"clip_higher_enable": True, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}).objective
     assert (objective.clip_ratio_low, objective.clip_ratio_high) == (0.2, 0.28)
 
 

@@ -13,7 +13,7 @@ from mindspeed_rl.cli import explain
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, ProfilerConfig, RLConfig, SamplingConfig
 from mindspeed_rl.config.bounds import RANGES
 from mindspeed_rl.config.errors import reference as pointer
-from mindspeed_rl.config.explain.plan_page import key_reference as reference
+from mindspeed_rl.config.explain import key_reference as reference
 from mindspeed_rl.config.loader import TOP_LEVEL
 
 ROOT = Path(__file__).resolve().parents[3]

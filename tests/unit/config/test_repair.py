@@ -50,7 +50,7 @@ def random_sizes(rng: random.Random) -> Sizes:
 
 def test_roles_on_devices_of_their_own_stay_where_they_are() -> None:
     sizes = Sizes(
-        "prompts", 8, 1, actor=Layout(8, 1, 1), rollout=Layout(8, 2, 1, apart=True), ref=Layout(8, 2, 1), critic=Layout(4, 1, 1)
+        "prompts", 8, 1, actor=Layout(8, 1, 1), rollout=Layout(8, 2, 1, dedicated=True), ref=Layout(8, 2, 1), critic=Layout(4, 1, 1)
     )
     moved = sizes.with_value("num_npus", 16)
     assert (moved.actor.num_npus, moved.rollout.num_npus) == (16, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config import load_run_config, resolve, resolve_objective
+from mindspeed_rl.config import load_run_config, resolve
 
 
 def test_a_run_has_plan_objective_platform_and_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +15,7 @@ def test_a_run_has_plan_objective_platform_and_an_absolute_folder(tmp_path: Path
     cfg = load_run_config("grpo_tiny_cpu", None, ["run_dir=mine"])
     run = resolve(cfg, platform="cpu")
     assert (run.platform, run.num_nodes, run.folder) == ("cpu", 1, tmp_path / "mine")
-    assert run.config is cfg and run.objective == resolve_objective(cfg)
+    assert run.config is cfg and run.objective == cfg.objective
     assert run.plan.world_size == cfg.rl_config.actor_resource.num_npus
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.platform = "npu"

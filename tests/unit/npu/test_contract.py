@@ -17,7 +17,7 @@ import contract
 from mindspeed_rl.adaptors import mindspeed, vllm_ascend
 from mindspeed_rl.cli.doctor import variables as doctor_variables
 from mindspeed_rl.config import MegatronConfig, load_run_config, validate
-from mindspeed_rl.config.placement import RolloutLayout, rollout_layout
+from mindspeed_rl.config.placement import RolloutLayout
 
 #: set by configs/envs/runtime_env.yaml or named there, and read by torch_npu itself
 OF_TORCH_NPU = """
@@ -121,7 +121,7 @@ def test_every_rank_of_a_shipped_moe_run_gets_a_place_of_its_own_in_its_group(
     config = load_run_config(name)
     assert config.generate_config is not None and validate(config) == []
     world = tensor * sharing * groups
-    layout = rollout_layout(config.generate_config, world)
+    layout = RolloutLayout.from_config(config.generate_config, world)
     # vLLM's documented order of ranks: independent groups x replicas of a group x tensor ranks
     order = np.arange(world).reshape(groups, sharing, tensor)
     assert layout.expert_groups() == order.reshape(groups, -1).tolist()

@@ -17,9 +17,9 @@ from mindspeed_rl.config.explain.suggestions import with_values
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.rules.validation import is_valid, validate
 from mindspeed_rl.config.run_files import compose, locate, project_configs
-from mindspeed_rl.models.kv_cache import kv_bytes_per_token
+from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.models.model_keys import infer_model_config
-from mindspeed_rl.models.plan import placed
+from mindspeed_rl.models.plan import lay_out_model
 from mindspeed_rl.planner.advice import changes_to_fit
 from mindspeed_rl.planner.assumptions import of_memory
 from mindspeed_rl.planner.chips import CHIPS, GIB, chip_of
@@ -108,7 +108,7 @@ def test_the_stages_of_a_dense_model_hold_all_of_it_between_them(tp: int, pp: in
     layer_whole = 2 * 5120 + 2 * 128
     vocabulary = 151936 * 5120
     config = MegatronConfig(**BLOCKS["qwen3_32b"], tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    stages = stage_elements(placed(config, *infer_model_config(config), {}), config)
+    stages = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     layers = 64 // pp * (layer_cut // tp + layer_whole)
     expected = [layers] * pp
     expected[0] += vocabulary // tp
@@ -121,9 +121,9 @@ def test_experts_are_divided_over_expert_ranks_and_cut_over_expert_tensor_ranks(
     keys = {**BLOCKS["qwen3_30b_a3b"], "tensor_model_parallel_size": 4, "expert_model_parallel_size": 2}
     experts = 48 * 128 * 3 * 768 * 2048
     config = MegatronConfig(**keys)
-    (cut,) = stage_elements(placed(config, *infer_model_config(config), {}), config)
+    (cut,) = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     config = MegatronConfig(**keys, moe_tp_extend_ep=True)
-    (whole,) = stage_elements(placed(config, *infer_model_config(config), {}), config)
+    (whole,) = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     assert cut.expert == whole.expert == experts // 8
 
 
@@ -148,7 +148,7 @@ def test_the_engine_cuts_by_heads_and_spreads_experts() -> None:
 def test_adapters_are_all_that_trains() -> None:
     keys = {**BLOCKS["tiny_qwen25"], "lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 8}
     config = MegatronConfig(**keys, tensor_model_parallel_size=2)
-    (held,) = stage_elements(placed(config, *infer_model_config(config), {}), config)
+    (held,) = stage_elements(lay_out_model(config, *infer_model_config(config), {}), config)
     # qkv: [8, 128] and [256 / 2, 8]; fc2: [8, 384 / 2] and [128, 8]
     assert held.dense_adapters == 4 * 8 * (128 + 128 + 192 + 128)
 

@@ -13,12 +13,11 @@ from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
 from mindspeed_rl.config.explain.warnings import learning_rate
 from mindspeed_rl.config.keys.schema import field_types
-from mindspeed_rl.config.objective import resolve_objective
-from mindspeed_rl.config.plan import build_batch_plan
+from mindspeed_rl.config.resolve import build_batch_plan
 from mindspeed_rl.engine.build import planned_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
-from mindspeed_rl.models.model_keys import described, reward_model_config
+from mindspeed_rl.models.model_keys import fill_model_keys, reward_model_config
 from mindspeed_rl.models.plan import plan_model, read_model
 from mindspeed_rl.runtime.cluster import worker_environment
 from mindspeed_rl.trainers.rl_setup import _raw_prompts
@@ -40,7 +39,7 @@ def observed(tree: Tree, folder: Path) -> dict[str, str] | None:
         _, model_config, _ = read_model(folder)
         written = cfg.set_keys["megatron_training"] | cfg.set_keys.get("actor_config", frozenset())
         try:
-            cfg.actor_config = described(cfg.actor_config, model_config, folder / "config.json", written)
+            cfg.actor_config = fill_model_keys(cfg.actor_config, model_config, folder / "config.json", written)
         except ValueError as error:
             return {"contradiction": str(error)}
         return {name: repr(value) for name, value in _parts(cfg, folder)}
@@ -65,7 +64,7 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     if cfg.rl_config is None or cfg.is_supervised:
         return
     rl = cfg.rl_config
-    yield "objective", resolve_objective(cfg)
+    yield "objective", cfg.objective
     yield (
         "limits",
         [

@@ -103,7 +103,7 @@ ELSEWHERE: dict[str, str] = {
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
-    "models/kv_cache.py": "kv_cache_memory_gib",
+    "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "padded_vocab_size",
     "observability/services.py": "wandb_project wandb_exp_name wandb_save_dir wandb_mode swanlab_mode swanlab_project "
@@ -139,7 +139,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/reward.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path",
     "workers/groups.py": "num_cpus_for_placement_group",
-    "workers/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
+    "checkpoint/model_source.py": "load pretrained_checkpoint tokenizer_name_or_path ref_model integrated_mode_config",
     "workers/role.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter",
     "workers/roles.py": "share_backbone process_reward_aggregation use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance",

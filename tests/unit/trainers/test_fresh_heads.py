@@ -12,9 +12,9 @@ import pytest
 import torch
 from supervised_samples import answers, instruction_row, pair_row, write_columns
 
+from mindspeed_rl.checkpoint.model_source import check_weights, find_model, lacks_score_head
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.workers.model_source import check_weights, find_model, lacks_score_head
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 SAMPLES = answers(8, seed=1)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from published import ALL, FITTING, MODELS, SHIPPED, name_of
 
+from mindspeed_rl.checkpoint.model_source import find_model
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
 from mindspeed_rl.engine.build import planned_config
 from mindspeed_rl.trainers.model_plans import model_plans, with_model_configs
-from mindspeed_rl.workers.model_source import find_model
 
 BY_NAME = {path.stem: path for path in SHIPPED}
 

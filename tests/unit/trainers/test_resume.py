@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_rl.checkpoint.checksums import join_parts
-from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
-from mindspeed_rl.trainers.resume import find_beginning, how_to_go_on, with_sound_checkpoint
-from mindspeed_rl.workers.model_source import (
+from mindspeed_rl.checkpoint.model_source import (
     ModelSource,
     check_critic_start,
     check_reward_start,
     find_model,
     rl_reference,
 )
+from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
+from mindspeed_rl.trainers.resume import find_resume_point, how_to_go_on, with_sound_checkpoint
 
 
 def run(
@@ -66,11 +66,11 @@ def test_a_checkpoint_is_gone_on_with_unless_only_its_weights_are_asked_for(
     tmp_path: Path, stage: str, state: dict[str, Any]
 ) -> None:
     source = checkpoint(tmp_path, 4, state, stage)
-    assert str(find_beginning(run(stage), source)) == f"goes on after iteration 4 of {tmp_path}"
-    assert str(find_beginning(run(stage, finetune=True), source)) == f"starts from the weights of {tmp_path}"
+    assert str(find_resume_point(run(stage), source)) == f"goes on after iteration 4 of {tmp_path}"
+    assert str(find_resume_point(run(stage, finetune=True), source)) == f"starts from the weights of {tmp_path}"
     for kind in ("hf", "megatron"):
         other = ModelSource(tmp_path, tmp_path, kind)
-        assert str(find_beginning(run(stage), other)) == f"starts from the weights of {tmp_path}"
+        assert str(find_resume_point(run(stage), other)) == f"starts from the weights of {tmp_path}"
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_another_stage_s_checkpoint_needs_finetune(
 ) -> None:
     source = checkpoint(tmp_path, 4, state, written)
     with pytest.raises(ValueError) as caught:
-        find_beginning(run(stage), source)
+        find_resume_point(run(stage), source)
     assert f"{group}.load: {tmp_path} was written by" in str(caught.value)
     assert f"set {group}.finetune: true to start from its weights" in str(caught.value)
-    assert find_beginning(run(stage, finetune=True), source).iteration == 0
+    assert find_resume_point(run(stage, finetune=True), source).iteration == 0
 
 
 @pytest.mark.parametrize(("stage", "state"), [("ray_grpo", RL), ("sft", SUPERVISED)])
 def test_a_run_with_nothing_left_to_do_is_refused(tmp_path: Path, stage: str, state: dict[str, Any]) -> None:
     source = checkpoint(tmp_path, 10, state, stage)
     with pytest.raises(ValueError, match=r"train_iters: 10, but the run would go on after iteration 10 of .* nothing is left"):
-        find_beginning(run(stage), source)
-    assert find_beginning(run(stage, iters=11), source).iteration == 10
+        find_resume_point(run(stage), source)
+    assert find_resume_point(run(stage, iters=11), source).iteration == 10
 
 
 def sound_checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage: str) -> ModelSource:
@@ -114,19 +114,19 @@ def sound_checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage:
 
 def test_a_truncated_or_missing_file_is_found_before_anything_starts(tmp_path: Path) -> None:
     source = sound_checkpoint(tmp_path, 4, RL, "ray_grpo")
-    assert find_beginning(run("ray_grpo"), source).iteration == 4
+    assert find_resume_point(run("ray_grpo"), source).iteration == 4
     file = tmp_path / "iter_0000004" / "__0_0.distcp"
     file.write_bytes(b"weights")
     with pytest.raises(ValueError, match=r"actor_config.load: .*__0_0.distcp has 7 bytes, but was written with 700"):
-        find_beginning(run("ray_grpo"), source)
+        find_resume_point(run("ray_grpo"), source)
     file.unlink()
     with pytest.raises(ValueError, match=r"__0_0.distcp is missing; load_previous: true goes on from the one before"):
-        find_beginning(run("ray_grpo"), source)
+        find_resume_point(run("ray_grpo"), source)
     file.write_bytes(b"weights" * 100)
     for text in ("{", "[1]", '{"iteration": 4, "checksums": true}'):
         (tmp_path / "iter_0000004" / "run_state.json").write_text(text)
         with pytest.raises(ValueError, match=r"actor_config.load: .*run_state.json"):
-            find_beginning(run("ray_grpo"), source)
+            find_resume_point(run("ray_grpo"), source)
 
 
 def test_the_checkpoint_before_a_damaged_one_is_taken_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_when_asked(tmp_path: Path,
     assert "iteration 4 is passed over" in said and "__0_0.distcp is missing" in said
     assert taken.config.actor_config.load_iteration == 2
     source = ModelSource(tmp_path, tmp_path, "training", taken.config.actor_config.load_iteration)
-    assert find_beginning(taken, source).iteration == 2
+    assert find_resume_point(taken, source).iteration == 2
     (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match=f"actor_config.load_previous: no checkpoint in {tmp_path} is sound"):
         with_sound_checkpoint(asked)
@@ -162,7 +162,7 @@ def test_a_run_does_not_begin_anew_beside_checkpoints_that_nobody_names(tmp_path
 
 def test_only_an_evaluation_is_left_to_do_after_the_last_iteration(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, 10, SUPERVISED, "sft")
-    assert find_beginning(run("sft", skip_train=True), source).iteration == 10
+    assert find_resume_point(run("sft", skip_train=True), source).iteration == 10
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:

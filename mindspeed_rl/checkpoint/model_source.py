@@ -1,0 +1,267 @@
+"""Where a role's shape and weights come from: a Hugging Face folder, a training checkpoint, or both."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mindspeed_rl.checkpoint.hf import read_json, stored_tensor_names
+from mindspeed_rl.checkpoint.megatron_source import has_score_head
+from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
+from mindspeed_rl.checkpoint.source import check_hf_tensors
+from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config.model_facts import HF_FILES
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.models import architecture_for
+from mindspeed_rl.models.model_keys import without_model_keys
+from mindspeed_rl.models.plan import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+WeightsKind = Literal["hf", "training", "megatron"]
+#: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
+_REFERENCE_FOLDER = "reference"
+
+
+def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -> ModelSource:
+    """Looks at `load`, `pretrained_checkpoint` and `tokenizer_name_or_path`, in this order.
+
+    `load` may name a folder that holds no checkpoint yet (the `save` folder of a run that may have to resume):
+    `pretrained_checkpoint` is then the start.
+
+    Args:
+        role: group of the keys, for messages.
+        load_key: where the user wrote what stands in `load`; None for the role's own key.
+
+    Raises:
+        ValueError: no weights or no config.json are where the keys say.
+    """
+    candidates = [(key, getattr(config, key)) for key in ("load", "pretrained_checkpoint") if getattr(config, key)]
+    if not candidates:
+        raise ValueError(f"{role}.load: no weights are named; give a Hugging Face folder or a checkpoint folder.")
+    weights: tuple[Path, WeightsKind, int | None] | None = None
+    for key, value in candidates:
+        # the number is of `load`'s checkpoints, and means nothing in another folder
+        asked = config.load_iteration if key == "load" else None
+        try:
+            kind = weights_kind(Path(value).expanduser(), asked)
+        except ValueError as error:
+            raise ValueError(f"{role}.{key}: {error}") from None
+        if kind is not None:
+            weights = (Path(value).expanduser(), kind, asked)
+            break
+        if key == candidates[-1][0]:
+            named = load_key if key == "load" and load_key else f"{role}.{key}"
+            raise ValueError(
+                f"{named}: {value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint "
+                f"({LATEST_NAME})."
+            )
+    assert weights is not None
+    folders = [weights[0]] if weights[1] == "hf" else []
+    folders += [Path(path).expanduser() for path in (config.tokenizer_name_or_path, config.pretrained_checkpoint) if path]
+    # last, so that what the user names wins over what was put beside the checkpoints
+    folders.append(weights[0] / HF_FILES)
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return ModelSource(folder, *weights)
+    raise ValueError(
+        f"{role}.tokenizer_name_or_path: {config.tokenizer_name_or_path} has no config.json; the model's shape is read from it."
+    )
+
+
+def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer that the keys name, else the one beside the weights."""
+    return load_tokenizer(config.tokenizer_name_or_path or source.hf_folder, use_fast=not config.tokenizer_not_use_fast)
+
+
+def base_of(config: MegatronConfig, role: str) -> ModelSource:
+    """The weights below adapters that were saved alone: those of `pretrained_checkpoint`.
+
+    Raises:
+        ValueError: the key is not set, or names another checkpoint of ours.
+    """
+    start = config.pretrained_checkpoint
+    kind = weights_kind(Path(start).expanduser()) if start else None
+    if start is None or kind not in ("hf", "megatron"):
+        raise ValueError(
+            f"{role}.pretrained_checkpoint: {start} holds no Hugging Face or Megatron weights; {config.load} was saved with "
+            "lora_ckpt_filter and needs the base weights that its adapters were trained on."
+        )
+    folder = Path(start).expanduser()
+    return ModelSource(folder, folder, kind)
+
+
+def weights_kind(folder: Path, iteration: int | None = None) -> WeightsKind | None:
+    """What a folder holds, None for nothing usable.
+
+    Args:
+        iteration: which of its checkpoints is meant; None for the newest.
+
+    Raises:
+        ValueError: what names the newest checkpoint is missing beside checkpoints or names none, or the one meant is absent.
+    """
+    newest = newest_checkpoint(folder) if iteration is None else str(iteration)
+    if newest is not None:
+        found = folder / ("release" if newest == "release" else f"iter_{int(newest):07d}")
+        if not found.is_dir():
+            held = ", ".join(map(str, iterations(folder)[-5:])) or "none"
+            raise ValueError(f"{folder} has no checkpoint of iteration {newest} (load_iteration); it has {held}")
+        # only our own checkpoints say where the run stood
+        return "training" if (found / "run_state.json").is_file() else "megatron"
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "hf"
+    return None
+
+
+def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: bool = False) -> list[str]:
+    """Holds the weights of a Hugging Face folder against its config.json, as every role does when it loads them.
+
+    Args:
+        is_scored: the model ends in a score.
+
+    Returns:
+        A sentence for each kind of tensor that is left behind.
+
+    Raises:
+        ValueError: the weights are another model's than config.json says.
+    """
+    if source.kind != "hf":
+        return []
+    hf_config = read_json(source.weights / "config.json")
+    architecture = architecture_for(hf_config)
+    model_config = architecture.read_model_config(hf_config).with_head("reward" if is_scored else "lm")
+    left = check_hf_tensors(source.weights, architecture, model_config, loosely=config.load_checkpoint_loosely)
+    return [f"{source.weights}: {sentence}" for sentence in left]
+
+
+def lacks_score_head(source: ModelSource, iteration: int | None = None) -> bool:
+    """True for the weights of a language model: a critic, or a reward model in training, starts from them with a fresh head.
+
+    Args:
+        iteration: which of the source's checkpoints is meant; None for the newest.
+    """
+    if source.kind == "hf":
+        return "score.weight" not in stored_tensor_names(source.weights)
+    return not has_score_head(source.weights, iteration)
+
+
+def fresh_head_notice(role: str, source: ModelSource) -> str:
+    """The line that says so."""
+    return f"{role}: {source.weights} has no score head; it starts with a fresh one, whose values are 0"
+
+
+def check_critic_start(config: MegatronConfig, source: ModelSource, goes_on_after: int | None) -> None:
+    """Actor and critic begin alike.
+
+    Args:
+        config, source: of the critic.
+        goes_on_after: the iteration after which the actor goes on; None when it starts from weights alone.
+
+    Raises:
+        ValueError: one of them would go on and the other start anew.
+    """
+    resumes = source.kind == "training" and not config.finetune
+    if goes_on_after is None and resumes:
+        raise ValueError(
+            f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
+            "critic_config.finetune: true to take its weights alone."
+        )
+    if goes_on_after is not None and not (resumes and (source.weights / f"iter_{goes_on_after:07d}").is_dir()):
+        raise ValueError(
+            f"critic_config.load: the actor goes on after iteration {goes_on_after}, but {source.weights} holds no critic of "
+            "that iteration to go on with; name the critic's own checkpoints, with critic_config.finetune: false."
+        )
+
+
+def check_reward_start(config: MegatronConfig, source: ModelSource) -> None:
+    """A reward model ends in a score, unless `reward_tokens` say how it judges in words.
+
+    Raises:
+        ValueError: it has no such head.
+    """
+    if not config.reward_tokens and lacks_score_head(source):
+        raise ValueError(
+            f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one "
+            "label, a checkpoint of stage orm, or with reward_tokens a language model that judges steps."
+        )
+
+
+def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tuple[MegatronConfig, ModelSource, int | None]:
+    """Keys and weights of the reference of a run with rollouts, and which of its checkpoints is meant (None: the newest).
+
+    It is what the run file says, else what the actor started from before any resume.
+
+    Args:
+        actor: the actor's weights.
+        goes_on_after: the iteration after which the actor goes on; None when it starts from weights alone.
+
+    Raises:
+        ValueError: the weights do not exist, or nothing says what the actor started from.
+    """
+    config, rl = copy.copy(run.config.ref_config), run.rl
+    mode = rl.integrated_mode_config
+    group = "ref_config" if "ref_config" in run.config.set_keys else "actor_config"
+    named = {
+        "rl_config.integrated_mode_config.ref_model_load_path": mode.ref_model_load_path if mode else None,
+        f"{group}.pretrained_checkpoint": config.pretrained_checkpoint,
+        f"{group}.load": config.load,
+    }
+    key, path = next((item for item in named.items() if item[1]), (f"{group}.load", None))
+    if mode and mode.ref_model_load_path:
+        config = without_model_keys(config)  # which say what the group's own weights are
+    # weights alone: a reference takes up no state of a run
+    config.load, config.pretrained_checkpoint, config.finetune = path, None, True
+    # the reference has no adapters, and the number is of the actor's checkpoints
+    config.lora_target_modules, config.load_iteration = None, None
+    config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
+    # it has no optimizer, and draws nothing
+    config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
+    same = path is not None and Path(path).expanduser() == actor.weights
+    if goes_on_after is not None:
+        moved = actor.weights / _REFERENCE_FOLDER
+        # one that has moved goes on where it was when the actor was saved
+        if rl.sync_ref_model and (moved / f"iter_{goes_on_after:07d}").is_dir():
+            config.load = str(moved)
+            return config, find_model(config, "ref_config"), goes_on_after
+        if same:
+            raise ValueError(
+                f"actor_config.pretrained_checkpoint: the actor goes on from {path}, so the reference cannot be taken from "
+                "there; name what the run started from, here or in rl_config.integrated_mode_config.ref_model_load_path."
+            )
+    if same:
+        return config, actor, None
+    return config, find_model(config, "ref_config", key), None
+
+
+def has_own_reference(config: MegatronConfig) -> bool:
+    """False when the reference of stage dpo is the policy without its adapters."""
+    return bool(config.ref_model) or not config.lora_target_modules
+
+
+def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
+    """Keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
+
+    Args:
+        config: the policy's keys.
+        start: the policy's weights.
+
+    Raises:
+        ValueError: the weights do not exist, or nothing says what the policy of a resumed run started from.
+    """
+    reference = copy.copy(config)
+    path = config.ref_model or config.pretrained_checkpoint or config.load
+    if config.ref_model:
+        reference = without_model_keys(reference)  # which say what the policy is
+    reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
+    # the number is of `load`'s checkpoints
+    reference.load_iteration = config.load_iteration if path == config.load else None
+    reference.save, reference.lora_target_modules = None, None
+    if not config.ref_model and start.kind == "training" and not config.finetune and path == str(start.weights):
+        raise ValueError(
+            f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
+            "reference in ref_model, or what the policy started from in pretrained_checkpoint."
+        )
+    return reference, find_model(reference, "ref_model" if config.ref_model else "reference")
