@@ -131,7 +131,7 @@ def mbridge_step(direction: str, hf: Path, rank_file: Path, out: Path) -> None:
     from transformers import AutoConfig
 
     from mindspeed_rl.models import architecture_for
-    from mindspeed_rl.models.names import transformer_engine_name
+    from mindspeed_rl.models.names import get_transformer_engine_name
 
     dist.init_process_group("gloo", init_method=f"file://{rank_file}.rendezvous", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -148,7 +148,7 @@ def mbridge_step(direction: str, hf: Path, rank_file: Path, out: Path) -> None:
     model.decoder = decoder
     loaded = torch.load(rank_file, weights_only=True) if direction == "to-hf" else None
     for op in architecture.weight_ops(model_config):
-        name = transformer_engine_name(model_config, op, op.mcore)
+        name = get_transformer_engine_name(model_config, op, op.mcore)
         value = torch.empty(op.shard_shape(), dtype=torch.bfloat16) if loaded is None else loaded[name]
         *path, last = name.split(".")
         module = model

@@ -22,7 +22,7 @@ from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.names import with_mindspeed_mla
+from mindspeed_rl.models.names import fuse_mindspeed_mla
 from mindspeed_rl.models.weights import WeightOp
 
 if TYPE_CHECKING:
@@ -184,13 +184,13 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
         raise ValueError("Megatron's legacy layout has no reward head; use the mcore layout")
     dtypes = {name: group.dtype for group in source.groups for name in group.hf}
     layout = destination.layout or Layout(num_layers=model_config.num_layers, num_experts=model_config.num_moe_experts or 0)
-    model_config = model_config.padded(destination.make_vocab_size_divisible_by, layout.tp)
+    model_config = model_config.pad_vocab(destination.make_vocab_size_divisible_by, layout.tp)
     # elsewhere experts lie one by one, and the legacy layout has none
     grouped = destination.grouped_gemm and bool(model_config.num_moe_experts) and destination.kind == "mcore"
     packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
     ops = architecture.weight_ops(model_config, packing)
     if destination.mindspeed_mla and model_config.multi_latent_attention:
-        ops = with_mindspeed_mla(model_config, ops)
+        ops = fuse_mindspeed_mla(model_config, ops)
     # a router's balancing bias: in bfloat16 the small steps of its updates would be lost
     buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
     steps: list[Transform] = [] if peft is None else [peft]

@@ -32,8 +32,8 @@ from mindspeed_rl.checkpoint.torch_file import Inert, SafeUnpickler, load_part_w
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.models.names import distributed_name, names_to_try
-from mindspeed_rl.models.weights import WeightOp, concatenated
+from mindspeed_rl.models.names import get_distributed_name, list_names
+from mindspeed_rl.models.weights import WeightOp, concatenate
 
 METADATA_FILE = ".metadata"
 
@@ -176,11 +176,11 @@ class DistGroup:
         return self.stored_dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
-        return {name: concatenated(pieces) for name, pieces in self.pieces().items()}
+        return {name: concatenate(pieces) for name, pieces in self.pieces().items()}
 
     def pieces(self) -> dict[str, list[Tensor]]:
         whole = self.read()
-        return self.op.hf_pieces([whole if self.lora is None else self.lora.merged_into(self.op, whole)])
+        return self.op.shards_to_hf_chunks([whole if self.lora is None else self.lora.merged_into(self.op, whole)])
 
     def read(self) -> Tensor:
         """The whole stored parameter."""
@@ -338,11 +338,11 @@ def _trained_lora(folder: Path) -> dict[str, Any] | None:
 
 def _places(model_config: ModelConfig, op: WeightOp) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Keys under which a ``torch_dist`` checkpoint may hold a parameter: one for all layers, one per layer, unfused norms."""
-    name, index, sizes = distributed_name(model_config, op)
+    name, index, sizes = get_distributed_name(model_config, op)
     places = [(name, index, sizes)]
     expert = index[-1:] if op.experts else ()
     expert_sizes = sizes[-1:] if op.experts else ()
-    if op.place == "layer":
+    if op.section == "layer":
         assert op.layer is not None
         inner = name.removeprefix(f"decoder.layers.{op.layer}.").removeprefix("decoder.layers.")
         plain = op.mcore.removeprefix(f"decoder.layers.{op.layer}.")
@@ -350,7 +350,7 @@ def _places(model_config: ModelConfig, op: WeightOp) -> list[tuple[str, tuple[in
             places.append((f"decoder.layers.{op.layer}.{tail}", expert, expert_sizes))
             places.append((f"decoder.layers.{tail}", (op.layer, *expert), (model_config.num_layers, *expert_sizes)))
     else:
-        places += [(alias, (), ()) for alias in names_to_try(model_config, op, op.mcore)]
+        places += [(alias, (), ()) for alias in list_names(model_config, op, op.mcore)]
     return list(dict.fromkeys(places))
 
 
@@ -388,7 +388,7 @@ class DistPlan:
         places = {(name, chunk.offsets): chunk for name, pieces in chunks.items() for chunk in pieces}
         targets = []
         for op, _, shape in (item for file in self.files for item in file.items):
-            name, index, _ = distributed_name(self.model_config, op)
+            name, index, _ = get_distributed_name(self.model_config, op)
             record = places[name, (*index, *(0 for _ in shape))].locate()
             assert isinstance(record, TensorRecord)
             targets.append(MegatronTarget(op, ((record.reshaped(*shape),),)))
@@ -400,7 +400,7 @@ class DistPlan:
         for file in self.files:
             with file.path.open("wb") as stream:
                 for op, dtype, shape in file.items:
-                    name, index, sizes = distributed_name(self.model_config, op)
+                    name, index, sizes = get_distributed_name(self.model_config, op)
                     # a piece for each layer and expert: a hole of its own, which any worker fills without the others
                     stored = torch.Size((*(1 for _ in index), *shape))
                     offsets = torch.Size((*index, *(0 for _ in shape)))
@@ -432,9 +432,9 @@ class DistPlan:
         for file in self.files:
             for op, _, _ in file.items:
                 module, found, _ = op.mcore.rpartition(".weight")
-                if not found or op.place not in ("layer", "mtp") or not module.rpartition(".")[2].startswith("linear_"):
+                if not found or op.section not in ("layer", "mtp") or not module.rpartition(".")[2].startswith("linear_"):
                     continue
-                name, index, sizes = distributed_name(self.model_config, op)
+                name, index, sizes = get_distributed_name(self.model_config, op)
                 # Megatron's ShardedObject.unique_key, in which no leading axis is place 0 of 1
                 position = "/shard_" + ".".join(map(str, index or (0,))) + "_" + ".".join(map(str, sizes or (1,)))
                 names[name.removesuffix(".weight") + "._extra_state" + position] = dcp.BytesStorageMetadata()

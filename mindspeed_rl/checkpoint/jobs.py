@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint.block_writer import is_finite
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
-from mindspeed_rl.models.weights import MemorySource, WeightOp, concatenated
+from mindspeed_rl.models.weights import MemorySource, WeightOp, concatenate
 
 
 class Group(Protocol):
@@ -154,7 +154,7 @@ class MegatronGroup(Group):
         return self.shards[0][0].dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
-        return {name: concatenated(pieces) for name, pieces in self._hf_pieces(strict).items()}
+        return {name: concatenate(pieces) for name, pieces in self._hf_pieces(strict).items()}
 
     def pieces(self) -> dict[str, list[Tensor]]:
         return self._hf_pieces(strict=False)
@@ -173,7 +173,7 @@ class MegatronGroup(Group):
                 raise ValueError(f"{self.op.mcore} has shards of shape {list(shard.shape)}; expected {list(expected)}")
         if self.lora is not None:
             shards = [self.lora.merged_into(self.op, self.op.unshard(shards))]
-        return self.op.hf_pieces(shards)
+        return self.op.shards_to_hf_chunks(shards)
 
 
 class Target(Protocol):
@@ -242,7 +242,7 @@ class MegatronTarget:
         # read by way of HF's tensors: any source form meets any target form there, and none knows another
         source, finite = MemorySource(tensors), True
         for index, copies in enumerate(self.shards):
-            pieces = self.op.read_pieces(source, len(self.shards), index)
+            pieces = self.op.read_chunks(source, len(self.shards), index)
             for record in copies:
                 finite &= record.write_pieces(pieces)
         return finite

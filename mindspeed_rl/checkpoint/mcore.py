@@ -21,11 +21,11 @@ from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout, Rank
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.names import (
-    legacy_keys,
-    legacy_keys_to_try,
-    names_to_try,
-    transformer_engine_name,
-    with_mindspeed_mla,
+    fuse_mindspeed_mla,
+    get_legacy_keys,
+    get_transformer_engine_name,
+    list_legacy_keys,
+    list_names,
 )
 from mindspeed_rl.models.weights import WeightOp
 
@@ -95,11 +95,11 @@ class Holders:
 
 def holders(op: WeightOp, layout: Layout) -> Holders:
     """The ranks that hold each shard of a parameter, in shard order."""
-    if op.place == "pre":
+    if op.section == "pre":
         pp_rank, vp_stage = layout.first_chunk
-    elif op.place == "layer":
+    elif op.section == "layer":
         assert op.layer is not None
-        pp_rank, vp_stage, _ = layout.holder(op.layer)
+        pp_rank, vp_stage, _ = layout.find_layer(op.layer)
     else:
         pp_rank, vp_stage = layout.last_chunk
     ranks = [rank for rank in layout.ranks() if rank.pp == pp_rank]
@@ -124,8 +124,8 @@ def stored_ops(ops: Iterable[WeightOp], layout: Layout, model_config: ModelConfi
     apart = layout.first_chunk[0] != layout.last_chunk[0]
     kept = [op for op in ops if apart or not op.copy_of_tied]
     if model_config.mtp_num_layers and apart:
-        embedding = next(op for op in kept if op.place == "pre")
-        kept.append(replace(embedding, place="post", copy_of_tied=True))
+        embedding = next(op for op in kept if op.section == "pre")
+        kept.append(replace(embedding, section="post", copy_of_tied=True))
     return kept
 
 
@@ -276,7 +276,7 @@ class MegatronFolder:
         ops = architecture.weight_ops(model_config, packing)
         # Megatron's latent attention has no linear_qkv; MindSpeed's packs its down projections into one
         if model_config.multi_latent_attention and any(".self_attention.linear_qkv.weight" in name for name in names):
-            ops = with_mindspeed_mla(model_config, ops)
+            ops = fuse_mindspeed_mla(model_config, ops)
         reader = _Reader(self, model_config, layout, states)
         found = [reader.group(op) for op in stored_ops(ops, layout, model_config)]
         if not loosely:
@@ -355,8 +355,8 @@ class _Reader:
     def _candidates(self, op: WeightOp) -> list[str]:
         local = self.layout.local_name(op.mcore)
         if self.folder.legacy:
-            return ["/".join(keys) for keys in legacy_keys_to_try(op, local)]
-        names = names_to_try(self.model_config, op, local)
+            return ["/".join(keys) for keys in list_legacy_keys(op, local)]
+        names = list_names(self.model_config, op, local)
         # an adapted layer's own weight and bias lie under base_layer, as PEFT wraps it
         return [variant for name in names for variant in (name, re.sub(r"\.(weight|bias)$", r".base_layer.\1", name))]
 
@@ -507,9 +507,9 @@ def plan_ranks(
         where = holders(op, layout)
         local = layout.local_name(op.mcore)
         if legacy:
-            inner = legacy_keys(op, local)
+            inner = get_legacy_keys(op, local)
         else:
-            inner = (transformer_engine_name(model_config, op, local) if transformer_engine else local,)
+            inner = (get_transformer_engine_name(model_config, op, local) if transformer_engine else local,)
         keys = (model_key(where.vp_stage, layout.vpp), *inner)
         shape, dtype = op.shard_shape(len(where.shards)), dtype_of(op)
         shards = []

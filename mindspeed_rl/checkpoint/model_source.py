@@ -14,7 +14,6 @@ from mindspeed_rl.config import MegatronConfig, Run
 from mindspeed_rl.config.model_facts import HF_FILES
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.models import architecture_for
-from mindspeed_rl.models.model_keys import without_model_keys
 from mindspeed_rl.models.plan import ModelSource
 
 if TYPE_CHECKING:
@@ -211,7 +210,7 @@ def rl_reference(run: Run, actor: ModelSource, goes_on_after: int | None) -> tup
     }
     key, path = next((item for item in named.items() if item[1]), (f"{group}.load", None))
     if mode and mode.ref_model_load_path:
-        config = without_model_keys(config)  # which say what the group's own weights are
+        config = config.without_model_keys()  # which say what the group's own weights are
     # weights alone: a reference takes up no state of a run
     config.load, config.pretrained_checkpoint, config.finetune = path, None, True
     # the reference has no adapters, and the number is of the actor's checkpoints
@@ -254,7 +253,7 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
     reference = copy.copy(config)
     path = config.ref_model or config.pretrained_checkpoint or config.load
     if config.ref_model:
-        reference = without_model_keys(reference)  # which say what the policy is
+        reference = reference.without_model_keys()  # which say what the policy is
     reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
     # the number is of `load`'s checkpoints
     reference.load_iteration = config.load_iteration if path == config.load else None

@@ -77,14 +77,14 @@ def adapt_spec(spec: TransformerBlockSubmodules, settings: LoraSettings, *, gate
 
 
 def _adapted(name: str, part: Any, *, settings: LoraSettings, gated: bool) -> Any:
-    module = specs.module_of(part)
+    module = specs.get_class(part)
     if module in _ADAPTED_EXPERTS and {"linear_fc1", "linear_fc2"} & set(settings.targets):
-        return specs.with_arguments(specs.with_module(part, _ADAPTED_EXPERTS[module]), lora=settings)
+        return specs.add_arguments(specs.replace_class(part, _ADAPTED_EXPERTS[module]), lora=settings)
     if name not in settings.targets or not isinstance(part, type):
         return part
     if part not in _ADAPTED:
         raise ValueError(f"lora_target_modules: {name} is a {part.__name__} here, which has no adapted form.")
-    return specs.with_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
+    return specs.add_arguments(_ADAPTED[part], lora=settings, gated=gated and name == "linear_fc1")
 
 
 def start_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:

@@ -80,7 +80,7 @@ def recompute_activations(spec: TransformerBlockSubmodules) -> None:
 
 
 def _recomputing(name: str, part: Any) -> Any:
-    module = specs.module_of(part)
+    module = specs.get_class(part)
     if module is None:
         return part
     if specs.GROUPED_EXPERTS is not None and issubclass(module, specs.GROUPED_EXPERTS):
@@ -88,4 +88,4 @@ def _recomputing(name: str, part: Any) -> Any:
             "recompute_activation_function: experts in grouped products cannot do it here; set moe_grouped_gemm: false or use "
             "recompute_granularity."
         )
-    return specs.with_module(part, _RECOMPUTING[module]) if module in _RECOMPUTING else part
+    return specs.replace_class(part, _RECOMPUTING[module]) if module in _RECOMPUTING else part

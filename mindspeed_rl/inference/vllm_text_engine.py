@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from mindspeed_rl.inference.engine_interface import Piece, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
 from mindspeed_rl.inference.text_stream import StopWatch
-from mindspeed_rl.models.kv_cache import kv_bytes_per_token
+from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.inputs import TokensPrompt
 
 
-class InferenceEngine(VllmEngine):
+class VllmTextEngine(VllmEngine):
     """A vLLM engine in this process, with its weights; ranks of a tensor-parallel group make the same calls in one order."""
 
     def __init__(

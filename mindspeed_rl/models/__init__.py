@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
 
 if TYPE_CHECKING:
     from mindspeed_rl.models.architecture import Architecture
+    from mindspeed_rl.models.model_config import HfConfig
 
 ARCHITECTURES: dict[str, str] = {
     "llama": "mindspeed_rl.models.llama:LLAMA",
@@ -26,7 +26,7 @@ ARCHITECTURES: dict[str, str] = {
 
 
 def find_architecture(name: str) -> Architecture:
-    """The Architecture registered under a name, or one of your own given as ``module:attribute``.
+    """Return the Architecture registered under a name, or one of your own given as ``module:attribute``.
 
     Raises:
         ValueError: no such name; the message lists the known ones and the nearest.
@@ -38,15 +38,15 @@ def find_architecture(name: str) -> Architecture:
 
 
 def all_architectures() -> list[Architecture]:
-    """Every registered Architecture."""
+    """Return every registered Architecture."""
     return [find_architecture(name) for name in ARCHITECTURES]
 
 
-def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
-    """The Architecture of a checkpoint, from its config.json.
+def architecture_for(hf_config: HfConfig) -> Architecture:
+    """Return the Architecture of a checkpoint, from its config.json.
 
     Raises:
-        ValueError: neither ``architectures`` nor ``model_type`` is one that we know.
+        ValueError: neither ``architectures`` nor ``model_type`` is supported.
     """
     classes = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")

@@ -1,12 +1,12 @@
-"""What every model file provides: an Architecture, and the weight rows that most of them share."""
+"""The Architecture that every model file provides, and the weight rows that most of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 from mindspeed_rl.models.weights import (
     COLUMNS,
     ROWS,
@@ -21,7 +21,7 @@ from mindspeed_rl.models.weights import (
 
 @dataclass(frozen=True)
 class ExpertPacking:
-    """How a rank stores its experts: one module each ("local") or stacked for grouped GEMM ("grouped").
+    """Storage of the experts of a rank: one module each ("local") or stacked for grouped GEMM ("grouped").
 
     ``num_groups`` is the number of expert ranks (EP, or EP x TP with moe_tp_extend_ep); it matters for "grouped" only,
     where one parameter holds all the experts of a rank.
@@ -33,7 +33,7 @@ class ExpertPacking:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the experts that transformers 5 may store fused as ``mlp.experts.gate_up_proj`` and ``down_proj``.
+    """Names of the experts that transformers 5 may store fused as ``mlp.experts.gate_up_proj`` and ``down_proj``.
 
     ``block`` is the module of router and experts; ``gate``, ``up``, ``down`` are the projections of one expert.
     """
@@ -53,19 +53,19 @@ class Architecture:
         hf_classes: entries of ``architectures`` in config.json that are this family.
         model_types: ``model_type`` values of config.json.
         upstream_names: ``--model-type-hf`` values of MindSpeed-LLM's converters that mean this family.
-        read_model_config: config.json -> ModelConfig.
-        read_layer_ops: (model_config, global layer number, expert packing) -> rows of one decoder layer.
+        read_model_config: config.json -> ModelConfig; ValueError names a key that is missing or has an unsupported value.
+        read_layer_ops: (model_config, global layer index, expert packing) -> rows of one decoder layer.
         legacy: whether Megatron's pre-core ("legacy") layout can express the model.
         read_mtp_ops: (model_config, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
         read_copies: model_config -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
-        expert_names: what the rows of ``read_layer_ops`` call router and experts where transformers stores experts fused.
+        expert_names: names of router and experts in ``read_layer_ops``, where transformers stores experts fused.
     """
 
     name: str
     hf_classes: tuple[str, ...]
     model_types: tuple[str, ...]
     upstream_names: tuple[str, ...]
-    read_model_config: Callable[[Mapping[str, Any]], ModelConfig]
+    read_model_config: Callable[[HfConfig], ModelConfig]
     read_layer_ops: Callable[[ModelConfig, int, ExpertPacking], list[WeightOp]]
     legacy: bool = False
     read_mtp_ops: Callable[[ModelConfig, int, ExpertPacking], list[WeightOp]] | None = None
@@ -73,73 +73,69 @@ class Architecture:
     expert_names: ExpertNames = ExpertNames()
 
     def weight_ops(self, model_config: ModelConfig, experts: ExpertPacking | None = None) -> list[WeightOp]:
-        """Every parameter of the model, in the order of the forward pass, under global names."""
+        """Return every parameter of the model, in the order of the forward pass, under global names."""
         packing = experts or ExpertPacking()
-        ops = [embedding_op(model_config)]
+        hidden = model_config.hidden_size
+        embedding = WeightOp(
+            "embedding.word_embeddings.weight",
+            ("model.embed_tokens.weight",),
+            ((model_config.vocab_size, hidden),),
+            splits=(_vocab_split(model_config),),
+            section="pre",
+        )
+        ops = [embedding]
         for layer in range(model_config.num_layers):
             ops += self.read_layer_ops(model_config, layer, packing)
         for layer in range(model_config.mtp_num_layers):
             if self.read_mtp_ops is None:
                 raise ValueError(f"{self.name} has no multi-token-prediction layers; mtp_num_layers must be 0")
             ops += self.read_mtp_ops(model_config, layer, packing)
-        return ops + head_ops(model_config)
+        return ops + _head_ops(model_config)
 
     def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
-        """HF tensors that no row names because they repeat another HF tensor: {copy: owner}."""
+        """Return the HF tensors that no row names because they repeat another HF tensor: {copy: owner}."""
         return {} if self.read_copies is None else self.read_copies(model_config)
 
 
 # ---------------------------------------------------------------------- rows shared by the families
 
 
-def vocab_split(model_config: ModelConfig) -> Split:
-    """Rows over ranks, padded to ``padded_vocab_size``."""
+def _vocab_split(model_config: ModelConfig) -> Split:
     padded = model_config.padded_vocab_size if model_config.padded_vocab_size != model_config.vocab_size else 0
     return Split(dim=0, size=model_config.vocab_size if padded else 0, padded=padded)
 
 
-def embedding_op(model_config: ModelConfig) -> WeightOp:
-    """The word embedding."""
-    return WeightOp(
-        "embedding.word_embeddings.weight",
-        ("model.embed_tokens.weight",),
-        ((model_config.vocab_size, model_config.hidden_size),),
-        splits=(vocab_split(model_config),),
-        place="pre",
-    )
-
-
-def head_ops(model_config: ModelConfig) -> list[WeightOp]:
-    """Final norm and head: vocabulary logits, a tied copy of the embedding, or one score."""
+def _head_ops(model_config: ModelConfig) -> list[WeightOp]:
+    """Return final norm and head: vocabulary logits, a tied copy of the embedding, or one score."""
     hidden = model_config.hidden_size
-    ops = [WeightOp("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), place="post")]
+    ops = [WeightOp("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), section="post")]
     if model_config.head == "reward":
-        # cut along its input, as upstream's
-        return [*ops, WeightOp("rm_head.weight", ("score.weight",), ((1, hidden),), splits=(COLUMNS,), place="post")]
+        # split along its input, as upstream's
+        return [*ops, WeightOp("rm_head.weight", ("score.weight",), ((1, hidden),), splits=(COLUMNS,), section="post")]
     tied = not model_config.untie_embeddings_and_output_weights
     head = WeightOp(
         "output_layer.weight",
         ("model.embed_tokens.weight" if tied else "lm_head.weight",),
         ((model_config.vocab_size, hidden),),
-        splits=(vocab_split(model_config),),
-        place="post",
+        splits=(_vocab_split(model_config),),
+        section="post",
         copy_of_tied=tied,
     )
     return [*ops, head]
 
 
 def norm_op(mcore: str, hf: str, size: int, layer: int) -> WeightOp:
-    """A norm weight, the same on every rank."""
+    """Return a norm weight, the same on every rank."""
     return WeightOp(mcore, (hf,), ((size,),), layer=layer)
 
 
 def attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
-    """Input norm, fused qkv (weight and bias), output projection and QK norms, with Llama's HF names."""
+    """Return input norm, fused qkv (weight and bias), output projection and QK norms, with Llama's HF names."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
     hidden, head_dim = model_config.hidden_size, model_config.kv_channels
     queries = model_config.num_attention_heads // model_config.num_query_groups
     rows = (model_config.num_attention_heads * head_dim, *[model_config.num_query_groups * head_dim] * 2)
-    # a rank holds whole query groups: no key or value head is cut
+    # a rank has full query groups: no key or value head is split
     splits = (Split(0, unit=queries * head_dim), Split(0, unit=head_dim), Split(0, unit=head_dim))
     ops = [norm_op(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", hidden, layer)]
     for kind in ("weight", "bias") if model_config.add_qkv_bias else ("weight",):
@@ -156,24 +152,24 @@ def attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
 
 
 def attention_output_op(model_config: ModelConfig, layer: int, input_size: int) -> WeightOp:
-    """The projection that follows attention; ``input_size`` is heads x value head size."""
+    """Return the projection after attention; ``input_size`` is heads x value head size."""
     return WeightOp(
         f"decoder.layers.{layer}.self_attention.linear_proj.weight",
         (f"model.layers.{layer}.self_attn.o_proj.weight",),
         ((model_config.hidden_size, input_size),),
-        # whole heads, as the attention in front of it puts them out
+        # full heads, as the attention before it puts them out
         splits=(Split(1, unit=input_size // model_config.num_attention_heads),),
         layer=layer,
     )
 
 
-GATED_MLP = ("gate_proj", "up_proj", "down_proj")
+_GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp_ops(
-    mcore: str, hf: str, layer: int, hidden: int, ffn: int, names: tuple[str, str, str] = GATED_MLP
+    mcore: str, hf: str, layer: int, hidden: int, ffn: int, names: tuple[str, str, str] = _GATED_MLP
 ) -> list[WeightOp]:
-    """A gated MLP: fc1 is [gate; up] on every rank, fc2 is split over its columns."""
+    """Return a gated MLP: fc1 is [gate; up] on every rank, fc2 is split over its columns."""
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
     fc1_shapes = ((ffn, hidden), (ffn, hidden))
     return [
@@ -183,9 +179,9 @@ def gated_mlp_ops(
 
 
 def expert_ops(
-    model_config: ModelConfig, layer: int, hf: str, packing: ExpertPacking, names: tuple[str, str, str] = GATED_MLP
+    model_config: ModelConfig, layer: int, hf: str, packing: ExpertPacking, names: tuple[str, str, str] = _GATED_MLP
 ) -> list[WeightOp]:
-    """The experts of one decoder layer; ``hf`` is the HF prefix before the expert's number."""
+    """Return the experts of one decoder layer; ``hf`` is the HF prefix before the expert's index."""
     mcore = f"decoder.layers.{layer}.mlp.experts"
     hidden, ffn, count = model_config.hidden_size, model_config.moe_ffn_hidden_size, model_config.num_moe_experts
     assert count is not None and ffn is not None
@@ -208,7 +204,7 @@ def expert_ops(
             count_in = len(hf_names)
             ops.append(
                 WeightOp(
-                    # with the experts' numbers, because every rank's parameter has the same name in Megatron
+                    # with the experts' indices, because every rank's parameter has the same name in Megatron
                     f"{mcore}.{name}[{start}:{start + size}]",
                     hf_names,
                     (shape,) * count_in,
@@ -223,7 +219,7 @@ def expert_ops(
 
 
 def router_ops(model_config: ModelConfig, layer: int, hf: str, bias: str | None = None) -> list[WeightOp]:
-    """The router, and its load-balancing bias (a float32 buffer) if the family has one."""
+    """Return the router, and its load-balancing bias (a float32 buffer) if the family has one."""
     mcore = f"decoder.layers.{layer}.mlp.router"
     assert model_config.num_moe_experts is not None
     shape = (model_config.num_moe_experts, model_config.hidden_size)
@@ -234,7 +230,7 @@ def router_ops(model_config: ModelConfig, layer: int, hf: str, bias: str | None 
 
 
 def dense_mlp_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
-    """The norm before the MLP and a gated MLP, with Llama's HF names."""
+    """Return the norm before the MLP and a gated MLP, with Llama's HF names."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
     return [
         mlp_norm_op(model_config, layer),
@@ -243,11 +239,11 @@ def dense_mlp_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
 
 
 def mlp_norm_op(model_config: ModelConfig, layer: int, hf_name: str = "post_attention_layernorm") -> WeightOp:
-    """The norm before the MLP."""
+    """Return the norm before the MLP."""
     mcore, hf = f"decoder.layers.{layer}.pre_mlp_layernorm.weight", f"model.layers.{layer}.{hf_name}.weight"
     return norm_op(mcore, hf, model_config.hidden_size, layer)
 
 
 def dense_layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """A Llama-like decoder layer: attention, a norm, a gated MLP."""
+    """Return a Llama-like decoder layer: attention, a norm, a gated MLP."""
     return [*attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]

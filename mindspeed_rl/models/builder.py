@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -25,13 +25,16 @@ from torch.nn import functional
 from mindspeed_rl.models.layers import NoopLayer, SandwichNormLayer, WindowedAttention
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
-from mindspeed_rl.models.names import fused_norm_prefixes, homogeneous
+from mindspeed_rl.models.names import get_fused_norm_prefixes
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+
+#: fields of a TransformerConfig
+_Settings: TypeAlias = dict[str, Any]
 
 #: No TransformerEngine and no Apex: their fused kernels are off. MindSpeed turns its own on by patching.
 _WITHOUT_FUSED_KERNELS = {
@@ -44,19 +47,19 @@ _WITHOUT_FUSED_KERNELS = {
 }
 
 
-def transformer_config(model_config: ModelConfig, *, layout: Layout | None = None, **run: Any) -> TransformerConfig:
-    """Megatron's config of a network.
+def transformer_config(model_config: ModelConfig, *, layout: Layout | None = None, **run: object) -> TransformerConfig:
+    """Return Megatron's config of a model.
 
     Args:
-        model_config: the shape facts.
-        layout: where the layers go; sets the parallel sizes, the uneven pipeline of ``num_layer_list`` and the number
+        model_config: its shape.
+        layout: division over ranks; sets the parallel sizes, the uneven pipeline of ``num_layer_list`` and the number
             of layers with no-op layers. Without it the parallel sizes come from ``run``.
-        run: any field of TransformerConfig (parallel sizes, dtype, recomputation, dropout ...); wins over the network.
+        run: any field of TransformerConfig (parallel sizes, dtype, recomputation, dropout ...); wins over the model's.
 
     Raises:
-        ValueError: the network has experts that the options of Megatron cannot express.
+        ValueError: the model has experts that the options of Megatron cannot express.
     """
-    settings: dict[str, Any] = {
+    settings: _Settings = {
         **_WITHOUT_FUSED_KERNELS,
         "num_layers": model_config.num_layers,
         "hidden_size": model_config.hidden_size,
@@ -68,7 +71,7 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
         "layernorm_epsilon": model_config.norm_epsilon,
         "layernorm_zero_centered_gamma": model_config.layernorm_zero_centered_gamma,
         "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[model_config.activation],
+        "activation_func": _ACTIVATIONS[model_config.activation],
         "add_bias_linear": False,
         "add_qkv_bias": model_config.add_qkv_bias,
         "qk_layernorm": model_config.qk_layernorm,
@@ -94,16 +97,16 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
     return config
 
 
-def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> dict[str, Any]:
+def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> _Settings:
     slots: list[int | None] = list(range(model_config.num_layers))
     if layout is not None:
-        slots = layout.real_numbers()
+        slots = layout.list_slots()
     return {
         "num_moe_experts": model_config.num_moe_experts,
         "moe_ffn_hidden_size": model_config.moe_ffn_hidden_size,
-        # an int keeps Megatron's distributed checkpoints in their usual form, with one key for all layers
+        # an int keeps Megatron's distributed checkpoints in their default form, with one key for all layers
         "moe_layer_freq": 1
-        if homogeneous(model_config) and None not in slots
+        if model_config.is_homogeneous and None not in slots
         else [int(layer is not None and model_config.is_moe_layer(layer)) for layer in slots],
         "moe_router_topk": model_config.moe_router_topk,
         "moe_router_pre_softmax": model_config.moe_router_pre_softmax,
@@ -112,7 +115,7 @@ def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> dict[str,
         "moe_router_num_groups": model_config.moe_router_num_groups,
         "moe_router_group_topk": model_config.moe_router_group_topk,
         "moe_router_topk_scaling_factor": model_config.moe_router_topk_scaling_factor,
-        # a run that wants a balancing loss says so (engine/build.py)
+        # a run with a balancing loss sets it (engine/build.py)
         "moe_router_load_balancing_type": "none",
         # as transformers computes the router; in bfloat16 other experts could be chosen
         "moe_router_dtype": "fp32",
@@ -123,10 +126,10 @@ def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> dict[str,
     }
 
 
-def _mla_settings(model_config: ModelConfig) -> dict[str, Any]:
+def _mla_settings(model_config: ModelConfig) -> _Settings:
     scaling = model_config.rope_scaling
     yarn = scaling is not None and scaling.type == "yarn"
-    settings: dict[str, Any] = {
+    settings: _Settings = {
         "q_lora_rank": model_config.q_lora_rank,
         "kv_lora_rank": model_config.kv_lora_rank,
         "qk_head_dim": model_config.qk_head_dim,
@@ -134,10 +137,10 @@ def _mla_settings(model_config: ModelConfig) -> dict[str, Any]:
         "v_head_dim": model_config.v_head_dim,
         "qk_layernorm": True,
         "rotary_base": model_config.rotary_base,
-        # the rotary part of a head has dimensions of its own, all of which rotate
+        # the rotary part of a head has its own dimensions, all of which rotate
         "rotary_percent": 1.0,
         "rope_type": "yarn" if yarn else "rope",
-        # MLASelfAttention scales its softmax by factor and mscale under either rope type: these leave it as it is
+        # MLASelfAttention scales its softmax by factor and mscale under either rope type: these leave it unchanged
         "rotary_scaling_factor": 1.0,
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
@@ -154,8 +157,8 @@ def _mla_settings(model_config: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def _layout_settings(layout: Layout) -> dict[str, Any]:
-    settings: dict[str, Any] = {
+def _layout_settings(layout: Layout) -> _Settings:
+    settings: _Settings = {
         "num_layers": layout.num_slots,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -213,9 +216,9 @@ def layer_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, with the given norm and core attention.
+    """Return the layers of one model chunk, with the given norm and core attention.
 
-    Layers with a sliding window or capped attention logits use :class:`WindowedAttention` in place of
+    Layers with a sliding window or capped attention logits use :class:`WindowedAttention` instead of
     ``core_attention``: no fused kernel of the platforms computes those.
 
     Args:
@@ -224,10 +227,10 @@ def layer_spec(
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    numbers = list(range(model_config.num_layers)) if layout is None else layout.real_numbers()
+    slots = list(range(model_config.num_layers)) if layout is None else layout.list_slots()
     kinds: dict[tuple[bool, bool], ModuleSpec] = {}
     specs = []
-    for layer in numbers[first : first + count]:
+    for layer in slots[first : first + count]:
         if layer is None:
             specs.append(ModuleSpec(module=NoopLayer))
             continue
@@ -261,7 +264,7 @@ def _one_layer(
     layer.input_layernorm = norm
     layer.pre_mlp_layernorm = norm
     assert isinstance(layer.self_attention, ModuleSpec)
-    # of a class for each kind of attention, with fields of their own
+    # a class for each kind of attention, each with its own fields
     attention = cast(Any, layer.self_attention.submodules)
     if model_config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = norm
@@ -276,7 +279,7 @@ def _one_layer(
                 "softcap": model_config.attn_logit_softcapping,
             },
         )
-    layer.sharded_state_dict_keys_map = fused_norm_prefixes(model_config, moe)
+    layer.sharded_state_dict_keys_map = get_fused_norm_prefixes(model_config, moe)
     if model_config.post_norm:
         spec.module = SandwichNormLayer
         spec.params = {"post_norm": norm}
@@ -300,7 +303,7 @@ def build_gpt_model(
     lm_class: type[GPTModel] = GPTModel,
     reward_class: type[GPTRewardModel] = GPTRewardModel,
 ) -> GPTModel:
-    """One model chunk, with random weights; logits, or scores [b, s, 1] when ``model_config.head`` is "reward".
+    """Build one model chunk, with random weights; logits, or scores [b, s, 1] when ``model_config.head`` is "reward".
 
     ``lm_class`` and ``reward_class`` may be subclasses that return something else from the same weights.
 
@@ -311,7 +314,7 @@ def build_gpt_model(
     reward = model_config.head == "reward"
     model = (reward_class if reward else lm_class)(
         config,
-        cast(ModuleSpec, spec),  # Megatron takes the specs of a block as well, but does not say so
+        cast(ModuleSpec, spec),  # Megatron accepts the specs of a block too, undeclared
         vocab_size=model_config.padded_vocab_size,
         max_sequence_length=max_sequence_length or model_config.max_position_embeddings,
         pre_process=pre_process,
@@ -321,12 +324,15 @@ def build_gpt_model(
         share_embeddings_and_output_weights=not (model_config.untie_embeddings_and_output_weights or reward),
         position_embedding_type="yarn" if yarn else "rope",
         rotary_percent=model_config.rotary_percent,
-        rotary_base=cast(int, model_config.rotary_base),  # computed with as a float, whatever it is declared as
+        rotary_base=cast(int, model_config.rotary_base),  # declared int, computed as a float
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
     if scaling is not None and scaling.type != "yarn":
-        _scale_frequencies(model, model_config)
+        # Megatron's own rope scaling fixes every constant of Llama 3.1 but the factor, and has no linear scaling
+        embedding = model.rotary_pos_emb
+        scaled = _scale_frequencies(embedding.inv_freq.float().cpu(), scaling)
+        embedding.inv_freq = scaled.to(embedding.inv_freq.device)
     if pre_process and model_config.embedding_scale is not None:
         # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
         model.embedding.word_embeddings.register_forward_hook(partial(_scale_output, factor=model_config.embedding_scale))
@@ -335,16 +341,8 @@ def build_gpt_model(
     return model
 
 
-def _scale_frequencies(model: GPTModel, model_config: ModelConfig) -> None:
-    # Megatron's own rope scaling fixes every constant of Llama 3.1 but the factor, and has no linear scaling.
-    assert model_config.rope_scaling is not None
-    embedding = model.rotary_pos_emb
-    scaled = scaled_frequencies(embedding.inv_freq.float().cpu(), model_config.rope_scaling)
-    embedding.inv_freq = scaled.to(embedding.inv_freq.device)
-
-
-def scaled_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
-    """Rotary frequencies after ``linear`` or ``llama3`` scaling. [rotary_dim / 2] float32."""
+def _scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return rotary frequencies after ``linear`` or ``llama3`` scaling. [rotary_dim / 2] float32."""
     if scaling.type == "linear":
         return inv_freq / scaling.factor
     wavelength = 2 * math.pi / inv_freq
@@ -358,13 +356,13 @@ def scaled_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelength < high, inv_freq, stretched)
 
 
-def _scale_output(module: nn.Module, inputs: Any, output: Tensor, factor: float) -> Tensor:
+def _scale_output(module: nn.Module, inputs: object, output: Tensor, factor: float) -> Tensor:
     # the factor is rounded to the output's dtype first, as transformers does
     return output * torch.tensor(factor, dtype=output.dtype)
 
 
 def _cap_logits(
-    module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None], cap: float
+    module: nn.Module, inputs: object, output: tuple[Tensor, Tensor | None], cap: float
 ) -> tuple[Tensor, Tensor | None]:
     logits, bias = output
     return cap * torch.tanh(logits / cap), bias

@@ -1,10 +1,8 @@
-"""What DeepSeek-V2(-Lite) and V3 share: latent attention, shared experts, dense first layers."""
+"""Parts of DeepSeek-V2(-Lite) and V3: latent attention, shared experts, dense first layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_rl.models.architecture import (
     ExpertPacking,
@@ -17,52 +15,49 @@ from mindspeed_rl.models.architecture import (
     router_ops,
 )
 from mindspeed_rl.models.model_config import (
+    HfConfig,
     ModelConfig,
     read_common,
     read_flag,
-    read_number,
+    read_float,
+    read_num_experts,
     read_optional_size,
     read_size,
-    require_activation,
 )
-from mindspeed_rl.models.moe import read_num_experts
 from mindspeed_rl.models.weights import ROWS, Split, WeightOp
 
 
-def read_deepseek(hf_config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The ModelConfig fields that V2 and V3 spell the same way."""
-    require_activation(hf_config)
+def read_deepseek(hf_config: HfConfig, architecture: str) -> ModelConfig:
+    """Return the fields that V2 and V3 spell the same way."""
+    nope, rope = read_size(hf_config, "qk_nope_head_dim"), read_size(hf_config, "qk_rope_head_dim")
+    # every head has its own keys and values, whatever num_key_value_heads is; head_dim is the rotary part alone, or absent
+    heads = {"head_dim": nope + rope, "num_key_value_heads": hf_config.get("num_attention_heads")}
+    common = read_common({**hf_config, **heads}, architecture)
     if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; DeepSeek is converted without it")
-    nope, rope = read_size(hf_config, "qk_nope_head_dim"), read_size(hf_config, "qk_rope_head_dim")
-    # head_dim of these configs is the rotary part only (transformers) or absent
-    common = read_common({**hf_config, "head_dim": nope + rope}, architecture)
-    first, step = read_size(hf_config, "first_k_dense_replace", 0, least=0), read_size(hf_config, "moe_layer_freq", 1)
-    layers = range(common["num_layers"])
-    shared = read_optional_size(hf_config, "n_shared_experts") or 0
+    first, step = read_size(hf_config, "first_k_dense_replace", 0, minimum=0), read_size(hf_config, "moe_layer_freq", 1)
     moe_ffn = read_size(hf_config, "moe_intermediate_size")
-    return {
-        **common,
-        # every head has keys and values of its own, whatever num_key_value_heads says
-        "num_query_groups": common["num_attention_heads"],
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": read_optional_size(hf_config, "q_lora_rank"),
-        "kv_lora_rank": read_size(hf_config, "kv_lora_rank"),
-        "qk_head_dim": nope,
-        "qk_pos_emb_head_dim": rope,
-        "v_head_dim": read_size(hf_config, "v_head_dim"),
-        "num_moe_experts": read_num_experts(hf_config),
-        "moe_layers": tuple(layer for layer in layers if layer >= first and layer % step == 0),
-        "moe_ffn_hidden_size": moe_ffn,
-        "moe_router_topk": read_size(hf_config, "num_experts_per_tok"),
-        "moe_router_topk_scaling_factor": read_number(hf_config, "routed_scaling_factor", 1.0),
-        "moe_shared_expert_intermediate_size": shared * moe_ffn or None,
-    }
+    shared = read_optional_size(hf_config, "n_shared_experts") or 0
+    return replace(
+        common,
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=read_optional_size(hf_config, "q_lora_rank"),
+        kv_lora_rank=read_size(hf_config, "kv_lora_rank"),
+        qk_head_dim=nope,
+        qk_pos_emb_head_dim=rope,
+        v_head_dim=read_size(hf_config, "v_head_dim"),
+        num_moe_experts=read_num_experts(hf_config),
+        moe_layers=tuple(layer for layer in range(common.num_layers) if layer >= first and layer % step == 0),
+        moe_ffn_hidden_size=moe_ffn,
+        moe_router_topk=read_size(hf_config, "num_experts_per_tok"),
+        moe_router_topk_scaling_factor=read_float(hf_config, "routed_scaling_factor", 1.0),
+        moe_shared_expert_intermediate_size=shared * moe_ffn or None,
+    )
 
 
-def latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
-    """Multi-head latent attention: low-rank query (optional) and key/value, as Megatron's MLASelfAttention names them."""
+def _latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
+    """Return latent attention: low-rank query (optional) and key/value, as Megatron's MLASelfAttention names them."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
     attention, hf_attention = f"{mcore}.self_attention", f"{hf}.self_attn"
     hidden, heads = model_config.hidden_size, model_config.num_attention_heads
@@ -95,13 +90,13 @@ def latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp
 
 
 def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """A DeepSeek decoder layer: dense in the first few, experts and shared experts after."""
+    """Return a DeepSeek decoder layer: dense in the first few, experts and shared experts after."""
     if not model_config.is_moe_layer(layer):
-        return [*latent_attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]
+        return [*_latent_attention_ops(model_config, layer), *dense_mlp_ops(model_config, layer)]
     mcore, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     bias = "e_score_correction_bias" if model_config.moe_router_enable_expert_bias else None
     ops = [
-        *latent_attention_ops(model_config, layer),
+        *_latent_attention_ops(model_config, layer),
         mlp_norm_op(model_config, layer),
         *router_ops(model_config, layer, f"{hf}.gate", bias),
     ]
@@ -111,32 +106,32 @@ def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> 
     return ops
 
 
-def prediction_layer_ops(model_config: ModelConfig, number: int, packing: ExpertPacking) -> list[WeightOp]:
-    """A multi-token-prediction layer: HF stores it as one more decoder layer, Megatron under ``mtp.layers``.
+def prediction_layer_ops(model_config: ModelConfig, index: int, packing: ExpertPacking) -> list[WeightOp]:
+    """Return a multi-token-prediction layer: HF stores it as one more decoder layer, Megatron under ``mtp.layers``.
 
     HF repeats the embedding and the head in it; Megatron shares them with the model.
     """
-    hf_layer = model_config.num_layers + number
-    hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{number}", model_config.hidden_size
+    hf_layer = model_config.num_layers + index
+    hf, mcore, hidden = f"model.layers.{hf_layer}", f"mtp.layers.{index}", model_config.hidden_size
     # for `layer_ops` it is one more decoder layer, with experts
-    whole = replace(model_config, num_layers=hf_layer + 1, moe_layers=(*model_config.moe_layers, hf_layer))
+    extended = replace(model_config, num_layers=hf_layer + 1, moe_layers=(*model_config.moe_layers, hf_layer))
     decoder, inner = f"decoder.layers.{hf_layer}.", f"{mcore}.transformer_layer."
     projection = (f"{hf}.eh_proj.weight",)
     ops = [
-        norm_op(f"{mcore}.enorm.weight", f"{hf}.enorm.weight", hidden, number),
-        norm_op(f"{mcore}.hnorm.weight", f"{hf}.hnorm.weight", hidden, number),
-        WeightOp(f"{mcore}.eh_proj.weight", projection, ((hidden, 2 * hidden),), splits=(ROWS,), layer=number),
-        *(replace(op, mcore=op.mcore.replace(decoder, inner), layer=number) for op in layer_ops(whole, hf_layer, packing)),
-        norm_op(f"{mcore}.final_layernorm.weight", f"{hf}.shared_head.norm.weight", hidden, number),
+        norm_op(f"{mcore}.enorm.weight", f"{hf}.enorm.weight", hidden, index),
+        norm_op(f"{mcore}.hnorm.weight", f"{hf}.hnorm.weight", hidden, index),
+        WeightOp(f"{mcore}.eh_proj.weight", projection, ((hidden, 2 * hidden),), splits=(ROWS,), layer=index),
+        *(replace(op, mcore=op.mcore.replace(decoder, inner), layer=index) for op in layer_ops(extended, hf_layer, packing)),
+        norm_op(f"{mcore}.final_layernorm.weight", f"{hf}.shared_head.norm.weight", hidden, index),
     ]
-    return [replace(op, place="mtp") for op in ops]
+    return [replace(op, section="mtp") for op in ops]
 
 
 def prediction_copies(model_config: ModelConfig) -> dict[str, str]:
-    """HF tensors of the prediction layers that repeat another one: copy -> owner."""
+    """Return the HF tensors of the prediction layers that repeat another one: copy -> owner."""
     head = "lm_head.weight" if model_config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
     copies = {}
-    for number in range(model_config.mtp_num_layers):
-        hf = f"model.layers.{model_config.num_layers + number}"
+    for index in range(model_config.mtp_num_layers):
+        hf = f"model.layers.{model_config.num_layers + index}"
         copies |= {f"{hf}.embed_tokens.weight": "model.embed_tokens.weight", f"{hf}.shared_head.head.weight": head}
     return copies

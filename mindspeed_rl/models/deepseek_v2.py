@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import layer_ops, read_deepseek
-from mindspeed_rl.models.model_config import ModelConfig, read_flag
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_flag
 
 
-def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Shape facts of a DeepSeek-V2 config.json.
+def _read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a DeepSeek-V2.
 
     Raises:
         ValueError: group-limited routing, which scores a group by its best expert; Megatron sums several.
     """
-    fields = read_deepseek(hf_config, "deepseek_v2")
+    common = read_deepseek(hf_config, "deepseek_v2")
     method = hf_config.get("topk_method", "greedy")
     if method != "greedy":
         raise ValueError(f"config.json has topk_method {method!r}; DeepSeek-V2 is supported with 'greedy' (V2-Lite)")
-    return ModelConfig(**fields, moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"))
+    return replace(common, moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"))
 
 
 DEEPSEEK_V2 = Architecture(
@@ -28,6 +27,6 @@ DEEPSEEK_V2 = Architecture(
     hf_classes=("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification"),
     model_types=("deepseek_v2",),
     upstream_names=("deepseek2", "deepseek2-lite"),
-    read_model_config=read_model_config,
+    read_model_config=_read_model_config,
     read_layer_ops=layer_ops,
 )

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, gated_mlp_ops, mlp_norm_op, norm_op
 from mindspeed_rl.models.model_config import (
+    HfConfig,
     ModelConfig,
     read_common,
     read_flag,
+    read_float,
     read_layer_types,
-    read_number,
-    read_optional_number,
+    read_optional_float,
     read_optional_size,
-    require_activation,
 )
 from mindspeed_rl.models.weights import WeightOp
 
 
-def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Shape facts of a Gemma 2 config.json."""
-    require_activation(hf_config, ("gelu_pytorch_tanh",))
+def _read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a Gemma 2."""
+    activations = ("gelu_pytorch_tanh",)
+    common = read_common({"head_dim": 256, **hf_config}, "gemma2", activations=activations, tied_by_default=True)
     if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; Gemma 2 is converted without it")
-    common = read_common({"head_dim": 256, **hf_config}, "gemma2", tied_by_default=True)
-    kinds = read_layer_types(hf_config, common["num_layers"])
-    layers = range(common["num_layers"])
+    kinds = read_layer_types(hf_config, common.num_layers)
+    layers = range(common.num_layers)
     windowed = [kinds[i] == "sliding_attention" for i in layers] if kinds else [i % 2 == 0 for i in layers]
     window = read_optional_size(hf_config, "sliding_window")
-    return ModelConfig(
-        **common,
+    return replace(
+        common,
         activation="gelu_tanh",
         layernorm_zero_centered_gamma=True,
         post_norm=True,
         sliding_window=window,
         sliding_window_layers=tuple(i for i in layers if windowed[i]) if window else (),
-        query_scale=read_number(hf_config, "query_pre_attn_scalar", 256) ** -0.5,
-        attn_logit_softcapping=read_optional_number(hf_config, "attn_logit_softcapping"),
-        final_logit_softcapping=read_optional_number(hf_config, "final_logit_softcapping"),
-        embedding_scale=float(common["hidden_size"]) ** 0.5,
+        query_scale=read_float(hf_config, "query_pre_attn_scalar", 256) ** -0.5,
+        attn_logit_softcapping=read_optional_float(hf_config, "attn_logit_softcapping"),
+        final_logit_softcapping=read_optional_float(hf_config, "final_logit_softcapping"),
+        embedding_scale=float(common.hidden_size) ** 0.5,
     )
 
 
-def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """A Gemma 2 layer: four norms."""
+def _layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """Return a Gemma 2 layer: four norms."""
     mcore, hf, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", model_config.hidden_size
     return [
         *attention_ops(model_config, layer),
@@ -60,6 +59,6 @@ GEMMA2 = Architecture(
     hf_classes=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
     model_types=("gemma2",),
     upstream_names=("gemma2",),
-    read_model_config=read_model_config,
-    read_layer_ops=layer_ops,
+    read_model_config=_read_model_config,
+    read_layer_ops=_layer_ops,
 )

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, mlp_norm_op, norm_op
-from mindspeed_rl.models.model_config import ModelConfig, read_common, read_flag, require_activation
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_flag
 from mindspeed_rl.models.weights import COLUMNS, Split, WeightOp
 
 
-def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Shape facts of a GLM-4 config.json (``glm4``, and ``glm`` with two norms a layer)."""
-    require_activation(hf_config)
-    common = read_common({"head_dim": 128, "partial_rotary_factor": 0.5, **hf_config}, "glm4")
-    return ModelConfig(
-        **common,
+def _read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a GLM-4 (``glm4``, and ``glm`` with two norms a layer)."""
+    return replace(
+        read_common({"head_dim": 128, "partial_rotary_factor": 0.5, **hf_config}, "glm4"),
         add_qkv_bias=read_flag(hf_config, "attention_bias"),
         rotary_interleaved=True,
         post_norm=hf_config.get("model_type") != "glm",
     )
 
 
-def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """A GLM-4 layer; HF's gate_up_proj is [gate; up] already, and each half is divided over ranks."""
+def _layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """Return a GLM-4 layer; HF's gate_up_proj is [gate; up] already, and each half is divided over ranks."""
     mcore, hf, hidden, ffn = (
         f"decoder.layers.{layer}",
         f"model.layers.{layer}",
@@ -53,6 +50,6 @@ GLM4 = Architecture(
     hf_classes=("Glm4ForCausalLM", "Glm4ForSequenceClassification", "GlmForCausalLM", "GlmForSequenceClassification"),
     model_types=("glm4", "glm"),
     upstream_names=("glm4",),
-    read_model_config=read_model_config,
-    read_layer_ops=layer_ops,
+    read_model_config=_read_model_config,
+    read_layer_ops=_layer_ops,
 )

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,26 +30,29 @@ class NoopLayer(MegatronModule, BaseTransformerLayer):
         self,
         config: TransformerConfig,
         layer_number: int = 1,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> None:
         super().__init__(config=config)
         pp_rank = None if pg_collection is None else pg_collection.pp.rank()
-        # Megatron's block makes checkpoint keys from the number of every layer
+        # Megatron's block makes checkpoint keys from the index of every layer
         self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pp_rank)
 
-    def forward(self, hidden_states: Tensor, context: Tensor | None = None, **unused: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, context: Tensor | None = None, **unused: object) -> tuple[Tensor, Tensor | None]:
         return hidden_states, context
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         return {}
 
 
 class SandwichNormLayer(TransformerLayer):
-    """A decoder layer that also normalizes what attention and MLP return, before the residual (Gemma 2, GLM-4-0414)."""
+    """A decoder layer that also normalizes the outputs of attention and MLP, before the residual (Gemma 2, GLM-4-0414)."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, post_norm: type[nn.Module], **kwargs: Any
@@ -54,12 +61,12 @@ class SandwichNormLayer(TransformerLayer):
         shape = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.post_attn_norm = cast(nn.Module, build_module(post_norm, **shape))
         self.post_mlp_layernorm = cast(nn.Module, build_module(post_norm, **shape))
-        # the bias-dropout-add is the only step between what a part returns and the residual
-        self.self_attn_bda = _normed(self.self_attn_bda, self.post_attn_norm)
-        self.mlp_bda = _normed(self.mlp_bda, self.post_mlp_layernorm)
+        # the bias-dropout-add is the only step between the output of a sublayer and the residual
+        self.self_attn_bda = _normalize_before(self.self_attn_bda, self.post_attn_norm)
+        self.mlp_bda = _normalize_before(self.mlp_bda, self.post_mlp_layernorm)
 
 
-def _normed(bias_dropout_add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
+def _normalize_before(bias_dropout_add: Callable[..., Any], norm: nn.Module) -> Callable[..., Any]:
     def build(training: bool, fused: bool) -> Callable[..., Tensor]:
         add = bias_dropout_add(training, fused)
 
@@ -89,7 +96,7 @@ class WindowedAttention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         softmax_scale: float | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> None:
         super().__init__()
         if config.context_parallel_size > 1:
@@ -106,30 +113,33 @@ class WindowedAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[s, b, n * d] from [s, b, n, d], or [t, 1, n * d] from packed [t, n, d].
+        """Return [s, b, n * d] from [s, b, n, d], or [t, 1, n * d] from packed [t, n, d].
 
         Keys and values of earlier tokens may come before those of the queries, from a cache.
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
-        # with padding behind each sequence the tokens lie at the padded bounds
+        # with padding after each sequence the tokens are at the padded bounds
         bounds = packed_seq_params.cu_seqlens_q_padded
         bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
+        assert bounds is not None
         lengths = bounds.diff().tolist()
-        # of the engine's layouts: where the first tokens of some sequences are computed elsewhere, the others have queries
+        # prefix sharing (engine/sequence_layout.py): only tokens that are computed here have queries
         shared = getattr(packed_seq_params, "shared", None)
         if shared is not None:
             key, value = shared.spread(key), shared.spread(value)
-        # the output has a row for every token, padding behind the last sequence included
+        # the output has a row for every token, padding after the last sequence included
         if (tail := key.size(0) - sum(lengths)) > 0:
             lengths.append(tail)
-        asked = lengths if shared is None else list(shared.lengths)
-        parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor, sizes in ((query, asked), (key, lengths), (value, lengths))))
-        return torch.cat([self._attend(*part) for part in parts if part[0].size(0)])
+        num_queries = lengths if shared is None else list(shared.lengths)
+        sequences = zip(
+            *(tensor.unsqueeze(1).split(sizes) for tensor, sizes in ((query, num_queries), (key, lengths), (value, lengths)))
+        )
+        return torch.cat([self._attend(*sequence) for sequence in sequences if sequence[0].size(0)])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, n, s, d]

@@ -1,4 +1,4 @@
-"""Which layers and experts each rank holds, and how its local parameter names map to global ones."""
+"""Layers and experts of each rank, and the map between its local parameter names and global ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mindspeed_rl.config import MegatronConfig
 
@@ -27,7 +27,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is cut over tensor, pipeline and expert ranks.
+    """Division of a model over tensor, pipeline and expert ranks.
 
     Args:
         num_layers: real decoder layers (from config.json), without no-op layers.
@@ -95,7 +95,7 @@ class Layout:
                 "choose a divisor, or use num_layer_list or noop_layers"
             )
         if self.schedule == "dualpipev" and self.vpp != 2:
-            raise ValueError(f"dualpipev holds 2 model chunks a stage; got {self.vpp}")
+            raise ValueError(f"dualpipev has 2 model chunks a stage; got {self.vpp}")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"{self.vpp} virtual pipeline stages need a pipeline size above 1")
         if self.num_slots // self.pp % self.vpp:
@@ -119,11 +119,11 @@ class Layout:
 
     @property
     def num_slots(self) -> int:
-        """Real and empty layers together; Megatron's ``num_layers`` when there are no-op layers."""
+        """Real and empty layers; Megatron's ``num_layers`` when there are no-op layers."""
         return self.num_layers + len(self.noop_layers)
 
     def chunk_layers(self, pp_rank: int, vp_stage: int = 0) -> list[int | None]:
-        """Global numbers of the layers in a model chunk, at their local index; None marks an empty layer."""
+        """Return the global indices of the layers in a model chunk, at their local index; None marks an empty layer."""
         if self.num_layer_list is not None:
             start = sum(self.num_layer_list[:pp_rank])
             return list(range(start, start + self.num_layer_list[pp_rank]))
@@ -132,18 +132,17 @@ class Layout:
             block = pp_rank if vp_stage == 0 else 2 * self.pp - 1 - pp_rank
         else:
             block = vp_stage * self.pp + pp_rank
-        numbers = self.real_numbers()
-        return [numbers[slot] for slot in range(block * size, (block + 1) * size)]
+        return self.list_slots()[block * size : (block + 1) * size]
 
-    def real_numbers(self) -> list[int | None]:
-        """Global number of the real layer in each slot of the lengthened list; None for an empty one."""
-        numbers: list[int | None] = []
+    def list_slots(self) -> list[int | None]:
+        """Return the global index of the real layer in each slot of the lengthened list; None for an empty one."""
+        layers: list[int | None] = []
         for slot in range(self.num_slots):
-            numbers.append(None if slot in self.noop_layers else slot - sum(noop < slot for noop in self.noop_layers))
-        return numbers
+            layers.append(None if slot in self.noop_layers else slot - sum(noop < slot for noop in self.noop_layers))
+        return layers
 
-    def holder(self, layer: int) -> tuple[int, int, int]:
-        """(pp_rank, vp_stage, local index) of a real layer."""
+    def find_layer(self, layer: int) -> tuple[int, int, int]:
+        """Return (pp_rank, vp_stage, local index) of a real layer."""
         for pp_rank in range(self.pp):
             for vp_stage in range(self.vpp):
                 layers = self.chunk_layers(pp_rank, vp_stage)
@@ -151,26 +150,20 @@ class Layout:
                     return pp_rank, vp_stage, layers.index(layer)
         raise ValueError(f"layer {layer} does not exist; the model has layers 0 to {self.num_layers - 1}")
 
-    @property
-    def first_chunk(self) -> tuple[int, int]:
-        """(pp_rank, vp_stage) that holds the embedding."""
-        return 0, 0
+    #: (pp_rank, vp_stage) of the embedding
+    first_chunk: ClassVar[tuple[int, int]] = (0, 0)
 
     @property
     def last_chunk(self) -> tuple[int, int]:
-        """(pp_rank, vp_stage) that holds the final norm and the head."""
-        if self.schedule == "dualpipev":
-            return 0, 1
-        return self.pp - 1, self.vpp - 1
+        """(pp_rank, vp_stage) of the final norm and the head."""
+        return (0, 1) if self.schedule == "dualpipev" else (self.pp - 1, self.vpp - 1)
 
     # ------------------------------------------------------------------ experts
 
     @property
     def expert_tp_size(self) -> int:
         """Ranks over which one expert's FFN is split."""
-        if self.moe_tp_extend_ep:
-            return 1
-        return self.tp if self.etp is None else self.etp
+        return 1 if self.moe_tp_extend_ep else self.tp if self.etp is None else self.etp
 
     @property
     def num_expert_groups(self) -> int:
@@ -179,30 +172,30 @@ class Layout:
 
     @property
     def experts_per_group(self) -> int:
-        """Experts that one rank holds."""
+        """Experts of one rank."""
         return self.num_experts // self.num_expert_groups
 
     def expert_group(self, tp_rank: int, ep_rank: int) -> int:
-        """Which group of experts a rank holds."""
+        """Return the index of the group of experts that a rank has."""
         return ep_rank * self.tp + tp_rank if self.moe_tp_extend_ep else ep_rank
 
     def expert_tp_rank(self, tp_rank: int) -> int:
-        """A rank's place among the ranks that share its experts."""
+        """Return a rank's index among the ranks that share its experts."""
         return tp_rank % self.expert_tp_size
 
     def local_experts(self, tp_rank: int, ep_rank: int) -> range:
-        """Global numbers of the experts a rank holds."""
+        """Return the global indices of the experts of a rank."""
         start = self.expert_group(tp_rank, ep_rank) * self.experts_per_group
         return range(start, start + self.experts_per_group)
 
     # ------------------------------------------------------------------ ranks and names
 
     def ranks(self) -> Iterator[Rank]:
-        """Every rank that has a checkpoint file of its own, pipeline stage by pipeline stage.
+        """Yield every rank that has its own checkpoint file, pipeline stage by pipeline stage.
 
-        With ``etp`` below ``tp`` expert ranks lie across tensor ranks, so only some (tp, ep) pairs exist.
+        With ``etp`` below ``tp`` expert ranks span tensor ranks, so only some (tp, ep) pairs exist.
         """
-        # with moe_tp_extend_ep whole experts go to EP x TP groups, so that every (tp, ep) pair has a file
+        # with moe_tp_extend_ep unsplit experts go to EP x TP groups, so that every (tp, ep) pair has a file
         etp = self.expert_tp_size if not self.moe_tp_extend_ep else self.tp
         # both numbers repeat with this period, so one period has every pair that exists
         pairs = sorted({(rank % self.tp, rank // etp % self.ep) for rank in range(math.lcm(self.tp, etp * self.ep))})
@@ -211,10 +204,10 @@ class Layout:
                 yield Rank(tp_rank, pp_rank, ep_rank)
 
     def global_name(self, local_name: str, pp_rank: int = 0, vp_stage: int = 0, tp_rank: int = 0, ep_rank: int = 0) -> str:
-        """The global name of a parameter that a rank's module calls ``local_name``.
+        """Return the global name of a parameter that a rank's module calls ``local_name``.
 
-        ``decoder.layers.<local>`` becomes ``decoder.layers.<global>``, local expert numbers become global ones, and a
-        grouped-GEMM weight is told apart by its experts: ``experts.weight1[4:8]``. A leading ``module.`` is dropped.
+        ``decoder.layers.<local>`` becomes ``decoder.layers.<global>``, local expert indices become global ones, and a
+        grouped-GEMM weight is distinguished by its experts: ``experts.weight1[4:8]``. A leading ``module.`` is dropped.
 
         Raises:
             ValueError: the rank has no such layer.
@@ -224,7 +217,7 @@ class Layout:
             layers = self.chunk_layers(pp_rank, vp_stage)
             index = int(match[2])
             if index >= len(layers) or layers[index] is None:
-                raise ValueError(f"{local_name}: pipeline stage {pp_rank}, chunk {vp_stage} holds no layer {index}")
+                raise ValueError(f"{local_name}: pipeline stage {pp_rank}, chunk {vp_stage} has no layer {index}")
             name = f"{match[1]}{layers[index]}{match[3]}"
         if not self.num_experts or ".shared_experts." in name:
             return name
@@ -238,10 +231,10 @@ class Layout:
         return name
 
     def local_name(self, global_name: str) -> str:
-        """What the rank that holds a parameter calls it; the inverse of :meth:`global_name`."""
+        """Return a parameter's name on the rank that has it; the inverse of :meth:`global_name`."""
         name = global_name
         if match := _LAYER.match(name):
-            name = f"{match[1]}{self.holder(int(match[2]))[2]}{match[3]}"
+            name = f"{match[1]}{self.find_layer(int(match[2]))[2]}{match[3]}"
         if not self.num_experts:
             return name
         if match := _LOCAL_EXPERT.match(name):
@@ -253,18 +246,18 @@ class Layout:
         return name
 
 
-def noop_layers(config: MegatronConfig) -> tuple[int, ...]:
-    """Positions of the empty layers, from the key's "5,95", 5 or [5, 95] form."""
-    return _numbers(config.noop_layers) or ()
+def read_noop_layers(config: MegatronConfig) -> tuple[int, ...]:
+    """Return the positions of the empty layers, from the key's "5,95", 5 or [5, 95] form."""
+    return _parse_indices(config.noop_layers) or ()
 
 
-def layer_list(config: MegatronConfig) -> tuple[int, ...] | None:
-    """Layers of each pipeline stage, from the key's "16,17,16,15" form."""
-    return _numbers(config.num_layer_list)
+def read_layer_list(config: MegatronConfig) -> tuple[int, ...] | None:
+    """Return the number of layers of each pipeline stage, from the key's "16,17,16,15" form."""
+    return _parse_indices(config.num_layer_list)
 
 
-def _numbers(value: str | int | list[int] | None) -> tuple[int, ...] | None:
+def _parse_indices(value: str | int | list[int] | None) -> tuple[int, ...] | None:
     if value is None or value == "":
         return None
-    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
-    return tuple(int(part) for part in parts)
+    items = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    return tuple(int(item) for item in items)

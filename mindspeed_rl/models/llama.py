@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.model_config import ModelConfig, read_common, read_flag, require_activation
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_flag
 
 
-def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Shape facts of a Llama config.json; biases in attention or MLP are refused (no released Llama has them)."""
-    require_activation(hf_config)
+def _read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a Llama; biases in attention or MLP are refused (no released Llama has them)."""
+    model_config = read_common(hf_config, "llama")
     for key in ("attention_bias", "mlp_bias"):
         if read_flag(hf_config, key):
             raise ValueError(f"config.json sets {key}; Llama is converted without it")
-    return ModelConfig(**read_common(hf_config, "llama"))
+    return model_config
 
 
 LLAMA = Architecture(
@@ -23,7 +20,7 @@ LLAMA = Architecture(
     hf_classes=("LlamaForCausalLM", "LlamaForSequenceClassification"),
     model_types=("llama",),
     upstream_names=("llama2", "llama3"),
-    read_model_config=read_model_config,
+    read_model_config=_read_model_config,
     read_layer_ops=dense_layer_ops,
     legacy=True,
 )

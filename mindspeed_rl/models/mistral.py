@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mindspeed_rl.models.architecture import Architecture, dense_layer_ops
-from mindspeed_rl.models.model_config import ModelConfig, read_common, read_optional_size, require_activation
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_optional_size
 
 
-def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Shape facts of a Mistral config.json."""
-    require_activation(hf_config)
+def _read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a Mistral."""
     common = read_common(hf_config, "mistral")
     window = read_optional_size(hf_config, "sliding_window")
-    layers = tuple(range(common["num_layers"])) if window else ()
-    return ModelConfig(**common, sliding_window=window, sliding_window_layers=layers)
+    layers = tuple(range(common.num_layers)) if window else ()
+    return replace(common, sliding_window=window, sliding_window_layers=layers)
 
 
 MISTRAL = Architecture(
@@ -23,7 +21,7 @@ MISTRAL = Architecture(
     hf_classes=("MistralForCausalLM", "MistralForSequenceClassification"),
     model_types=("mistral",),
     upstream_names=("llama2", "mistral", "magistral"),
-    read_model_config=read_model_config,
+    read_model_config=_read_model_config,
     read_layer_ops=dense_layer_ops,
     legacy=True,
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mindspeed_rl.models.architecture import (
     Architecture,
@@ -14,30 +13,28 @@ from mindspeed_rl.models.architecture import (
     mlp_norm_op,
     router_ops,
 )
-from mindspeed_rl.models.model_config import ModelConfig, read_common, read_optional_size, read_size, require_activation
-from mindspeed_rl.models.moe import read_num_experts
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common, read_num_experts, read_optional_size, read_size
 from mindspeed_rl.models.weights import WeightOp
 
 
-def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Shape facts of a Mixtral config.json; every layer has experts, the softmax is over the chosen ones."""
-    require_activation(hf_config)
+def _read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a Mixtral; every layer has experts, the softmax is over the chosen ones."""
     common = read_common(hf_config, "mixtral")
     window = read_optional_size(hf_config, "sliding_window")
-    every_layer = tuple(range(common["num_layers"]))
-    return ModelConfig(
-        **common,
+    every_layer = tuple(range(common.num_layers))
+    return replace(
+        common,
         sliding_window=window,
         sliding_window_layers=every_layer if window else (),
         num_moe_experts=read_num_experts(hf_config),
         moe_layers=every_layer,
-        moe_ffn_hidden_size=common["ffn_hidden_size"],
+        moe_ffn_hidden_size=common.ffn_hidden_size,
         moe_router_topk=read_size(hf_config, "num_experts_per_tok"),
     )
 
 
-def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
-    """A Mixtral layer: HF calls gate, down and up w1, w2 and w3."""
+def _layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    """Return a Mixtral layer: HF calls gate, down and up w1, w2 and w3."""
     hf = f"model.layers.{layer}.block_sparse_moe"
     return [
         *attention_ops(model_config, layer),
@@ -52,7 +49,7 @@ MIXTRAL = Architecture(
     hf_classes=("MixtralForCausalLM", "MixtralForSequenceClassification"),
     model_types=("mixtral",),
     upstream_names=("mixtral",),
-    read_model_config=read_model_config,
-    read_layer_ops=layer_ops,
+    read_model_config=_read_model_config,
+    read_layer_ops=_layer_ops,
     expert_names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
 )

@@ -1,27 +1,30 @@
-"""A role's network keys beside the config.json that its model is built from: what is written must agree, the rest follows.
+"""A role's model keys and the config.json that its model is built from: written keys must agree, the others take its values.
 
-A model block (`configs/model/<name>.yaml`) is a set of defaults: it stands in where no config.json is at hand, and gives way to
-it elsewhere. Only what a run file or an override writes itself is held against the model.
+A model block (`configs/model/<name>.yaml`) is a set of defaults: it is used where no config.json is available, and config.json
+replaces it elsewhere. Only keys that a run file or an override sets are compared with the model.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import find_architecture
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.layout import noop_layers
+from mindspeed_rl.models.layout import read_noop_layers
 from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 
+#: value of a model key, of a type for each key
+_Value: TypeAlias = Any
 
-def described(config: MegatronConfig, model_config: ModelConfig, path: Path, written: frozenset[str]) -> MegatronConfig:
-    """Return the role with every network key that nobody wrote as the model has it.
 
-    A role without network keys (no model block, nothing written) stays without them.
+def fill_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Path, written: frozenset[str]) -> MegatronConfig:
+    """Return the role with the model's value for every model key that is not written.
+
+    A role without model keys (no model block, nothing written) stays without them.
 
     Args:
         model_config: of the config.json at `path`.
@@ -31,12 +34,17 @@ def described(config: MegatronConfig, model_config: ModelConfig, path: Path, wri
         ValueError: a written key contradicts the model; all of them are named.
     """
     expected, optional = _expected(config, model_config), _expected_where_set(config, model_config)
-    held = {name: value for name, value in expected.items() if name in written}
-    held |= {name: value for name, value in optional.items() if name in written and getattr(config, name) is not None}
-    _refuse(held, config, path)
+    checked = {name: value for name, value in expected.items() if name in written}
+    checked |= {name: value for name, value in optional.items() if name in written and getattr(config, name) is not None}
+    _refuse(checked, config, path)
     if config.num_layers is None:
         return config
-    changes = {name: _as_key(value) for name, value in (expected | optional).items() if name not in written}
+    # numbers as the schema has them: the base of the frequencies is a whole one
+    changes: dict[str, _Value] = {
+        name: int(value) if isinstance(value, float) and value == int(value) and abs(value) >= 1 else value
+        for name, value in (expected | optional).items()
+        if name not in written
+    }
     if not model_config.multi_latent_attention and not written & {"group_query_attention", "num_query_groups"}:
         grouped = model_config.num_query_groups != model_config.num_attention_heads
         changes |= {"group_query_attention": grouped, "num_query_groups": model_config.num_query_groups}
@@ -45,33 +53,10 @@ def described(config: MegatronConfig, model_config: ModelConfig, path: Path, wri
     return dataclasses.replace(config, **changes)
 
 
-def without_model_keys(config: MegatronConfig) -> MegatronConfig:
-    """Return the role as one whose shape config.json alone says; for weights of another model than the keys describe."""
-    return dataclasses.replace(config, num_layers=None, padded_vocab_size=None)
-
-
-def reward_model_config(cfg: RunConfig) -> MegatronConfig | None:
-    """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
-
-    None when only functions score.
-    """
-    if cfg.rl_config is None or (cfg.reward_config is None and cfg.rl_config.reward_model is None):
-        return None
-    config = copy.copy(cfg.reward_config or cfg.actor_config)
-    if cfg.rl_config.reward_model is not None:
-        config = without_model_keys(config)  # which say what the group's own weights are
-        config.load, config.pretrained_checkpoint = cfg.rl_config.reward_model, None
-        if cfg.reward_config is None:
-            config.tokenizer_name_or_path = None
-        config.load_iteration = None
-    config.finetune, config.save, config.lora_target_modules = True, None, None
-    return config
-
-
 def check_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Path) -> None:
-    """Raises ValueError when a role's keys describe another model than config.json; a role without them is right.
+    """Raise ValueError when a role's keys describe another model than config.json; a role without them passes.
 
-    Keys whose unset value means "as the model has it" are compared only where they are set.
+    Keys whose default is the model's value are compared only where they are set.
     """
     if config.num_layers is None:
         return
@@ -80,7 +65,7 @@ def check_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Pa
     _refuse(_expected(config, model_config) | set_ones, config, path)
 
 
-def _refuse(expected: dict[str, Any], config: MegatronConfig, path: Path) -> None:
+def _refuse(expected: Mapping[str, _Value], config: MegatronConfig, path: Path) -> None:
     wrong = [
         f"{key}: {getattr(config, key)} (there {value})" for key, value in expected.items() if getattr(config, key) != value
     ]
@@ -88,19 +73,14 @@ def _refuse(expected: dict[str, Any], config: MegatronConfig, path: Path) -> Non
         raise ValueError(f"model: the run file's model keys do not describe the model of {path}: {'; '.join(wrong)}.")
 
 
-def _as_key(value: Any) -> Any:
-    """A number as the schema has it: the base of the frequencies is a whole one."""
-    return int(value) if isinstance(value, float) and value == int(value) and abs(value) >= 1 else value
-
-
-def _expected(config: MegatronConfig, model_config: ModelConfig) -> dict[str, Any]:
+def _expected(config: MegatronConfig, model_config: ModelConfig) -> dict[str, _Value]:
     latent = model_config.multi_latent_attention
-    expected = {
+    expected: dict[str, _Value] = {
         # the key counts empty layers, as Megatron does
-        "num_layers": model_config.num_layers + len(noop_layers(config)),
+        "num_layers": model_config.num_layers + len(read_noop_layers(config)),
         "hidden_size": model_config.hidden_size,
         "num_attention_heads": model_config.num_attention_heads,
-        # with latent attention the key may say either
+        # with latent attention the key may have either value
         "qk_layernorm": model_config.qk_layernorm or latent and config.qk_layernorm,
         "num_experts": model_config.num_moe_experts,
         "untie_embeddings_and_output_weights": model_config.untie_embeddings_and_output_weights,
@@ -129,12 +109,12 @@ def _expected(config: MegatronConfig, model_config: ModelConfig) -> dict[str, An
     return expected
 
 
-def _expected_where_set(config: MegatronConfig, model_config: ModelConfig) -> dict[str, Any]:
-    expected: dict[str, Any] = {}
+def _expected_where_set(config: MegatronConfig, model_config: ModelConfig) -> dict[str, _Value]:
+    expected: dict[str, _Value] = {}
     if model_config.num_moe_experts is None:
         expected["ffn_hidden_size"] = model_config.ffn_hidden_size
     else:
-        assert model_config.moe_ffn_hidden_size is not None  # every network with experts says it
+        assert model_config.moe_ffn_hidden_size is not None  # set in every model with experts
         shared = model_config.moe_shared_expert_intermediate_size or 0
         expected |= {
             "moe_ffn_hidden_size": model_config.moe_ffn_hidden_size,
@@ -152,11 +132,11 @@ def _expected_where_set(config: MegatronConfig, model_config: ModelConfig) -> di
     return expected
 
 
-def _scaling_keys(scaling: RopeScaling | None) -> dict[str, str | float | None]:
-    """The run file's words for how a network stretches its rotary frequencies."""
+def _scaling_keys(scaling: RopeScaling | None) -> dict[str, _Value]:
+    """Return the run file's keys for the stretching of rotary frequencies."""
     if scaling is None:
         return {"rope_scaling_type": None}
-    keys: dict[str, str | float | None] = {"rope_scaling_type": scaling.type, "rope_scaling_factor": scaling.factor}
+    keys: dict[str, _Value] = {"rope_scaling_type": scaling.type, "rope_scaling_factor": scaling.factor}
     if scaling.type == "llama3":
         keys |= {
             "low_freq_factor": scaling.low_freq_factor,
@@ -175,10 +155,10 @@ def _scaling_keys(scaling: RopeScaling | None) -> dict[str, str | float | None]:
 
 
 def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfig]:
-    """Return the family and shape that a model block says, as far as weights and their cuts depend on it.
+    """Return the family and shape of a model block, as far as weights and their split depend on it.
 
     Raises:
-        ValueError: a key is missing that the shape cannot do without.
+        ValueError: a key is missing that the shape needs.
     """
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "padded_vocab_size")
     missing = [name for name in needed if getattr(config, name) is None]
@@ -189,27 +169,33 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
             f"model: the model keys {', '.join(missing)} are not set, and no folder of the model with a config.json is here; "
             "list a model block under defaults: [{model: [...]}], or name the folder in load or tokenizer_name_or_path."
         )
-    layers = _whole(config.num_layers) - len(noop_layers(config))
-    hidden, heads = _whole(config.hidden_size), _whole(config.num_attention_heads)
-    ffn = config.ffn_hidden_size or _whole(config.moe_ffn_hidden_size)
-    latent = config.multi_latent_attention
+    sizes = (config.num_layers, config.hidden_size, config.num_attention_heads, config.padded_vocab_size)
+    num_layers, hidden, heads, vocab = (size or 0 for size in sizes)
+    layers = num_layers - len(read_noop_layers(config))
+    ffn = config.ffn_hidden_size or config.moe_ffn_hidden_size or 0
+    latent, experts = config.multi_latent_attention, config.num_experts
     width = config.kv_channels or hidden // heads
     if latent:
         width = (config.qk_head_dim or 0) + (config.qk_pos_emb_head_dim or 0)
-    experts, shared = config.num_experts, None
     expert_ffn = None if experts is None else config.moe_ffn_hidden_size or ffn
-    if expert_ffn is not None and config.n_shared_experts:
-        shared = config.n_shared_experts * expert_ffn
+    shared = config.n_shared_experts * expert_ffn if expert_ffn is not None and config.n_shared_experts else None
+    # the family whose weights have these names and shapes
+    if latent:
+        family = "deepseek_v3" if config.moe_router_score_function == "sigmoid" else "deepseek_v2"
+    elif experts is not None:
+        family = "qwen2_moe" if config.n_shared_experts else "qwen3_moe" if config.qk_layernorm else "mixtral"
+    else:
+        family = "qwen3" if config.qk_layernorm else "qwen2" if config.add_qkv_bias else "llama"
     model_config = ModelConfig(
-        architecture=_family(config),
+        architecture=family,
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
         num_query_groups=config.num_query_groups if config.group_query_attention and not latent else heads,
         kv_channels=width,
-        vocab_size=_whole(config.padded_vocab_size),
-        padded_vocab_size=_whole(config.padded_vocab_size),
+        vocab_size=vocab,
+        padded_vocab_size=vocab,
         max_position_embeddings=2048,  # no byte depends on it: rotary positions have no end
         untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights,
         add_qkv_bias=config.add_qkv_bias,
@@ -231,18 +217,4 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
         qk_pos_emb_head_dim=config.qk_pos_emb_head_dim if latent else None,
         v_head_dim=config.v_head_dim if latent else None,
     )
-    return find_architecture(model_config.architecture), model_config
-
-
-def _family(config: MegatronConfig) -> str:
-    """The family whose weights have these names and shapes."""
-    if config.multi_latent_attention:
-        return "deepseek_v3" if config.moe_router_score_function == "sigmoid" else "deepseek_v2"
-    if config.num_experts is not None:
-        return "qwen2_moe" if config.n_shared_experts else "qwen3_moe" if config.qk_layernorm else "mixtral"
-    return "qwen3" if config.qk_layernorm else "qwen2" if config.add_qkv_bias else "llama"
-
-
-def _whole(value: int | None) -> int:
-    assert value is not None
-    return value
+    return find_architecture(family), model_config

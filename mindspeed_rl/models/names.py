@@ -1,4 +1,4 @@
-"""The other names of Megatron parameters: TransformerEngine's, MindSpeed's, the pre-core ("legacy") layout's, torch_dist's."""
+"""Other names of Megatron parameters: TransformerEngine's, MindSpeed's, the pre-core ("legacy") layout's, torch_dist's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mindspeed_rl.models.weights import REPLICATED, Concat, WeightOp
 _LAYER = re.compile(r"^((?:decoder\.layers|mtp\.layers)\.\d+\.(?:transformer_layer\.)?)(.+)$")
 
 
-def fused_norm_prefixes(model_config: ModelConfig, moe: bool) -> dict[str, str]:
-    """Norms that TransformerEngine fuses into the linear layer after them: prefix inside a layer -> TE's prefix.
+def get_fused_norm_prefixes(model_config: ModelConfig, moe: bool) -> dict[str, str]:
+    """Return the norms that TransformerEngine fuses into the linear layer after them: prefix inside a layer -> TE's prefix.
 
-    ``torch_dist`` checkpoints use TE's names whichever implementation wrote them.
+    ``torch_dist`` checkpoints use TE's names, whatever implementation wrote them.
     """
     prefixes: dict[str, str] = {}
     if model_config.multi_latent_attention:
@@ -29,18 +29,18 @@ def fused_norm_prefixes(model_config: ModelConfig, moe: bool) -> dict[str, str]:
     return prefixes
 
 
-def transformer_engine_name(model_config: ModelConfig, op: WeightOp, name: str) -> str:
-    """What a model built with TransformerEngine calls a parameter; ``name`` is its name in the local implementation."""
+def get_transformer_engine_name(model_config: ModelConfig, op: WeightOp, name: str) -> str:
+    """Return a parameter's name in a model built with TransformerEngine; ``name`` is that in the local implementation."""
     match = _LAYER.match(name)
     if match is None:
         return name
-    # the only prediction layers there are, DeepSeek's, hold experts
-    moe = op.place == "mtp" or (op.layer is not None and model_config.is_moe_layer(op.layer))
+    # the only prediction layers there are, DeepSeek's, have experts
+    moe = op.section == "mtp" or (op.layer is not None and model_config.is_moe_layer(op.layer))
     prefix, inner = match.groups()
-    for local, fused in fused_norm_prefixes(model_config, moe).items():
+    for local, fused in get_fused_norm_prefixes(model_config, moe).items():
         if inner.startswith(local):
             return prefix + fused + inner.removeprefix(local)
-    # its grouped experts number their weights instead of having a module each
+    # its grouped experts have an indexed weight each instead of a module
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
 
 
@@ -54,29 +54,29 @@ _READ_ALIASES = (
 )
 
 
-def names_to_try(model_config: ModelConfig, op: WeightOp, name: str) -> list[str]:
-    """Every name under which a Megatron or MindSpeed checkpoint may hold a parameter, the usual one first."""
-    names = [name, transformer_engine_name(model_config, op, name)]
+def list_names(model_config: ModelConfig, op: WeightOp, name: str) -> list[str]:
+    """Return every name of a parameter in Megatron and MindSpeed checkpoints, the most frequent one first."""
+    names = [name, get_transformer_engine_name(model_config, op, name)]
     for ours, theirs in _READ_ALIASES:
         if ours in name:
             names.append(name.replace(ours, theirs))
-    # MindSpeed-LLM keeps the final norms of prediction layers in a list beside the layers
+    # MindSpeed-LLM keeps the final norms of prediction layers in a list next to the layers
     if name.startswith("mtp.layers.") and name.endswith(".final_layernorm.weight"):
         names.append(f"mtp.final_layernorms.{op.layer}.weight")
     return list(dict.fromkeys(names))
 
 
-def with_mindspeed_mla(model_config: ModelConfig, ops: Iterable[WeightOp]) -> list[WeightOp]:
-    """The table for MindSpeed's own latent attention: one replicated ``linear_qkv`` = [query (down); kv down]."""
+def fuse_mindspeed_mla(model_config: ModelConfig, ops: Iterable[WeightOp]) -> list[WeightOp]:
+    """Return the table for MindSpeed's latent attention: one replicated ``linear_qkv`` = [query (down); kv down]."""
     first = "linear_q_proj" if model_config.q_lora_rank is None else "linear_q_down_proj"
     result: list[WeightOp] = []
     for op in ops:
-        prefix, found, _ = op.mcore.rpartition(f".{first}.weight")
-        if found:
+        prefix, separator, _ = op.mcore.rpartition(f".{first}.weight")
+        if separator:
             result.append(replace(op, mcore=f"{prefix}.linear_qkv.weight"))
             continue
-        prefix, found, _ = op.mcore.rpartition(".linear_kv_down_proj.weight")
-        if not found:
+        prefix, separator, _ = op.mcore.rpartition(".linear_kv_down_proj.weight")
+        if not separator:
             result.append(op)
             continue
         # every table names the query's projection first, so its row is there
@@ -103,13 +103,13 @@ _LEGACY = (
 )
 
 
-def legacy_keys(op: WeightOp, local_name: str) -> tuple[str, ...]:
-    """Where the legacy layout keeps a parameter: the keys of its nested dicts, below ``model``.
+def get_legacy_keys(op: WeightOp, local_name: str) -> tuple[str, ...]:
+    """Return the keys of a parameter in the nested dicts of the legacy layout, below ``model``.
 
     Raises:
-        ValueError: the layout has no place for it.
+        ValueError: the layout does not have it.
     """
-    if op.place == "pre":
+    if op.section == "pre":
         return ("language_model", "embedding", "word_embeddings", "weight")
     if op.copy_of_tied:
         return ("word_embeddings_for_head", "weight")
@@ -124,9 +124,9 @@ def legacy_keys(op: WeightOp, local_name: str) -> tuple[str, ...]:
     raise ValueError(f"{op.mcore} has no place in Megatron's legacy layout; use the mcore layout")
 
 
-def legacy_keys_to_try(op: WeightOp, local_name: str) -> list[tuple[str, ...]]:
-    """Every place where a legacy checkpoint may hold a parameter: names changed over Megatron's releases."""
-    keys = legacy_keys(op, local_name)
+def list_legacy_keys(op: WeightOp, local_name: str) -> list[tuple[str, ...]]:
+    """Return all keys that a parameter may have in a legacy checkpoint: names changed over Megatron's releases."""
+    keys = get_legacy_keys(op, local_name)
     variants = [keys]
     if keys[:2] == ("language_model", "encoder"):
         last = keys[2]
@@ -135,40 +135,35 @@ def legacy_keys_to_try(op: WeightOp, local_name: str) -> list[tuple[str, ...]]:
         oldest = older.replace(".self_attention.", ".attention.")
         for trunk in ("encoder", "transformer"):
             variants += [("language_model", trunk, name) for name in (last, older, oldest)]
-    if op.place == "pre":
+    if op.section == "pre":
         variants.append(("language_model", "embedding", "word_embeddings.weight"))
     return list(dict.fromkeys(variants))
 
 
-def distributed_name(model_config: ModelConfig, op: WeightOp) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Where ``torch_dist`` keeps a parameter: its key, its place along leading axes, and the lengths of those axes.
+def get_distributed_name(model_config: ModelConfig, op: WeightOp) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return a parameter's key in ``torch_dist``, its index along leading axes, and the lengths of those axes.
 
     Layers of one kind share a key with a leading layer axis; where dense and MoE layers mix, every layer has its own key.
     Experts have a leading expert axis.
     """
     name, index, sizes = op.mcore, [], []
-    if op.place == "layer":
+    if op.section == "layer":
         match = re.match(r"^decoder\.layers\.(\d+)\.(.+)$", name)
         assert match is not None and op.layer is not None
         inner = match[2]
-        for local, fused in fused_norm_prefixes(model_config, model_config.is_moe_layer(op.layer)).items():
+        for local, fused in get_fused_norm_prefixes(model_config, model_config.is_moe_layer(op.layer)).items():
             if inner.startswith(local):
                 inner = fused + inner.removeprefix(local)
-        if homogeneous(model_config):
+        if model_config.is_homogeneous:
             name = f"decoder.layers.{inner}"
             index.append(op.layer)
             sizes.append(model_config.num_layers)
         else:
             name = f"decoder.layers.{op.layer}.{inner}"
     if op.experts:
-        assert len(op.experts) == 1 and model_config.num_moe_experts is not None, "torch_dist holds experts one by one"
-        # as Megatron's SequentialMLP names all experts at once, which lie along the leading axis
+        assert len(op.experts) == 1 and model_config.num_moe_experts is not None, "torch_dist has experts one by one"
+        # as Megatron's SequentialMLP names all experts at once, along the leading axis
         name = re.sub(r"\.experts\.local_experts\.\d+\.", ".experts.experts.", name)
         index.append(op.experts[0])
         sizes.append(model_config.num_moe_experts)
     return name, tuple(index), tuple(sizes)
-
-
-def homogeneous(model_config: ModelConfig) -> bool:
-    """Whether all decoder layers have the same parameters."""
-    return len(model_config.moe_layers) in (0, model_config.num_layers)

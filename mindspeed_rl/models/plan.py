@@ -15,7 +15,7 @@ from mindspeed_rl.models.layout import Layout, read_layer_list, read_noop_layers
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_quantization_block
 from mindspeed_rl.models.model_keys import check_model_keys
 
-#: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); the remaining classes need TransformerEngine
+#: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`); the others need TransformerEngine
 LAST_WITH_GROUPED_EXPERTS = (0, 16)
 
 

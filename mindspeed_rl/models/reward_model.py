@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class ScoreHead(nn.Module):
+class _ScoreHead(nn.Module):
     """A linear map to one number, its weight [1, hidden] split over tensor parallel ranks along the hidden dimension."""
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup, device: torch.device) -> None:
@@ -35,23 +36,26 @@ class ScoreHead(nn.Module):
         config.init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, 1] from [s, b, h] (or the rank's slice of s under sequence parallelism)."""
+        """Return [s, b, 1] from [s, b, h] (or the rank's slice of s under sequence parallelism)."""
         if self.sequence_parallel:
-            # every rank computes the same scores from the gathered tokens, so its own slice's gradient is already whole
+            # every rank computes the same scores from the gathered tokens, so its own slice's gradient is already complete
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.tp_group)
-        part = scatter_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(functional.linear(part, self.weight), group=self.tp_group)
+        local = scatter_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(functional.linear(local, self.weight), group=self.tp_group)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 1}, sharded_offsets, **groups)
 
 
 class GPTRewardModel(GPTModel):
-    """GPTModel whose last stage holds ``rm_head`` in place of ``output_layer``; forward returns scores [b, s, 1]."""
+    """GPTModel whose last stage has ``rm_head`` instead of ``output_layer``; forward returns scores [b, s, 1]."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -59,11 +63,14 @@ class GPTRewardModel(GPTModel):
             assert self.output_layer.weight is not None  # untied: a reward model has no embedding to share
             device = self.output_layer.weight.device
             del self.output_layer
-            self.rm_head = ScoreHead(config, self.pg_collection.tp, device)
+            self.rm_head = _ScoreHead(config, self.pg_collection.tp, device)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         # LanguageModule's own marks the output layer, which was replaced
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -1,8 +1,8 @@
-"""What a layer spec of Megatron is made of, read and changed alike in every release.
+"""Parts of a layer spec of Megatron, read and changed in the same way in every release.
 
-A spec says which class builds each part of a layer. Until megatron-core 0.16 a part is a class or a `ModuleSpec`; 0.17 makes
-experts and shared experts `functools.partial`s of their classes, and 0.18 the whole MLP, a plain one by its classmethod
-`as_mlp_submodule`. The functions here take all of these.
+A spec gives the class that builds each part of a layer. Until megatron-core 0.16 a part is a class or a `ModuleSpec`; 0.17
+makes experts and shared experts `functools.partial`s of their classes, and 0.18 the MLP too, a dense one by its classmethod
+`as_mlp_submodule`. The functions here accept all of these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,8 +22,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 GROUPED_EXPERTS: type | None = getattr(experts, "GroupedMLP", None)
 
 
-def module_of(part: object) -> type | None:
-    """The class that a part of a spec is built from; None for functions, values and what is not there."""
+#: a class, a `ModuleSpec` or a partial of a class; fields of Megatron's dataclasses take one or another of them
+Part: TypeAlias = Any
+#: (name of a part, the part) -> what replaces it
+Replacement: TypeAlias = Callable[[str, Part], Part]
+
+
+def get_class(part: object) -> type | None:
+    """Return the class that a part of a spec is built from; None for functions, values and missing parts."""
     if isinstance(part, ModuleSpec):
         part = part.module
     elif isinstance(part, functools.partial):
@@ -33,8 +39,8 @@ def module_of(part: object) -> type | None:
     return part if isinstance(part, type) else None
 
 
-def with_module(part: object, module: type) -> Any:
-    """The part built from another class, with the same arguments and inner parts."""
+def replace_class(part: object, module: type) -> Part:
+    """Return the part built from another class, with the same arguments and inner parts."""
     if isinstance(part, ModuleSpec):
         return dataclasses.replace(part, module=module)
     if isinstance(part, functools.partial):
@@ -44,8 +50,8 @@ def with_module(part: object, module: type) -> Any:
     return module
 
 
-def with_arguments(part: object, **arguments: Any) -> Any:
-    """The part with more arguments for its class."""
+def add_arguments(part: object, **arguments: object) -> Part:
+    """Return the part with more arguments for its class."""
     if isinstance(part, ModuleSpec):
         return dataclasses.replace(part, params={**part.params, **arguments})
     if isinstance(part, functools.partial):
@@ -54,39 +60,39 @@ def with_arguments(part: object, **arguments: Any) -> Any:
     return ModuleSpec(module=part, params=arguments)
 
 
-def submodules_of(part: object) -> Any:
-    """The dataclass of a part's inner parts, None where it has none."""
+def get_submodules(part: object) -> object:
+    """Return the dataclass of a part's inner parts, None where it has none."""
     if isinstance(part, ModuleSpec):
         return part.submodules
     return part.keywords.get("submodules") if isinstance(part, functools.partial) else None
 
 
-def substituted(part: Any, replace: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A part of a spec with itself and all its inner parts replaced; the one that was given stays as it is.
+def substitute_parts(part: Part, replace: Replacement, name: str = "") -> Part:
+    """Return a part of a spec with itself and all its inner parts replaced; the given one stays unchanged.
 
     Args:
         replace: called with the name of a part in the one around it ("" for the outermost) and the part, from the outside in;
-            returns what takes its place, or the part. It sees parts that are built from a class, and no others.
+            returns its replacement, or the part. It receives only parts that are built from a class.
     """
     part = replace(name, part)
-    inner = submodules_of(part)
+    inner = get_submodules(part)
     if inner is None:
         return part
     assert dataclasses.is_dataclass(inner) and not isinstance(inner, type)
-    found = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
-    changed = {field: substituted(value, replace, field) for field, value in found.items() if module_of(value) is not None}
+    parts = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
+    changed = {field: substitute_parts(value, replace, field) for field, value in parts.items() if get_class(value) is not None}
     submodules = dataclasses.replace(inner, **changed)
     if isinstance(part, ModuleSpec):
         return dataclasses.replace(part, submodules=submodules)
     return functools.partial(part, submodules=submodules)
 
 
-def substitute_layers(block: TransformerBlockSubmodules, replace: Callable[[str, Any], Any]) -> None:
-    """Replaces parts in every layer of a block; layers that share a spec share the new one too."""
+def substitute_layers(block: TransformerBlockSubmodules, replace: Replacement) -> None:
+    """Replace parts in every layer of a block; layers that share a spec share the new one too."""
     assert block.layer_specs is not None
-    # the old specs are kept until all are done, so that no two have the same id
+    # the old specs stay referenced until all are done, so that no two have the same id
     done: dict[int, tuple[ModuleSpec, ModuleSpec]] = {}
     for layer in block.layer_specs:
         if id(layer) not in done:
-            done[id(layer)] = (layer, substituted(layer, replace))
+            done[id(layer)] = (layer, substitute_parts(layer, replace))
     block.layer_specs = [done[id(layer)][1] for layer in block.layer_specs]

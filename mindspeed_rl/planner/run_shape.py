@@ -12,7 +12,6 @@ from mindspeed_rl.config.keys.turns import response_limit
 from mindspeed_rl.config.placement import Layout
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.sizes import Sizes
-from mindspeed_rl.models.model_keys import reward_model_config, without_model_keys
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.chips import Chip
 from mindspeed_rl.planner.shapes import Elements, model_folder, role_plan, stage_elements
@@ -193,7 +192,7 @@ def read_shape(cfg: RunConfig, chip: Chip, num_nodes: int) -> RunShape:
     if objective.has_critic and cfg.critic_config is not None:
         own = dedicated.get("critic")
         run.where(own)["critic"] = model("critic_config", cfg.critic_config, trains=True, is_scored=True, own=own)
-    if (reward := reward_model_config(cfg)) is not None:
+    if (reward := cfg.reward_model_keys) is not None:
         own = dedicated.get("reward")
         run.where(own)["reward model"] = model("reward_config", reward, trains=False, is_scored=True, own=own)
     return run
@@ -204,7 +203,7 @@ def _reference(config: MegatronConfig, rl: RLConfig) -> MegatronConfig:
     config, mode = _frozen(config), rl.integrated_mode_config
     if mode is None or model_folder(mode.ref_model_load_path) is None:
         return config
-    return replace(without_model_keys(config), load=mode.ref_model_load_path)
+    return replace(config.without_model_keys(), load=mode.ref_model_load_path)
 
 
 def _frozen(config: MegatronConfig) -> MegatronConfig:

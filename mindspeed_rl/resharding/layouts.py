@@ -114,11 +114,11 @@ def training_places(layout: Layout, world_size: int, *, cp: int = 1, order: str 
 
 def stage_of(op: WeightOp, layout: Layout) -> int:
     """Pipeline rank that holds a weight."""
-    if op.place == "pre":
+    if op.section == "pre":
         return layout.first_chunk[0]
-    if op.place == "layer":
+    if op.section == "layer":
         assert op.layer is not None
-        return layout.holder(op.layer)[0]
+        return layout.find_layer(op.layer)[0]
     return layout.last_chunk[0]
 
 
@@ -222,7 +222,7 @@ def inference_boxes(ops: Sequence[WeightOp], layout: InferenceLayout, *, num_exp
     every = range(layout.replicas)
     for op in ops:
         # vLLM ties the head by itself, and draws without the layers that predict further tokens
-        if op.copy_of_tied or op.place == "mtp":
+        if op.copy_of_tied or op.section == "mtp":
             continue
         for name, shape, split in zip(op.hf, op.shapes, op.splits):
             boxes = needed.setdefault(name, {})

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from mindspeed_rl.checkpoint.model_source import (
-    ModelSource,
+    check_critic_start,
+    check_reward_start,
     find_model,
     has_own_reference,
     reference_of,
     rl_reference,
 )
 from mindspeed_rl.config import ConfigError, MegatronConfig, Run, RunConfig
-from mindspeed_rl.models.model_keys import fill_model_keys, reward_model_config
-from mindspeed_rl.models.plan import ModelPlan, plan_model, read_model
+from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.plan import ModelSource, RoleModel, plan_model, read_model
+from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point
 
 _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 
@@ -60,34 +63,55 @@ def _described(role: MegatronConfig, name: str, written: frozenset[str]) -> Mega
     return fill_model_keys(role, model_config, Path(folder, "config.json"), written)
 
 
-def model_plans(run: Run, source: ModelSource) -> dict[str, ModelPlan]:
-    """Return what every role of the run builds, as its workers will plan it.
+def plan_models(run: Run) -> tuple[Run, ResumePoint]:
+    """Return the run with the model of every role, as its workers build it, and the point that it resumes from.
 
-    Args:
-        source: of the actor, or of the model of a supervised stage.
+    No weight is read.
 
     Raises:
-        ValueError: a model is not supported, contradicts the run file, or does not fit its layout; the role is named.
+        ValueError: weights or config.json are missing; a model is not supported, contradicts the run file, or does not fit its
+            layout; or the checkpoints of the roles do not belong together. The role is named.
     """
-    cfg = run.config
-    plans = {"actor_config": _plan("actor_config", cfg.actor_config, source)}
+    cfg, actor = run.config, run.config.actor_config
+    source = find_model(actor, "megatron_training" if cfg.is_supervised else "actor_config")
+    models = {"actor": _plan_role("actor_config", actor, source, "reward" if cfg.stage == "orm" else "lm")}
+    resume = find_resume_point(run, source)
+    resumes_after = resume.iteration or None
     if cfg.is_supervised:
-        if cfg.stage == "dpo" and has_own_reference(cfg.actor_config):
-            plans["ref_model"] = _plan("ref_model", *reference_of(cfg.actor_config, source))
-        return plans
+        if cfg.stage == "dpo" and has_own_reference(actor):
+            config, reference = reference_of(actor, source)
+            named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
+            iteration = config.refer_model_iter if named else None
+            models["ref"] = _plan_role("ref_model", config, reference, iteration=iteration)
+        return dataclasses.replace(run, models=models), resume
     assert run.objective is not None
     if run.objective.needs_reference and not run.rl.share_backbone:
-        plans["ref_config"] = _plan("ref_config", *rl_reference(run, source, None)[:2])
-    if run.objective.has_critic and cfg.critic_config is not None:
-        plans["critic_config"] = _plan("critic_config", cfg.critic_config, find_model(cfg.critic_config, "critic_config"))
-    reward = reward_model_config(cfg)
-    if reward is not None:
-        plans["reward_config"] = _plan("reward_config", reward, find_model(reward, "reward_config"))
-    return plans
+        config, reference, iteration = rl_reference(run, source, resumes_after)
+        models["ref"] = _plan_role("ref_config", config, reference, iteration=iteration)
+    if run.objective.has_critic:
+        critic = cfg.critic_config
+        assert critic is not None  # a rule requires it
+        critic_source = find_model(critic, "critic_config")
+        check_critic_start(critic, critic_source, resumes_after)
+        models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
+    if (reward := cfg.reward_model_keys) is not None:
+        reward_source = find_model(reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
+        check_reward_start(reward, reward_source)
+        models["reward"] = _plan_role("reward_config", reward, reward_source, "lm" if reward.reward_tokens else "reward")
+    return dataclasses.replace(run, models=models), resume
 
 
-def _plan(name: str, config: MegatronConfig, source: ModelSource) -> ModelPlan:
+def _plan_role(
+    name: str,
+    config: MegatronConfig,
+    source: ModelSource,
+    head: Literal["lm", "reward"] = "lm",
+    iteration: int | None = None,
+) -> RoleModel:
     try:
-        return plan_model(config, source.hf_folder)
+        plan = plan_model(config, source.hf_folder, head=head)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    # workers run in other folders
+    source = dataclasses.replace(source, hf_folder=source.hf_folder.resolve(), weights=source.weights.resolve())
+    return RoleModel(config, source, plan, iteration)

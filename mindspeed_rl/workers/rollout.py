@@ -107,14 +107,14 @@ class RolloutReplica:
         self.host = InProcessEngine(self.engine, group, self.replica * layout.tensor)
         self._push: WeightPush | None = None
         self._model_config, self._tokenizer = model_config, tokenizer
-        self.follow(run, plane)
+        self.reconfigure(run, plane)
 
-    def follow(self, run: Run, plane: DataPlane | None) -> None:
+    def reconfigure(self, run: Run, plane: DataPlane | None) -> None:
         """Samples from now on are those of this run."""
         self.run, self.plane = run, plane
         self._expert_counts = self._make_expert_counts() if run.generate.eplb_token_collects and self.is_output else None
         self.agents = make_agents(run, self._tokenizer)
-        self.host.aside(self.agents.start)
+        self.host.run_without_steps(self.agents.start)
 
     def _make_expert_counts(self) -> ExpertCounts:
         model_config = self._model_config
@@ -131,7 +131,7 @@ class RolloutReplica:
             adapters: go beside the weights, which are those without them; None merges them.
         """
         self.engine.restore_weights()
-        self.host.write(lambda model: self._write(model, stream, adapters is not None), version)
+        self.host.load(lambda model: self._write(model, stream, adapters is not None), version)
         assert self._push is not None
         model = self.engine.get_model()
         proven = self._push.prove(model).num_parameters
@@ -193,7 +193,7 @@ class RolloutReplica:
         return {} if self._push is None else self._push.tensors_by_parameter()
 
     @property
-    def hands_memory_over(self) -> bool:
+    def swaps_memory(self) -> bool:
         """Memory is handed back and forth on devices, and on the CPU only when the run file offloads training weights."""
         return platform.current().engine_sleep or self.run.generate.offload_train_param
 
@@ -290,7 +290,7 @@ class RolloutReplica:
 
     def close(self) -> None:
         """The tools hold nothing any more."""
-        self.host.aside(self.agents.close)
+        self.host.run_without_steps(self.agents.close)
 
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -1,11 +1,11 @@
 """One device's worker of a supervised stage: reads its data by memory map and trains with Megatron.
 
-The methods are the phases of the loop; `groups.SupervisedGroup` calls them.
+The methods are the phases of the loop; `SupervisedGroup` calls them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import ModelSource, find_model, has_own_reference, load_tokenizer_of, reference_of
 from mindspeed_rl.config import Run
+from mindspeed_rl.config.phases import EVALUATE, REFERENCE_LOG_PROBS, SAVE, TRAIN, TRAIN_STEP
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
@@ -21,12 +22,9 @@ from mindspeed_rl.engine.train_engine import MicroBatching
 from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.models.plan import ModelPlan, plan_model
 from mindspeed_rl.observability.metrics import Metric, Metrics
-from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.dumping import PhaseDumps
-from mindspeed_rl.workers.limits import micro_batching
-from mindspeed_rl.workers.role import PassSettings, Role
+from mindspeed_rl.workers.roles import PassSettings, Role, micro_batching
 from mindspeed_rl.workers.stages.stage import make_stage, shares
 
 
@@ -52,9 +50,8 @@ class SupervisedWorker(DeviceWorker):
         self.replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         self.train_items, self.held_out = self.stage.datasets(plan)
         self._build(model_plan, source, tokenizer.pad_token_id)
-        self.memory = PhaseMemory(self._resident_bytes)
         self.consumed = self.role.resumed["run_state"]["consumed_samples"] if self.role.resumed else 0
-        self.dumps = PhaseDumps(cfg.msprobe_config, self.resumed_state().get("iteration", 0))
+        self.add_hooks(self.resumed_state().get("iteration", 0))
         order = self.stage.order(len(self.train_items), plan, self.consumed)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance
         num_tokens = self.stage.num_tokens if balanced else None
@@ -77,12 +74,12 @@ class SupervisedWorker(DeviceWorker):
             iteration = ref_config.refer_model_iter if named else None
             self.reference = Role("ref", ref_config, plan, ref_source, passes, steps_per_iteration=None, iteration=iteration)
 
-    def _resident_bytes(self) -> dict[str, int]:
-        """Bytes by owner, in the planner's words, of what is on the device now."""
-        held = dict(self.role.offloader.resident_bytes())
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that are on the device now, by owner in the planner's words."""
+        owners = dict(self.role.offloader.resident_bytes())
         if self.reference is not None:
-            held["reference"] = sum(self.reference.offloader.resident_bytes().values())
-        return held
+            owners["reference"] = sum(self.reference.offloader.resident_bytes().values())
+        return owners
 
     def resumed_state(self) -> dict[str, Any]:
         """{"iteration": ..., "run_state": ...} of the checkpoint when the run goes on from one, else nothing."""
@@ -98,10 +95,10 @@ class SupervisedWorker(DeviceWorker):
     def train(self) -> WorkerReport:
         """One optimizer step on this replica's share of the next global batch."""
         metrics, num_samples = Metrics(), self.run.plan.num_samples
-        with self.profiler("actor_update"), self.memory("update", "activations", metrics):
+        with self.phase(TRAIN, metrics):
             rows = self._rows(next(self._batches))
-            with self.timers("update"), self.dumps.update("actor", self.role) as probe:
-                loss = probe.loss(probe.inputs(self.stage.loss))
+            with self.phase(TRAIN_STEP, metrics, self.role) as observer:
+                loss = observer.loss(observer.inputs(self.stage.loss))
                 result = self.role.engine.train_step(rows, self.batching, loss)
                 self.role.poll_save()
         self.consumed += num_samples
@@ -123,7 +120,7 @@ class SupervisedWorker(DeviceWorker):
         count = min(len(held_out), self.config.eval_iters * batch) // num_ranks * num_ranks
         batches = iter([list(range(first, min(first + batch, count))) for first in range(0, count, batch)])
         metrics = Metrics()
-        with self.timers("evaluate"), self.memory("evaluate", "activations", metrics):
+        with self.phase(EVALUATE, metrics):
             for items in shares(batches, held_out, *self.replica):
                 losses = self.role.engine.measure(self._rows(items), self.batching, self.stage.loss)
                 metrics.merge(_named("eval/", losses))
@@ -131,7 +128,7 @@ class SupervisedWorker(DeviceWorker):
 
     def save(self, iteration: int) -> WorkerReport:
         """A checkpoint that a run can go on from after `iteration` steps."""
-        with self.timers("save"):
+        with self.timers(SAVE.timer):
             self.role.save(iteration, {"consumed_samples": self.consumed})
         return self._report()
 
@@ -147,7 +144,7 @@ class SupervisedWorker(DeviceWorker):
         rows = self.stage.rows(items)
         if not self.stage.needs_reference:
             return rows
-        with self.timers("reference_model"):
+        with self.timers(REFERENCE_LOG_PROBS.timer):
             if self.reference is not None:
                 result = self.reference.engine.forward(rows, self.batching)
             else:

@@ -49,7 +49,7 @@ class Sides:
 
         def push(version: int) -> None:
             plain(version)
-            self.pushed(worker.rollout.engine.read_model(), version)
+            self.pushed(worker.rollout.engine.get_model(), version)
 
         worker._push = push
 

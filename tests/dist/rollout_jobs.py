@@ -38,7 +38,7 @@ from mindspeed_rl.resharding.exchange import world_exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.rollout.arguments import routing_arguments
+from mindspeed_rl.rollout.arguments import build_routing_arguments
 from mindspeed_rl.rollout.requests import Completion, GenerationRequest, Sampling, sample_seed
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 
@@ -67,7 +67,7 @@ class Pair:
     def _write(self, model: Any) -> None:
         if self._push is None:
             found = read_destinations(model, model.load_weights, self.stream.shapes, torch.float32, skip=DERIVED)
-            repacked = self.rollout.repacked_parameters(model)
+            repacked = self.rollout.find_repacked_parameters(model)
             layout = self.rollout.layout
             replica = dist.get_rank() // (layout.tensor * layout.sharing)
             self._push = WeightPush(
@@ -84,7 +84,7 @@ class Pair:
     def prove(self) -> int:
         """The number of engine parameters that were compared."""
         assert self._push is not None
-        return self._push.prove(self.rollout.read_model()).num_parameters
+        return self._push.prove(self.rollout.get_model()).num_parameters
 
     def generate(self, iteration: int = 0) -> list[Completion]:
         """Two responses to each of the eight prompts, the same on every rank."""
@@ -139,7 +139,7 @@ def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool) -
             Sampling(TEMPERATURE, 8, (1,)),
             run_id=run_id,
             kv_bytes_per_token=4096,
-            engine_arguments=routing_arguments("router_replay.mode") if routed else None,
+            engine_arguments=build_routing_arguments("router_replay.mode") if routed else None,
         )
     return _engines[folder]
 
@@ -239,7 +239,7 @@ def misdeliver(setting: Setting, infer_tp: int) -> dict[str, str]:
                 said[kind] = str(error)
             dist.barrier()
 
-        parameters = dict(pair.rollout.read_model().named_parameters())
+        parameters = dict(pair.rollout.get_model().named_parameters())
         name = next(name for name in parameters if "layers.1" in name and "o_proj" in name)
         with torch.no_grad():
             parameters[name].view(-1)[3] += 1e-3
@@ -309,7 +309,7 @@ def misplace_experts(setting: Setting, infer_tp: int, sharing: int | None) -> di
     with pair_of(setting, infer_tp, sharing) as pair:
         for kind in ("damaged", "mended"):
             pair.push()
-            parameters = dict(pair.rollout.read_model().named_parameters())
+            parameters = dict(pair.rollout.get_model().named_parameters())
             name = next(name for name in parameters if name.endswith("w13_weight"))
             if kind == "damaged" and dist.get_rank() == dist.get_world_size() - 1:
                 with torch.no_grad():

@@ -35,7 +35,7 @@ def test_noop_layers_shift_real_layers_and_leave_gaps_in_local_numbers() -> None
     layout = Layout(num_layers=4, pp=2, noop_layers=(0, 5))
     assert layout.num_slots == 6
     assert [layout.chunk_layers(p) for p in range(2)] == [[None, 0, 1], [2, 3, None]]
-    assert layout.holder(0) == (0, 0, 1)
+    assert layout.find_layer(0) == (0, 0, 1)
     assert layout.local_name("decoder.layers.2.input_layernorm.weight") == "decoder.layers.0.input_layernorm.weight"
     assert layout.global_name("decoder.layers.1.input_layernorm.weight", 0) == "decoder.layers.0.input_layernorm.weight"
 

@@ -60,10 +60,10 @@ def built(part: Any, **arguments: Any) -> Part:
 @pytest.mark.parametrize("form", FORMS)
 def test_another_class_is_built_with_the_same_arguments_and_some_more(form: str) -> None:
     part = FORMS[form]
-    assert specs.module_of(part) is Part
-    changed = specs.with_arguments(specs.with_module(part, Other), shift=3)
+    assert specs.get_class(part) is Part
+    changed = specs.add_arguments(specs.replace_class(part, Other), shift=3)
     result = built(changed, size=4)
-    assert type(result) is Other is specs.module_of(changed)
+    assert type(result) is Other is specs.get_class(changed)
     assert result.built_with == {"size": 4, "shift": 3} | ({} if form == "class" else {"factor": 2})
     assert type(built(part, size=4)) is Part  # the one that was given is as it was
 
@@ -74,7 +74,7 @@ def test_another_class_is_built_with_the_same_arguments_and_some_more(form: str)
     ids=["none", "function", "bound function", "text", "object"],
 )
 def test_what_is_not_built_from_a_class_has_none(value: object) -> None:
-    assert specs.module_of(value) is None and specs.submodules_of(value) is None
+    assert specs.get_class(value) is None and specs.get_submodules(value) is None
 
 
 @pytest.mark.parametrize("outer", ["spec", "partial", "classmethod"])
@@ -91,21 +91,21 @@ def test_inner_parts_are_replaced_from_the_outside_in_and_by_name(outer: str) ->
         seen.append(name)
         return Other if name == "first" else part
 
-    changed = specs.submodules_of(specs.substituted(whole, replace))
+    changed = specs.get_submodules(specs.substitute_parts(whole, replace))
     assert seen == ["", "first", "second", "first"]
     assert changed.first is Other and changed.note == "kept"
-    deepest = specs.submodules_of(changed.second)
+    deepest = specs.get_submodules(changed.second)
     assert deepest.first is Other and deepest.second is function
-    assert inside.first is Part and specs.submodules_of(inside.second).first is Part
+    assert inside.first is Part and specs.get_submodules(inside.second).first is Part
 
 
 def test_layers_that_share_a_spec_share_the_new_one() -> None:
     shared, own = ModuleSpec(module=Part), ModuleSpec(module=Part)
     block = TransformerBlockSubmodules(layer_specs=[shared, own, shared])
-    specs.substitute_layers(block, lambda name, part: specs.with_module(part, Other))
+    specs.substitute_layers(block, lambda name, part: specs.replace_class(part, Other))
     first, second, third = block.layer_specs
     assert first is third is not second
-    assert {specs.module_of(layer) for layer in block.layer_specs} == {Other}
+    assert {specs.get_class(layer) for layer in block.layer_specs} == {Other}
 
 
 @pytest.mark.parametrize("num_experts", [None, 4])
@@ -113,10 +113,10 @@ def test_the_parts_of_the_installed_megatron_are_all_found(num_experts: int | No
     found: dict[str, set[type | None]] = {}
 
     def note(name: str, part: Any) -> Any:
-        found.setdefault(name, set()).add(specs.module_of(part))
+        found.setdefault(name, set()).add(specs.get_class(part))
         return part
 
-    specs.substituted(get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False), note)
+    specs.substitute_parts(get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False), note)
     assert found["linear_qkv"] == found["linear_fc1"] == {ColumnParallelLinear}
     assert found["linear_proj"] == found["linear_fc2"] == {RowParallelLinear}
     if num_experts is None:

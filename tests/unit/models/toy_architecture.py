@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking, attention_ops, gated_mlp_ops, mlp_norm_op
-from mindspeed_rl.models.model_config import ModelConfig, read_common
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_common
 from mindspeed_rl.models.weights import WeightOp
 
 
-def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Shape facts of a toy config.json."""
-    return ModelConfig(**read_common(hf_config, "toy"), add_qkv_bias=True)
+def read_model_config(hf_config: HfConfig) -> ModelConfig:
+    """Return the shape of a toy model."""
+    return replace(read_common(hf_config, "toy"), add_qkv_bias=True)
 
 
 def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:

@@ -17,11 +17,11 @@ from mindspeed_rl.config.resolve import build_batch_plan
 from mindspeed_rl.engine.build import planned_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
-from mindspeed_rl.models.model_keys import fill_model_keys, reward_model_config
+from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import plan_model, read_model
 from mindspeed_rl.runtime.cluster import worker_environment
-from mindspeed_rl.trainers.rl_setup import _raw_prompts
-from mindspeed_rl.workers.limits import micro_batching
+from mindspeed_rl.trainers.prompt_loader import prompt_settings
+from mindspeed_rl.workers.roles import micro_batching
 
 Tree = dict[str, dict[str, Any]]
 
@@ -58,9 +58,9 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "adapters", LoraSettings.from_config(actor)
     yield "gradient buckets", ddp_config(actor)
     yield "MindSpeed", mindspeed.settings(actor)
-    yield "prompts", _raw_prompts(actor)
+    yield "prompts", prompt_settings(actor)
     yield "environment", [worker_environment(cfg, name) for name in ("cpu", "npu")]
-    yield "reward model", None if (reward := reward_model_config(cfg)) is None else (reward.load, reward.reward_tokens)
+    yield "reward model", None if (reward := cfg.reward_model_keys) is None else (reward.load, reward.reward_tokens)
     if cfg.rl_config is None or cfg.is_supervised:
         return
     rl = cfg.rl_config

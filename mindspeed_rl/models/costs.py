@@ -1,0 +1,80 @@
+"""Costs of a model from its shapes alone: floating-point operations, and bytes of keys and values in a rollout engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.models.architecture import Architecture
+from mindspeed_rl.models.model_config import ModelConfig
+
+#: tokens of one KV block on the CPU; a sequence takes full blocks
+_CPU_BLOCK_TOKENS = 128
+_MAX_DERIVED_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of a forward pass over a sequence of s tokens: per_token * s + per_squared_token * s^2.
+
+    Two operations a weight and token (the embedding is looked up, not multiplied; of the experts the chosen ones count), and
+    causal attention: 2 * s^2 * heads * head size a layer.
+    """
+
+    per_token: float
+    per_squared_token: float
+
+    @classmethod
+    def count(cls, architecture: Architecture, model_config: ModelConfig) -> ModelFlops:
+        """Count those of a model."""
+        weights = 0.0
+        for op in architecture.weight_ops(model_config):
+            if op.section != "pre":
+                fraction = 1.0
+                if op.experts:
+                    assert model_config.num_moe_experts is not None
+                    fraction = model_config.moe_router_topk / model_config.num_moe_experts
+                weights += fraction * sum(math.prod(shape) for shape in op.shapes if len(shape) > 1)
+        head = float(model_config.kv_channels)
+        if model_config.multi_latent_attention:
+            sizes = (model_config.qk_head_dim, model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
+            # query times key takes the first two, weights times value the third: two products of the mean size
+            head = sum(size for size in sizes if size is not None) / 2
+        return cls(2.0 * weights, 2.0 * model_config.num_layers * model_config.num_attention_heads * head)
+
+    def training(self, lengths: Iterable[int]) -> float:
+        """Return the operations of forward and backward over these sequences; backward costs twice forward."""
+        lengths = list(lengths)
+        return 3.0 * (self.per_token * sum(lengths) + self.per_squared_token * sum(length**2 for length in lengths))
+
+
+def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1) -> int:
+    """Return the bytes of a token on one of `tensor` ranks, which caches full heads, at least one.
+
+    Latent attention caches one head, on every rank.
+
+    Args:
+        itemsize: bytes of a cached value.
+    """
+    if model_config.multi_latent_attention:
+        assert model_config.kv_lora_rank is not None and model_config.qk_pos_emb_head_dim is not None
+        return model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim) * itemsize
+    heads = -(-model_config.num_query_groups // tensor)
+    return 2 * model_config.num_layers * heads * model_config.kv_channels * itemsize
+
+
+def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int) -> int:
+    """Return the cache's bytes on the CPU: those of the run file, or of `max_num_seqs` full sequences and some spare blocks.
+
+    Without a size in the run file they are at most 8 GiB.
+
+    Args:
+        kv_bytes_per_token: of the full model.
+    """
+    if config.kv_cache_memory_gib is not None:
+        return int(config.kv_cache_memory_gib * (1 << 30))
+    blocks = (config.max_num_seqs + 2) * -(-config.max_model_len // _CPU_BLOCK_TOKENS) + 8
+    derived = blocks * _CPU_BLOCK_TOKENS * kv_bytes_per_token // config.infer_tensor_parallel_size
+    return min(derived, _MAX_DERIVED_BYTES)
