@@ -15,8 +15,8 @@ from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.resolve import resolve
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.observability.logging import quiet_environment
-from mindspeed_rl.rewards.static_check import reward_mistakes
+from mindspeed_rl.observability.logging import build_quiet_environment
+from mindspeed_rl.rewards.static_check import check_reward_functions
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
         report = explain(cfg, arguments.nodes, tree)
         if cfg.rl_config is not None and not cfg.is_supervised:
-            report["errors"] += reward_mistakes(cfg.rl_config)
+            report["errors"] += check_reward_functions(cfg.rl_config)
             report["valid"] = not report["errors"]
             if cfg.actor_config.train_epochs is not None and report["valid"] and not report["missing"] + report["unavailable"]:
                 report |= _length(cfg, arguments.nodes)
@@ -66,9 +66,9 @@ def main(argv: list[str]) -> int:
 
 def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
     """The parts of the report that depend on how many prompts there are, as a run would read them."""
-    os.environ.update(quiet_environment(os.environ))
+    os.environ.update(build_quiet_environment(os.environ))
     # they bring torch and Ray, which no other plan needs
-    from mindspeed_rl.trainers.rl_setup import count_prompts, with_length
+    from mindspeed_rl.trainers.prompt_loader import count_prompts, resolve_length
 
     run = resolve(cfg, num_nodes, platform=cfg.platform)
     epochs = cfg.actor_config.train_epochs
@@ -76,7 +76,7 @@ def _length(cfg: RunConfig, num_nodes: int) -> dict[str, str]:
         count = count_prompts(run)
     except ValueError as error:
         return {"length": f"{epochs:g} passes over prompts that could not be counted: {error}"}
-    run = with_length(run, count)
+    run = resolve_length(run, count)
     each = run.plan.num_prompts
     return {
         "length": f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} prompts, {each} an iteration",

@@ -12,7 +12,7 @@ from mindspeed_rl.cli.failures import say_failure
 from mindspeed_rl.cli.options import Parser, say
 from mindspeed_rl.config import GenerateConfig, SamplingConfig, load_run_config
 from mindspeed_rl.config.run import PLATFORMS
-from mindspeed_rl.observability.logging import quiet_environment
+from mindspeed_rl.observability.logging import build_quiet_environment
 
 if TYPE_CHECKING:
     import argparse
@@ -134,12 +134,12 @@ def _listen(host: str, port: int) -> socket.socket:
 def _serve(
     args: argparse.Namespace, generate: GenerateConfig, folder: Path, token: str, listening: socket.socket, names: list[str]
 ) -> int:
-    os.environ.update(quiet_environment(os.environ))
+    os.environ.update(build_quiet_environment(os.environ))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 
     keys = generate.sampling_config
     whole = keys.top_p >= 1.0 and keys.top_k <= 0 and keys.min_p <= 0.0 and not args.cut_distribution
-    serve(folder, generate, names, listening, token, whole_distribution=whole, platform_name=args.platform)
+    serve(folder, generate, names, listening, token, full_distribution=whole, platform_name=args.platform)
     return 0

@@ -166,7 +166,7 @@ def _check_reward_failures(history: History) -> Iterator[Alert]:
             "bad",
             iterations[-1],
             f"{statistics.fmean(recent):.0%} of the responses could not be scored in the last {len(recent)} iterations.",
-            "rewards/timeout_count, crashed_count and memory_count show the cause; run.log has the first error of each function.",
+            "See rewards/timeout_count, crashed_count and memory_count; run.log has the first error of each function.",
         )
 
 

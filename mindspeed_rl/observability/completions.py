@@ -25,8 +25,8 @@ class Tokens:
         trainer_log_probs: of the trainer before the update, where it computed them.
         weights: importance weight, exp(trainer - rollout).
         versions: weight version that each token was sampled from.
-        ratios: of the policy at the start of the update's last step to the one before the update, as the loss takes them (of the
-            full response where it counts sequences).
+        ratios: of the policy at the start of the update's last step to the one before the update, as the loss takes them (of
+            the full response where it counts sequences).
         clipped: True where the loss clipped the token's policy gradient in that step.
         sampled: False where a tool or the environment wrote the token.
     """

@@ -1,4 +1,4 @@
-"""What the console shows around a run: a table of its plan before, one summary behind."""
+"""Console output of a run: steps of the start, tables of plan and result, a progress bar and a line of metrics an iteration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mindspeed_rl.observability.history import History
 
-#: figures of the summary, the first of a line that the run has: label, metrics, format
-_FIGURES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+#: rows of the summary, each with the first of its metrics that the run has: label, metrics, format
+_SUMMARY_ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("accuracy, held out", ("eval/accuracy",), ".1%"),
     ("reward, held out", ("eval/reward",), ".3f"),
     ("loss, held out", ("eval/loss",), ".4f"),
@@ -26,57 +26,8 @@ _FIGURES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("response, tokens", ("response_length/mean",), ".1f"),
 )
 
-
-def table(title: str, rows: Mapping[str, str]) -> str:
-    """Title and aligned rows; rows without a text are left out."""
-    shown = {name: text for name, text in rows.items() if text}
-    width = max(map(len, shown), default=0)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())])
-
-
-def summary(
-    history: History,
-    *,
-    outcome: str,
-    seconds: float,
-    planned: int | None,
-    report: Path,
-    before: Mapping[str, float] | None = None,
-) -> str:
-    """The end of a run in one table: iterations, time, first and last figures, memory, speed, where the report is.
-
-    Args:
-        history: what the iterations measured; empty for a run that ended before its first.
-        outcome: how it ended, as the report says it.
-        seconds: of this part of the run.
-        planned: iterations that the run was to have.
-        before: figures of the evaluation before the first iteration.
-    """
-    done = history.iterations[-1] if history else 0
-    rows = {"iterations": f"{done}{'' if planned is None else f' of {planned}'} in {clock(seconds)}"}
-    for label, names, spec in _FIGURES:
-        for name in names:
-            values = list(history.finite(name).y)
-            if (start := (before or {}).get(name)) is not None:
-                values = [start, *values]
-            if values:
-                first = f" (first {values[0]:{spec}})" if len(values) > 1 else ""
-                rows[label] = f"{values[-1]:{spec}}{first}"
-                break
-    if memory := history.finite("memory/peak_gib").y:
-        rows["memory"] = f"{max(memory):.2f} GiB at most, of the worker that has most"
-    speed = [f"{statistics.fmean(times):.2f} s an iteration"] if (times := history.finite("timing/all").y) else []
-    if tokens := history.finite("e2e_tps").y:
-        speed.append(f"{statistics.fmean(tokens):,.0f} tokens/s and device")
-    elif tokens := history.finite("train/tokens_per_s").y:
-        speed.append(f"{statistics.fmean(tokens):,.0f} tokens/s")
-    rows["speed"] = ", ".join(speed)
-    rows["report"] = str(report)
-    return table(f"{outcome.partition(':')[0]}:", rows)
-
-
-# What the line shows, in this order, where the run has it: metric, label, format.
-HEADLINES: tuple[tuple[str, str, str], ...] = (
+#: columns of an iteration's line, in this order, where the run has them: metric, label, format
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("eval/accuracy", "eval", ".1%"),
     ("eval/reward", "eval_reward", ".3f"),
     ("eval/loss", "eval_loss", ".4f"),
@@ -100,8 +51,8 @@ HEADLINES: tuple[tuple[str, str, str], ...] = (
     ("timing/all", "s", ".2f"),
 )
 
-# Phases whose seconds stand in brackets behind those of the iteration.
-PHASES: tuple[tuple[str, str], ...] = (
+#: phases whose seconds follow those of the iteration, in brackets
+_PHASES: tuple[tuple[str, str], ...] = (
     ("timing/rollout", "rollout"),
     ("timing/old_log_p", "old_log_p"),
     ("timing/reference_model", "ref"),
@@ -110,42 +61,109 @@ PHASES: tuple[tuple[str, str], ...] = (
 )
 
 
-def metric_line(iteration: int, total: int, metrics: Mapping[str, float], eta_s: float | None = None) -> str:
-    """The iteration on one line: "iteration 12/250 | reward 0.71 | ... | 0.31 s (rollout 0.12, update 0.1) | 1:02 left"."""
+def format_table(title: str, rows: Mapping[str, str]) -> str:
+    """Return title and aligned rows; rows without a text are left out."""
+    shown = {name: text for name, text in rows.items() if text}
+    width = max(map(len, shown), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())])
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as m:ss or h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def format_summary(
+    history: History,
+    *,
+    outcome: str,
+    seconds: float,
+    planned: int | None,
+    report: Path,
+    before: Mapping[str, float] | None = None,
+) -> str:
+    """Return the end of a run as one table: iterations, time, first and last metrics, memory, speed, path of the report.
+
+    Args:
+        history: metrics of the iterations; empty for a run that ended before its first.
+        outcome: as in the report.
+        seconds: of this part of the run.
+        planned: iterations of a complete run.
+        report: its path.
+        before: metrics of the evaluation before the first iteration.
+    """
+    done = history.iterations[-1] if history else 0
+    rows = {"iterations": f"{done}{'' if planned is None else f' of {planned}'} in {format_duration(seconds)}"}
+    for label, names, spec in _SUMMARY_ROWS:
+        for name in names:
+            values = list(history.finite(name).y)
+            if (start := (before or {}).get(name)) is not None:
+                values = [start, *values]
+            if values:
+                first = f" (first {values[0]:{spec}})" if len(values) > 1 else ""
+                rows[label] = f"{values[-1]:{spec}}{first}"
+                break
+    if memory := history.finite("memory/peak_gib").y:
+        rows["memory"] = f"{max(memory):.2f} GiB at most, of the worker that has most"
+    speed = [f"{statistics.fmean(times):.2f} s an iteration"] if (times := history.finite("timing/all").y) else []
+    if tokens := history.finite("e2e_tps").y:
+        speed.append(f"{statistics.fmean(tokens):,.0f} tokens/s and device")
+    elif tokens := history.finite("train/tokens_per_s").y:
+        speed.append(f"{statistics.fmean(tokens):,.0f} tokens/s")
+    rows["speed"] = ", ".join(speed)
+    rows["report"] = str(report)
+    return format_table(f"{outcome.partition(':')[0]}:", rows)
+
+
+def format_metrics(iteration: int, total: int, metrics: Mapping[str, float], eta_s: float | None = None) -> str:
+    """Return an iteration as a line: "iteration 2/250 | reward 0.71 | ... | 0.31 s (rollout 0.12, update 0.1) | 1:02 left"."""
     parts = [f"iteration {iteration:>{len(str(total))}}/{total}"]
     shown: set[str] = set()
-    for name, label, spec in HEADLINES:
+    for name, label, spec in _COLUMNS:
         if name not in metrics or label in shown:
             continue
         shown.add(label)
         value = format(metrics[name], spec)
-        parts.append(f"{value} s{_phases(metrics)}" if label == "s" else f"{label} {value}")
-    if eta_s is not None:
-        parts.append(f"{clock(eta_s)} left")
-    return " | ".join(parts)
+        parts.append(f"{value} s" if label == "s" else f"{label} {value}")
+        phases = [f"{phase} {metrics[timer]:.2f}" for timer, phase in _PHASES if label == "s" and timer in metrics]
+        parts[-1] += f" ({', '.join(phases)})" if phases else ""
+    return " | ".join([*parts, *([] if eta_s is None else [f"{format_duration(eta_s)} left"])])
 
 
-def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+class StartSteps:
+    """Show the steps before the first iteration, a line each with its seconds.
 
+    Args:
+        show: takes each line; prints it by default.
+        clock: seconds.
+    """
 
-def _phases(metrics: Mapping[str, float]) -> str:
-    phases = [f"{label} {metrics[name]:.2f}" for name, label in PHASES if name in metrics]
-    return f" ({', '.join(phases)})" if phases else ""
+    def __init__(
+        self, show: Callable[[str], None] = lambda line: print(line, flush=True), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.show, self._clock = show, clock
+        self._start_s = self._last_s = clock()
+
+    def done(self, step: str) -> None:
+        """Show that a step has ended, at which second, and how long it took."""
+        now_s = self._clock()
+        self.show(f"  {now_s - self._start_s:5.1f} s  {step} ({now_s - self._last_s:.1f} s)")
+        self._last_s = now_s
 
 
 class IterationProgress:
-    """Shows a run's iterations; use as a context manager.
+    """Show a run's iterations as a line each, with a bar on a terminal; a context manager.
+
+    Piped lines have no control characters.
 
     Args:
         total: iterations of the run.
-        title: stands before the bar, e.g. "grpo".
-        start: iterations done before (a resumed run).
-        stream: where to write; a bar is drawn only on a terminal.
-        every: shows every so many lines; the last one always.
+        title: in front of the bar, e.g. "grpo".
+        start: iterations before this part of the run (a resumed run).
+        stream: output; a bar is drawn only on a terminal.
+        every: iterations between two lines; the last one always has a line.
         now_s: seconds from a monotonic clock.
     """
 
@@ -159,11 +177,8 @@ class IterationProgress:
         every: int = 1,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total = total
-        self._first = start
-        self._every = every
-        self._now_s = now_s
-        self._started_s = now_s()
+        self.total, self._first, self._every = total, start, every
+        self._now_s, self._start_s = now_s, now_s()
         self._stream = stream if stream is not None else sys.stdout
         self._bar: Progress | None = None
         if self._stream.isatty():
@@ -181,44 +196,18 @@ class IterationProgress:
             self._bar.stop()
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Iteration number `iteration` (the first is 1) is done: its line is shown, the bar moves on."""
+        """Show the line of an iteration (the first is 1) and advance the bar."""
         if iteration % self._every == 0 or iteration == self.total or any(name.startswith("eval/") for name in metrics):
-            self.note(metric_line(iteration, self.total, metrics, self._eta_s(iteration)))
+            # iterations before a resume took none of this time
+            done, left = iteration - self._first, self.total - iteration
+            eta_s = (self._now_s() - self._start_s) / done * left if done > 0 and left > 0 else None
+            self.note(format_metrics(iteration, self.total, metrics, eta_s))
         if self._bar is not None:
             self._bar.update(self._task, completed=iteration)
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Show a line of its own."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(text, file=self._stream, flush=True)
-
-    def _eta_s(self, iteration: int) -> float | None:
-        # iterations before a resume took none of this time
-        done, left = iteration - self._first, self.total - iteration
-        if done <= 0 or left <= 0:
-            return None
-        return (self._now_s() - self._started_s) / done * left
-
-
-class StartSteps:
-    """Times the steps of a start.
-
-    Args:
-        show: takes each line; prints it unless said otherwise.
-        clock: seconds.
-    """
-
-    def __init__(
-        self, show: Callable[[str], None] = lambda line: print(line, flush=True), clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.show = show
-        self._clock = clock
-        self._begun = self._last = clock()
-
-    def done(self, what: str) -> None:
-        """Shows that a step is through, when, and how long it took."""
-        now = self._clock()
-        self.show(f"  {now - self._begun:5.1f} s  {what} ({now - self._last:.1f} s)")
-        self._last = now

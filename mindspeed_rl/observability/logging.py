@@ -1,7 +1,7 @@
 """Console output that stays readable, and a run.log that keeps everything.
 
-The console shows what `mindspeed_rl` has to say (rank 0 only) and warnings of others; run.log takes every record of every
-process at INFO and, for worker processes, what native code prints.
+The console shows records of `mindspeed_rl` (rank 0 only) and warnings of others; run.log takes every record of every process
+at INFO and, for worker processes, the output of native code.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGE = "mindspeed_rl"
+_PACKAGE = "mindspeed_rl"
 
-# Libraries that narrate their work at INFO or WARNING; their errors still reach the console.
-CHATTY = (
+# Libraries that log much at INFO or WARNING; their errors still reach the console.
+_CHATTY = (
     "absl",
     "asyncio",
     "datasets",
@@ -40,12 +40,12 @@ CHATTY = (
 _FILE_FORMAT = "%(asctime)s %(levelname)s [%(worker)s] %(name)s: %(message)s"
 
 
-def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that keep libraries from configuring logging of their own; those already set are left out.
+def build_quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables that keep libraries from configuring logging of their own, without those already set.
 
     Set them before the libraries are imported: in this process, and as Ray's runtime environment for the workers.
     """
-    wanted = {
+    variables = {
         # vLLM would otherwise install a handler that writes to stdout; its records reach ours instead.
         "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -59,11 +59,11 @@ def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TQDM_MININTERVAL": "1",
     }
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bool = True, level: int = logging.INFO) -> None:
-    """All records of this process go to the log file, and the few worth reading to stderr.
+    """Send all records of this process to the log file, and the important ones to stderr.
 
     Replaces the handlers of the root logger, so the call may be repeated.
 
@@ -71,7 +71,7 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
         log_file: run.log, shared by all processes; each record is one append. None: console only.
         worker: name of this process in the file, e.g. "driver" or "rank 3".
         console: False on all ranks but one.
-        level: least level of our own records on the console.
+        level: lowest level of our own records on the console.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -87,23 +87,27 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
     if console:
         to_console = logging.StreamHandler(sys.stderr)
         to_console.setFormatter(logging.Formatter("%(message)s"))
-        to_console.addFilter(lambda record: _worth_reading(record, level))
+        to_console.addFilter(lambda record: _is_important(record, level))
         root.addHandler(to_console)
     elif log_file is None:
         root.addHandler(logging.NullHandler())
-    for name in CHATTY:
-        _pass_upwards(name)
+    for name in _CHATTY:
+        # their records reach the root handlers and no other
+        logger = logging.getLogger(name)
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+        logger.propagate = True
     # Python warnings become records: to the file always, to the console never.
     logging.captureWarnings(True)
     warnings.simplefilter("default")
 
 
 class _RunLog(logging.FileHandler):
-    """A run goes on without its log: a disk that is full gives one line on stderr, where logging has a traceback a record."""
+    """A log file that a run can do without: a full disk gives one line on stderr, not a traceback a record."""
 
     _has_failed = False
 
-    def handleError(self, record: logging.LogRecord) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - of logging.Handler
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -114,7 +118,7 @@ class _RunLog(logging.FileHandler):
 
 
 def redirect_output(path: Path) -> None:
-    """Whatever this process prints, native code included, is appended to the file. For worker processes."""
+    """Append the output of this process, native code included, to the file. For worker processes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -125,19 +129,11 @@ def redirect_output(path: Path) -> None:
     os.close(target)
 
 
-def _worth_reading(record: logging.LogRecord, level: int) -> bool:
+def _is_important(record: logging.LogRecord, level: int) -> bool:
     origin = record.name.split(".")[0]
-    if origin == PACKAGE or origin == "__main__":
+    if origin == _PACKAGE or origin == "__main__":
         return record.levelno >= level
     if origin == "py":  # py.warnings
         return False
     # Records named "root" come from libraries that call logging.warning() itself.
-    return record.levelno >= (logging.ERROR if origin in CHATTY or origin == "root" else logging.WARNING)
-
-
-def _pass_upwards(name: str) -> None:
-    """The logger's records reach the root handlers and nobody else."""
-    logger = logging.getLogger(name)
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    logger.propagate = True
+    return record.levelno >= (logging.ERROR if origin in _CHATTY or origin == "root" else logging.WARNING)

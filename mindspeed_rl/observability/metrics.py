@@ -1,4 +1,4 @@
-"""Metrics with a declared reduction, so that parts merge to the same figure in any order and grouping."""
+"""Metrics with a declared reduction, so that parts merge to the same result in any order and grouping."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-# How two partial (value, count) pairs of one metric become one.
-REDUCTIONS: dict[str, Callable[[float, float], float]] = {
+# combine the values of two parts of one metric
+_REDUCTIONS: dict[str, Callable[[float, float], float]] = {
     "mean": lambda a, b: a + b,
     "sum": lambda a, b: a + b,
     "max": max,
@@ -18,12 +18,12 @@ REDUCTIONS: dict[str, Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A part of a metric: its reduction and what has been seen so far.
+    """A part of a metric: its reduction and the items so far.
 
     Attributes:
         reduction: mean, sum, max, min or last.
-        value: for mean the SUM of what was seen; else the reduced value.
-        count: how many items were seen; the divisor of mean.
+        value: for mean the SUM of the items; else the reduced value.
+        count: number of items; the divisor of mean.
     """
 
     reduction: str
@@ -31,28 +31,28 @@ class Metric:
     count: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
+        if self.reduction not in _REDUCTIONS:
             from mindspeed_rl import registry  # not at the top: losses load metrics, and little else
 
-            near = registry.nearest(self.reduction, REDUCTIONS)
+            near = registry.nearest(self.reduction, _REDUCTIONS)
             hint = "" if near is None else f" Did you mean '{near}'?"
-            raise ValueError(f"Unknown reduction '{self.reduction}'.{hint} Known: {', '.join(REDUCTIONS)}.")
+            raise ValueError(f"Unknown reduction '{self.reduction}'.{hint} Known: {', '.join(_REDUCTIONS)}.")
 
-    def merged(self, other: Metric) -> Metric:
-        """Both parts together; for `last`, the other one.
+    def merge(self, other: Metric) -> Metric:
+        """Return both parts together; for `last`, the other one.
 
         Raises:
             ValueError: the parts declare different reductions.
         """
         if self.reduction != other.reduction:
             raise ValueError(f"A metric cannot be reduced by '{self.reduction}' here and by '{other.reduction}' there.")
-        # a part that has seen nothing must not win a maximum, or be the last
+        # a part without items must not win a maximum, or be the last
         if not self.count or not other.count:
             return self if self.count else other
-        return Metric(self.reduction, REDUCTIONS[self.reduction](self.value, other.value), self.count + other.count)
+        return Metric(self.reduction, _REDUCTIONS[self.reduction](self.value, other.value), self.count + other.count)
 
     def result(self) -> float:
-        """The figure to show; NaN for a mean over nothing."""
+        """Return the value to show; NaN for a mean over nothing."""
         if self.reduction != "mean":
             return self.value
         return self.value / self.count if self.count else math.nan
@@ -82,39 +82,39 @@ class Metrics(Mapping[str, Metric]):
         return f"Metrics({self._parts!r})"
 
     def add(self, name: str, metric: Metric) -> None:
-        """The metric of this name covers `metric` too.
+        """Merge `metric` into the metric of this name.
 
         Raises:
             ValueError: the name was used with another reduction before.
         """
         known = self._parts.get(name)
         try:
-            self._parts[name] = metric if known is None else known.merged(metric)
+            self._parts[name] = metric if known is None else known.merge(metric)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
     def add_mean(self, name: str, total: float, count: float = 1.0) -> None:
-        """Adds `count` items whose sum is `total` to a mean. Numbers or one-element tensors."""
+        """Add `count` items with the sum `total` to a mean. Numbers or one-element tensors."""
         self.add(name, Metric("mean", float(total), float(count)))
 
     def add_sum(self, name: str, value: float) -> None:
-        """Adds to a total."""
+        """Add to a total."""
         self.add(name, Metric("sum", float(value)))
 
     def add_max(self, name: str, value: float) -> None:
-        """Takes part in a maximum."""
+        """Add a value to a maximum."""
         self.add(name, Metric("max", float(value)))
 
     def add_min(self, name: str, value: float) -> None:
-        """Takes part in a minimum."""
+        """Add a value to a minimum."""
         self.add(name, Metric("min", float(value)))
 
     def add_last(self, name: str, value: float) -> None:
-        """Replaces what was there (a learning rate, a step number)."""
+        """Replace the value (a learning rate, a step)."""
         self.add(name, Metric("last", float(value)))
 
     def add_spread(self, name: str, values: Iterable[float]) -> None:
-        """Adds values to the three metrics `name/mean`, `name/max` and `name/min`; nothing for no values."""
+        """Add values to the three metrics `name/mean`, `name/max` and `name/min`; nothing for no values."""
         values = [float(value) for value in values]
         if values:
             # fsum, because its result does not depend on the order of the values
@@ -123,17 +123,17 @@ class Metrics(Mapping[str, Metric]):
             self.add(f"{name}/min", Metric("min", min(values), float(len(values))))
 
     def merge(self, other: Mapping[str, Metric]) -> None:
-        """Covers what `other` saw too."""
+        """Merge all metrics of `other`."""
         for name, metric in other.items():
             self.add(name, metric)
 
     def results(self) -> dict[str, float]:
-        """The figure of each metric, in the order in which they first appeared."""
+        """Return the value of each metric, in order of appearance."""
         return {name: metric.result() for name, metric in self._parts.items()}
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """One `Metrics` over what all parts saw; `last` is that of the last part."""
+    """Return one `Metrics` over all parts; `last` is that of the last part."""
     total = Metrics()
     for part in parts:
         total.merge(part)

@@ -1,4 +1,4 @@
-"""The run on one page: report.html and report.md for people, report.json for programs, made from what is in the run folder."""
+"""The report of a run: report.html and report.md for people, report.json for programs, made from a run folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mindspeed_rl import __version__
 from mindspeed_rl.observability.alerts import Alert, find_alerts
-from mindspeed_rl.observability.console import clock
+from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.run_files import read_files
 
-# Packages whose versions decide what a run computes.
-PACKAGES = (
+_LOG = logging.getLogger(__name__)
+
+#: of a live page: shortest time between two, pause for each second that one took, longest wait for it at the end of a run
+_INTERVAL_S, _PAUSE_S, _LAST_S = 30.0, 50.0, 30.0
+#: packages with an influence on results
+_PACKAGES = (
     "torch",
     "torch-npu",
     "megatron-core",
@@ -42,8 +46,8 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A metric over the run; figures of iterations in which it was not finite are left out."""
+class _Summary:
+    """A metric over the run, without values that are not finite."""
 
     first: float
     last: float
@@ -55,27 +59,27 @@ class Summary:
 
 def write_report(
     run_dir: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     *,
     title: str,
     outcome: str = "finished",
     results: Mapping[str, float] | None = None,
-    config_set: Mapping[str, Any] | None = None,
+    config_set: Mapping[str, object] | None = None,
     planned_iterations: int | None = None,
     plan: Callable[[History], Mapping[str, Any]] | None = None,
 ) -> Path:
-    """report.html, report.md and report.json stand in the run folder.
+    """Write report.html, report.md and report.json into the run folder.
 
     Args:
         run_dir: the folder that holds metrics.jsonl (it may be missing: a run that failed early).
-        config: the resolved configuration as plain values; report.json has it whole.
+        config: the resolved configuration as plain values, for report.json.
         title: e.g. the run file's name.
-        outcome: "finished", "running", or why the run ended.
-        results: figures of the whole run to put on top, e.g. accuracy before and after.
-        config_set: the part of the configuration that the run file sets; all that people are shown of it.
-        planned_iterations: how many there are to be.
-        plan: says of what was measured what was predicted: {"chip": ..., "rows": [...]} of `planner.prediction.comparison`, or
-            {"missing": why there is none}.
+        outcome: "finished", "running", or the reason for the end.
+        results: results of the full run, shown on top, e.g. accuracy before and after.
+        config_set: the part of the configuration that the run file sets; the pages show only this.
+        planned_iterations: iterations of a complete run.
+        plan: compares measured with predicted values: {"chip": ..., "rows": [...]}, or {"missing": reason}; see
+            `planner.prediction`.
 
     Returns:
         The path of report.md.
@@ -83,7 +87,7 @@ def write_report(
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     run = read_files(run_dir)
-    summaries = summarize(run.history)
+    summaries = _summarize(run.history)
     report = {
         "title": title,
         "outcome": outcome,
@@ -103,16 +107,15 @@ def write_report(
     (run_dir / "report.json").write_text(text + "\n", encoding="utf-8")
     path = run_dir / "report.md"
     path.write_text(_markdown(report, summaries, find_alerts(run.history, run.completions)), encoding="utf-8")
-    # as whoever makes the page from the folder later reads it
+    # as a page made from the folder later reads it
     write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
     return path
 
 
-def summarize(history: History) -> dict[str, Summary]:
-    """Each metric over the run, in order of appearance."""
+def _summarize(history: History) -> dict[str, _Summary]:
     finite = ((name, series.finite().y) for name, series in history.series.items())
     return {
-        name: Summary(values[0], values[-1], statistics.fmean(values), min(values), max(values), len(values))
+        name: _Summary(values[0], values[-1], statistics.fmean(values), min(values), max(values), len(values))
         for name, values in finite
         if values
     }
@@ -120,17 +123,17 @@ def summarize(history: History) -> dict[str, Summary]:
 
 @functools.cache
 def list_package_versions() -> Mapping[str, str]:
-    """The versions of the packages that matter, of those that are installed; looked up once, as each look costs memory."""
-    found = {}
-    for package in PACKAGES:
+    """Return the versions of the installed packages with an influence on results; cached, because each look-up costs memory."""
+    versions = {}
+    for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-#: metrics of report.md, where the run has them; report.html has all
+#: metrics of report.md, where the run has them; report.html has all of them
 _HEADLINES = (
     "eval/accuracy",
     "eval/reward",
@@ -152,46 +155,46 @@ _HEADLINES = (
     "e2e_tps",
     "train/tokens_per_s",
 )
-_MOST_PHASES = 8
-_MOST_KEYS = 40
+_MAX_PHASES = 8
+_MAX_KEYS = 40
 
 
-def _markdown(report: Mapping[str, Any], summaries: Mapping[str, Summary], signs: Sequence[Alert]) -> str:
+def _markdown(report: Mapping[str, Any], summaries: Mapping[str, _Summary], alerts: Sequence[Alert]) -> str:
     lines = [f"# {report['title']}", "", f"Outcome: {report['outcome']}. Iterations: {report['iterations']}.", ""]
-    lines += ["Curves, samples and all metrics: `report.html` beside this file; every figure and key: `report.json`.", ""]
-    lines += [f"- **{'!' if sign.severity == 'bad' else '?'}** {sign.text} {sign.advice}" for sign in signs]
-    lines += [""] if signs else []
+    lines += ["Curves, samples and all metrics: `report.html` next to this file; every figure and key: `report.json`.", ""]
+    lines += [f"- **{'!' if alert.severity == 'bad' else '?'}** {alert.text} {alert.advice}" for alert in alerts]
+    lines += [""] if alerts else []
     if report["results"]:
         lines += ["| Result | |", "|---|---|"]
-        lines += [f"| {name} | {_figure(value)} |" for name, value in report["results"].items()] + [""]
+        lines += [f"| {name} | {_format_value(value)} |" for name, value in report["results"].items()] + [""]
     shown = [name for name in _HEADLINES if name in summaries]
     if shown:
         lines += ["| Metric | first | last | mean | min | max |", "|---|---|---|---|---|---|"]
         for name in shown:
             s = summaries[name]
-            lines.append(f"| {name} | " + " | ".join(_figure(v) for v in (s.first, s.last, s.mean, s.min, s.max)) + " |")
+            lines.append(f"| {name} | " + " | ".join(_format_value(v) for v in (s.first, s.last, s.mean, s.min, s.max)) + " |")
         lines.append("")
     timings = {name: summary for name, summary in summaries.items() if name.startswith("timing/")}
     if timings:
-        whole = timings.get("timing/all")
+        iteration = timings.get("timing/all")
         lines += ["| Phase | s an iteration | total | share |", "|---|---|---|---|"]
-        for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MOST_PHASES]:
+        for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MAX_PHASES]:
             total = s.mean * s.count
-            share = f"{total / (whole.mean * whole.count):.0%}" if whole is not None and whole.mean > 0 else ""
-            lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {clock(total)} | {share} |")
+            share = f"{total / (iteration.mean * iteration.count):.0%}" if iteration is not None and iteration.mean > 0 else ""
+            lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {format_duration(total)} | {share} |")
         lines.append("")
-    lines += _planned(report["plan"])
-    keys = [f"{path}={json.dumps(value, default=str)}" for path, value in _flat(report["config_set"])]
+    lines += _format_plan(report["plan"])
+    keys = [f"{path}={json.dumps(value, default=str)}" for path, value in _flatten(report["config_set"])]
     if keys:
-        more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-        lines += ["Set by the run file: " + ", ".join(f"`{key}`" for key in keys[:_MOST_KEYS]) + f"{more}.", ""]
-    versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
+        more = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+        lines += ["Set by the run file: " + ", ".join(f"`{key}`" for key in keys[:_MAX_KEYS]) + f"{more}.", ""]
+    versions = ", ".join(f"{name} {release}" for name, release in report["versions"].items())
     lines += [f"mindspeed_rl {report['mindspeed_rl']}, Python {report['python']} on {report['machine']}, {versions}.", ""]
     return "\n".join(lines)
 
 
-def _planned(plan: Mapping[str, Any]) -> list[str]:
-    """Predicted against measured, as a table."""
+def _format_plan(plan: Mapping[str, Any]) -> list[str]:
+    """Return predicted and measured values as a table."""
     rows = [row for row in plan.get("rows", ()) if row["measured"] is not None]
     if not rows:
         return []
@@ -205,69 +208,55 @@ def _planned(plan: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
+            yield from _flatten(cast("Mapping[str, object]", value), f"{path}{name}.")
         else:
             yield f"{path}{name}", value
 
 
-def _figure(value: Any) -> str:
+def _format_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-LOG = logging.getLogger(__name__)
-
-#: seconds between two pages at least
-_INTERVAL_S = 30.0
-#: seconds of rest for each second that a page took
-_REST = 50.0
-#: how long the end of a run waits for a page that is being written
-_LAST_S = 30.0
-
-
 class LivePage:
-    """Writes a report while the run goes, never twice at the same time, and never in the way of the run.
+    """Write a report while the run goes, one at a time, in the background.
 
     Args:
-        write: writes the report as the files stand.
+        write: writes the report.
         now_s: seconds from a monotonic clock.
     """
 
     def __init__(self, write: Callable[[], object], now_s: Callable[[], float] = time.monotonic) -> None:
         self._write, self._now_s = write, now_s
         self._thread: threading.Thread | None = None
-        self._next_s = now_s()  # the first iteration shows at once
-        self._said = False
+        self._next_s = now_s()  # the first iteration is shown at once
+        self._has_failed = False
 
-    def touch(self) -> None:
-        """Something new is in the files: a page is begun if it is time for one."""
+    def refresh(self) -> None:
+        """Start a page after the files have changed, where it is due."""
         if self._now_s() >= self._next_s and (self._thread is None or not self._thread.is_alive()):
             self._next_s = float("inf")
             self._thread = threading.Thread(target=self._run, name="report", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """No page is being written."""
+        """Wait for the page that is being written, and start no other."""
         self._next_s = float("inf")
         if self._thread is not None:
             self._thread.join(_LAST_S)
 
     def _run(self) -> None:
-        began = self._now_s()
+        start_s = self._now_s()
         try:
             self._write()
-        except Exception as error:  # a page that cannot be written must not end a run; the last one says it aloud
-            if not self._said:
-                LOG.warning("the report could not be refreshed: %s: %s", type(error).__name__, error)
-            self._said = True
+        except Exception as error:  # noqa: BLE001 - no page may end a run; the last one, in the run's own thread, raises
+            if not self._has_failed:
+                _LOG.warning("the report could not be refreshed: %s: %s", type(error).__name__, error)
+            self._has_failed = True
         finally:
-            _give_back()
-            self._next_s = self._now_s() + max(_INTERVAL_S, _REST * (self._now_s() - began))
-
-
-def _give_back() -> None:
-    """What a page took goes back to the system: the C library keeps it otherwise, more with every page of a long run."""
-    with contextlib.suppress(OSError, AttributeError):  # glibc alone can
-        ctypes.CDLL(None).malloc_trim(0)
+            # glibc keeps freed memory of this thread otherwise, more with every page of a long run
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+            self._next_s = self._now_s() + max(_INTERVAL_S, _PAUSE_S * (self._now_s() - start_s))

@@ -1,4 +1,4 @@
-"""Named time intervals with wall-clock stamps, comparable between processes, and the timing metrics made of them."""
+"""Time intervals comparable between processes; the metrics, the timeline and the operator table made of measured times."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Each worker's own duration counts here, not the span from the first start to the last end over all workers.
-LONGEST_DURATION = frozenset(
+# The total of the slowest worker counts here, not the span from the first start to the last end over all workers.
+_PER_WORKER = frozenset(
     {"resharding_to_infer", "resharding_to_train", "resharding_enter_infer", "resharding_exit_infer", "update_weights"}
 )
 
-# Intervals that may run beside the old log-prob pass; what of them sticks out behind it is reported too.
-OVERLAPPING = ("reference_model", "rule_reward", "reward_model", "adv")
+# Intervals that may overlap with the old log-prob pass; the part after its end is reported too.
+_OVERLAPPING = ("reference_model", "rule_reward", "reward_model", "adv")
+
+#: rows of an operator table; the others are summed up in one line
+_MAX_ROWS = 40
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Interval:
 
 
 class Timers:
-    """Records intervals of one process.
+    """Record intervals of one process.
 
     Args:
         worker: name of the process in reports and timelines.
@@ -47,41 +50,49 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The block's interval is recorded, also when it raises."""
+        """Record the interval of the block, also when it raises."""
         start_s = self._clock()
         try:
             yield
         finally:
-            self._intervals.append(Interval(name, start_s, self._clock(), self.worker))
+            self.record(name, start_s, self._clock())
 
     def record(self, name: str, start_s: float, end_s: float) -> None:
-        """An interval measured elsewhere."""
+        """Record an interval that was measured elsewhere."""
         self._intervals.append(Interval(name, start_s, end_s, self.worker))
 
     def extend(self, intervals: Iterable[Interval]) -> None:
-        """Takes over the intervals of other workers."""
+        """Record the intervals of other workers."""
         self._intervals.extend(intervals)
 
     def drain(self) -> list[Interval]:
-        """The intervals since the last call."""
+        """Return the intervals since the last call."""
         intervals, self._intervals = self._intervals, []
         return intervals
 
 
-def timing_metrics(intervals: Sequence[Interval]) -> dict[str, float]:
-    """Seconds by `timing/<name>`: from the first start to the last end over all workers.
+def compute_timings(intervals: Sequence[Interval]) -> dict[str, float]:
+    """Return seconds by `timing/<name>`: from the first start to the last end over all workers.
 
-    For the names in LONGEST_DURATION it is the longest total of any one worker. `timing/non_overlap_<name>` is the part of an
-    interval that lies behind the end of the old log-prob pass (of the reference pass where that one is skipped).
+    For the names in _PER_WORKER it is the longest total of any one worker. `timing/non_overlap_<name>` is the part of an
+    interval after the end of the old log-prob pass (of the reference pass where that one is skipped).
     """
     by_name: dict[str, list[Interval]] = {}
     for interval in intervals:
         by_name.setdefault(interval.name, []).append(interval)
-    metrics = {f"timing/{name}": _seconds(name, group) for name, group in by_name.items()}
+    metrics: dict[str, float] = {}
+    for name, group in by_name.items():
+        if name in _PER_WORKER:
+            totals: dict[str, float] = {}
+            for interval in group:
+                totals[interval.worker] = totals.get(interval.worker, 0.0) + interval.duration_s
+            metrics[f"timing/{name}"] = max(totals.values())
+        else:
+            metrics[f"timing/{name}"] = max(i.end_s for i in group) - min(i.start_s for i in group)
     fence = by_name.get("old_log_p") or by_name.get("reference_model")
-    for name in OVERLAPPING:
-        group = by_name.get(name)
-        if group is None:
+    for name in _OVERLAPPING:
+        group = by_name.get(name, [])
+        if not group:
             continue
         if fence is None or group is fence:
             metrics[f"timing/non_overlap_{name}"] = metrics[f"timing/{name}"]
@@ -91,23 +102,16 @@ def timing_metrics(intervals: Sequence[Interval]) -> dict[str, float]:
     return metrics
 
 
-def _seconds(name: str, group: Sequence[Interval]) -> float:
-    if name not in LONGEST_DURATION:
-        return max(i.end_s for i in group) - min(i.start_s for i in group)
-    totals: dict[str, float] = {}
-    for interval in group:
-        totals[interval.worker] = totals.get(interval.worker, 0.0) + interval.duration_s
-    return max(totals.values())
-
-
-def throughput_metrics(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
-    """Tokens (prompt and response) per second and device over the iteration, the update and the rollout."""
+def compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
+    """Return tokens (prompt and response) per second and device over the iteration, the update and the rollout."""
     phases = {"e2e_tps": "timing/all", "update_tps": "timing/update", "vllm_tps": "timing/rollout"}
     return {name: num_tokens / num_devices / timing[phase] for name, phase in phases.items() if timing.get(phase, 0.0) > 0.0}
 
 
 class Timeline:
-    """Writes intervals as they come; the file is a readable trace after every call, also when the run dies.
+    """Write the phases of each worker as a Chrome trace: open timeline.json in chrome://tracing or ui.perfetto.dev.
+
+    The file is a readable trace after every call, also when the run dies.
 
     Args:
         path: the trace file; an existing one is replaced.
@@ -123,42 +127,36 @@ class Timeline:
         self.path.write_text("[\n", encoding="utf-8")
 
     def add(self, iteration: int, intervals: Iterable[Interval]) -> None:
-        """Appends the intervals of an iteration: one row a worker, one block an interval."""
+        """Append the intervals of an iteration: one row a worker, one block an interval."""
         intervals = sorted(intervals, key=lambda interval: interval.start_s)
         if not intervals:
             return
         if self._origin_s is None:
             self._origin_s = intervals[0].start_s
-        events = []
+        events: list[dict[str, object]] = []
         for interval in intervals:
             if interval.worker not in self._workers:
-                self._workers[interval.worker] = len(self._workers)
-                events.append(self._event(interval.worker, name="thread_name", ph="M", args={"name": interval.worker}))
-            start_us, duration_us = (interval.start_s - self._origin_s) * 1e6, interval.duration_s * 1e6
-            args = {"iteration": iteration}
-            events.append(self._event(interval.worker, name=interval.name, ph="X", ts=start_us, dur=duration_us, args=args))
+                row = self._workers[interval.worker] = len(self._workers)
+                events.append({"pid": 0, "tid": row, "name": "thread_name", "ph": "M", "args": {"name": interval.worker}})
+            event = {"pid": 0, "tid": self._workers[interval.worker], "name": interval.name, "ph": "X"}
+            times = {"ts": (interval.start_s - self._origin_s) * 1e6, "dur": interval.duration_s * 1e6}
+            events.append({**event, **times, "args": {"iteration": iteration}})
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(event) + ",\n" for event in events)
 
     def close(self) -> None:
-        """The file is strict JSON."""
+        """Complete the file to strict JSON."""
         text = self.path.read_text(encoding="utf-8")
         self.path.write_text(text.rstrip().rstrip(",") + "\n]\n", encoding="utf-8")
-
-    def _event(self, worker: str, **fields: object) -> dict[str, object]:
-        return {"pid": 0, "tid": self._workers[worker], **fields}
-
-
-#: rows of the table; the rest is one line
-_MOST_ROWS = 40
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """One operator over the whole profile.
+    """One operator over a full profile.
 
     Attributes:
-        calls: how often it ran.
+        name: of the operator.
+        calls: number of calls.
         host_us, device_us: microseconds of its own, without the operators that it calls.
         memory_bytes: allocated less freed by itself; 0 where that was not recorded.
     """
@@ -170,29 +168,30 @@ class OperatorTime:
     memory_bytes: int = 0
 
 
-def operator_table(operators: Sequence[OperatorTime]) -> str:
-    """Markdown: what took longest first, by device time where there is any, else by host time. Columns of zeros go."""
+def format_operators(operators: Sequence[OperatorTime]) -> str:
+    """Return a profile as a Markdown table, the longest first, by device time where there is any, else by host time.
+
+    Columns of zeros are left out.
+    """
     has_device = any(operator.device_us for operator in operators)
     has_memory = any(operator.memory_bytes for operator in operators)
 
-    def spent(operator: OperatorTime) -> float:
+    def duration_us(operator: OperatorTime) -> float:
         return operator.device_us if has_device else operator.host_us
 
-    ordered = sorted(operators, key=spent, reverse=True)
-    total = sum(map(spent, operators)) or 1.0
+    ordered = sorted(operators, key=duration_us, reverse=True)
+    total = sum(map(duration_us, operators)) or 1.0
     head = ["operator", "calls", "share", *(["device ms"] if has_device else []), "host ms", "host us a call"]
     head += ["memory MiB"] if has_memory else []
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    for operator in ordered[:_MOST_ROWS]:
-        cells = [f"`{operator.name}`", str(operator.calls), f"{spent(operator) / total:.1%}"]
+    for operator in ordered[:_MAX_ROWS]:
+        cells = [f"`{operator.name}`", str(operator.calls), f"{duration_us(operator) / total:.1%}"]
         cells += [f"{operator.device_us / 1e3:.3f}"] if has_device else []
         cells += [f"{operator.host_us / 1e3:.3f}", f"{operator.host_us / max(operator.calls, 1):.1f}"]
         cells += [f"{operator.memory_bytes / 2**20:.2f}"] if has_memory else []
         lines.append(f"| {' | '.join(cells)} |")
-    if rest := ordered[_MOST_ROWS:]:
-        share = sum(map(spent, rest)) / total
-        lines.append(
-            f"| {len(rest)} others | {sum(operator.calls for operator in rest)} | {share:.1%} |{' |' * (len(head) - 3)}"
-        )
-    what = "device" if has_device else "host"
-    return f"{total / 1e3:.3f} ms of {what} time in {len(operators)} operators.\n\n" + "\n".join(lines) + "\n"
+    if others := ordered[_MAX_ROWS:]:
+        share, calls = sum(map(duration_us, others)) / total, sum(operator.calls for operator in others)
+        lines.append(f"| {len(others)} others | {calls} | {share:.1%} |{' |' * (len(head) - 3)}")
+    kind = "device" if has_device else "host"
+    return f"{total / 1e3:.3f} ms of {kind} time in {len(operators)} operators.\n\n" + "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
-"""One HTML file that shows a run, or several beside each other, without a network: curves, warnings, samples, timeline.
+"""One HTML file that shows a run, or several next to each other, without a network: curves, warnings, samples, timeline.
 
-Plotly's script comes from its package and is embedded; data stand in the page as JSON, and the page's own script (page.js) puts
-text into the document as text alone, whatever a model has written.
+Plotly's script comes from its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds
+the text of models as text alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
@@ -22,7 +21,7 @@ from mindspeed_rl.observability.run_files import RunFiles
 #: iterations whose phases the timeline shows
 _TIMELINE_ITERATIONS = 12
 
-#: figures on top: metric, label, format, direction of good
+#: values on top: metric, label, format
 _TILES: tuple[tuple[str, str, str], ...] = (
     ("eval/accuracy", "accuracy, held out", ".1%"),
     ("eval/reward", "reward, held out", ".3f"),
@@ -41,11 +40,11 @@ _TILES: tuple[tuple[str, str, str], ...] = (
 
 
 def write_page(path: Path, runs: Sequence[RunFiles]) -> Path:
-    """The page of these runs stands at `path`; nothing half-written is ever there.
+    """Write the page of these runs to `path`, in one step.
 
     Args:
         path: of the HTML file.
-        runs: the first one's samples and timeline are shown; curves of all.
+        runs: curves of all are shown; samples and timeline of the first.
     """
     text = render(runs)
     partial = path.with_name(f".{path.name}.partial")
@@ -58,11 +57,11 @@ def write_page(path: Path, runs: Sequence[RunFiles]) -> Path:
 
 
 def render(runs: Sequence[RunFiles]) -> str:
-    """The page as text; see `write_page`."""
+    """Return the page as text; see `write_page`."""
     assets = files(__name__)
     title = " · ".join(run.name for run in runs)
     # "</script>" in a model's answer must not end the script element, and U+2028 is no line end in JSON
-    data = json.dumps(page_data(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = json.dumps(collect_data(runs), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     parts = {
         "TITLE": html.escape(title),
@@ -72,14 +71,14 @@ def render(runs: Sequence[RunFiles]) -> str:
         "SCRIPT": assets.joinpath("page.js").read_text(encoding="utf-8"),
     }
     page = assets.joinpath("page.html").read_text(encoding="utf-8")
-    pieces = page.split("%%")  # text, name, text, name, ...: one pass, so that nothing inserted is looked at again
-    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+    texts = page.split("%%")  # text, name, text, name, ...: one pass, so that inserted text is not replaced again
+    return "".join(parts[text] if index % 2 else text for index, text in enumerate(texts))
 
 
-def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """What the page's script draws: plain values."""
+def collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
+    """Return the data of the page's script as plain values."""
     by_run = [build_curves(run.history) for run in runs]
-    names = list(dict.fromkeys(name for found in by_run for name in found))
+    names = list(dict.fromkeys(name for by_name in by_run for name in by_name))
     shown: set[str] = set()
     charts = []
     for chart in CHARTS:
@@ -92,17 +91,18 @@ def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "runs": [_run(run) for run in runs],
         "charts": charts,
         "others": others,
-        "samples": [_sample(completion) for completion in runs[0].completions],
+        # NaN, which JSON of a browser lacks, is null
+        "samples": json.loads(json.dumps(runs[0].completions, default=str), parse_constant=lambda _: None),
         "timeline": _timeline(runs[0]),
     }
 
 
-def _chart(chart: Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, Curve]]) -> dict[str, Any]:
+def _chart(chart: Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, Curve]]) -> dict[str, object]:
     lines = [
         {"run": index, "name": name, "x": curve.x, "y": curve.y, "low": curve.low, "high": curve.high}
-        for index, found in enumerate(by_run)
+        for index, by_name in enumerate(by_run)
         for name in metrics
-        if (curve := found.get(name)) is not None
+        if (curve := by_name.get(name)) is not None
     ]
     return {
         "title": chart.title,
@@ -115,7 +115,7 @@ def _chart(chart: Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, C
     }
 
 
-def _run(run: RunFiles) -> dict[str, Any]:
+def _run(run: RunFiles) -> dict[str, object]:
     tiles, labels = [], set[str]()
     for name, label, spec in _TILES:
         if label not in labels and (last := run.history.last(name)) is not None:
@@ -138,13 +138,8 @@ def _run(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _sample(completion: Mapping[str, Any]) -> dict[str, Any]:
-    """A completion without what JSON cannot say to a browser (NaN is null in it)."""
-    return json.loads(json.dumps(completion, default=str), parse_constant=lambda _: None)
-
-
-def _timeline(run: RunFiles) -> dict[str, Any]:
-    """The phases of the last iterations: rows by worker, seconds since the first of them began."""
+def _timeline(run: RunFiles) -> dict[str, object]:
+    """Return the phases of the last iterations: rows by worker, seconds since the start of the first."""
     rows = {event["tid"]: event["args"]["name"] for event in run.events if event["ph"] == "M"}
     events = [event for event in run.events if event["ph"] == "X"]
     if not events:

@@ -10,9 +10,9 @@ from pathlib import Path
 from observed_config import CPU_RUN
 
 from mindspeed_rl.config import build_run_config, resolve
-from mindspeed_rl.observability.console import summary, table
+from mindspeed_rl.observability.console import format_summary, format_table
 from mindspeed_rl.observability.history import History
-from mindspeed_rl.trainers.plan_table import plan_rows
+from mindspeed_rl.trainers.launch import plan_rows
 
 RECORDS = [
     {
@@ -35,7 +35,7 @@ RECORDS = [
 
 
 def test_the_summary_has_iterations_time_figures_memory_speed_and_the_report():
-    said = summary(
+    said = format_summary(
         History(RECORDS),
         outcome="finished",
         seconds=75.0,
@@ -56,12 +56,12 @@ def test_the_summary_has_iterations_time_figures_memory_speed_and_the_report():
 
 
 def test_a_run_that_failed_early_has_a_summary_too():
-    said = summary(History(), outcome="failed: ValueError: x", seconds=3.0, planned=None, report=Path("report.html"))
+    said = format_summary(History(), outcome="failed: ValueError: x", seconds=3.0, planned=None, report=Path("report.html"))
     assert said.splitlines() == ["failed:", "  iterations  0 in 0:03", "  report      report.html"]
 
 
 def test_rows_without_a_text_are_left_out():
-    assert table("plan", {"a": "1", "long": "", "bb": "2"}) == "plan\n  a   1\n  bb  2"
+    assert format_table("plan", {"a": "1", "long": "", "bb": "2"}) == "plan\n  a   1\n  bb  2"
 
 
 def test_the_plan_says_what_is_trained_on_what_and_in_which_sizes(tmp_path):

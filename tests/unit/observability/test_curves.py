@@ -7,7 +7,9 @@ from mindspeed_rl.observability.history import History
 
 
 def test_few_points_stay_as_they_are():
-    found = build_curves(History([{"iteration": 1, "a": 0.5}, {"iteration": 2, "a": None, "b": 7.0}, {"iteration": 3, "a": 1.5}]))
+    found = build_curves(
+        History([{"iteration": 1, "a": 0.5}, {"iteration": 2, "a": None, "b": 7.0}, {"iteration": 3, "a": 1.5}])
+    )
     assert found["a"].x == [1, 3] and found["a"].y == [0.5, 1.5] and found["a"].low == []
     assert found["b"].x == [2]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.observability.run_files import LineWriter, forget_after, read_metrics
+from mindspeed_rl.observability.run_files import LineWriter, cut_back, read_metrics
 from mindspeed_rl.observability.trackers import make_trackers
 
 
@@ -24,7 +24,7 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path: Path) -> None:
     first.close()
     for name in ("completions.jsonl", "consumed.jsonl"):
         (tmp_path / name).write_text('{"iteration": 2}\n{"iteration": 3}\n')
-    second = make_trackers(RLConfig(), tmp_path, {}, goes_on_after=2)
+    second = make_trackers(RLConfig(), tmp_path, {}, last_iteration=2)
     second.log(3, {"loss": 30.0})
     second.close()
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
@@ -34,7 +34,7 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("logged", "goes_on_after", "expected"),
+    ("logged", "last_iteration", "expected"),
     [
         pytest.param(False, 2, {1: 1.0, 2: 2.0}, id="killed between checkpoint and line"),
         pytest.param(True, 2, {1: 1.0, 2: 3.0}, id="killed behind the line"),
@@ -42,15 +42,15 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path: Path) -> None:
     ],
 )
 def test_an_iteration_that_was_saved_has_a_line(
-    tmp_path: Path, logged: bool, goes_on_after: int, expected: dict[int, float]
+    tmp_path: Path, logged: bool, last_iteration: int, expected: dict[int, float]
 ) -> None:
     first = make_trackers(RLConfig(), tmp_path, {})
     first.log(1, {"loss": 1.0})
-    first.hold(2, {"loss": 2.0, "kl": float("nan")})
+    first.log_pending(2, {"loss": 2.0, "kl": float("nan")})
     if logged:
         first.log(2, {"loss": 3.0})
     first.close()
-    make_trackers(RLConfig(), tmp_path, {}, goes_on_after=goes_on_after).close()
+    make_trackers(RLConfig(), tmp_path, {}, last_iteration=last_iteration).close()
     losses = read_metrics(tmp_path / "metrics.jsonl").series["loss"]
     assert dict(zip(losses.x, losses.y)) == expected
     assert not list(tmp_path.glob("*.held.*"))
@@ -59,7 +59,7 @@ def test_an_iteration_that_was_saved_has_a_line(
 def test_a_line_that_no_disk_takes_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trackers = make_trackers(RLConfig(), tmp_path, {})
     (tmp_path / "metrics.held.tmp").mkdir()
-    trackers.hold(1, {"loss": 1.0})
+    trackers.log_pending(1, {"loss": 1.0})
     trackers.log(1, {"loss": 1.0})
     assert "cannot be written" in caplog.text
     assert iterations(tmp_path / "metrics.jsonl") == [1]
@@ -68,7 +68,7 @@ def test_a_line_that_no_disk_takes_stops_nothing(tmp_path: Path, caplog: pytest.
 def test_half_a_line_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 2, "lo')
-    forget_after(path, 5)
+    cut_back(path, 5)
     assert path.read_text() == '{"iteration": 1}\n'
 
 

@@ -2,7 +2,7 @@
 
 import io
 
-from mindspeed_rl.observability.console import IterationProgress, clock, metric_line
+from mindspeed_rl.observability.console import IterationProgress, format_duration, format_metrics
 
 METRICS = {
     "timing/all": 0.312,
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_line_names_what_matters_and_where_the_time_went():
-    assert metric_line(7, 250, METRICS, eta_s=62.0) == (
+    assert format_metrics(7, 250, METRICS, eta_s=62.0) == (
         "iteration   7/250 | reward 0.710 | loss 0.0123 | rollout_diff 2.3e-06 | 0.31 s (rollout 0.12, update 0.10) | 1:02 left"
     )
 
@@ -63,4 +63,4 @@ def test_a_resumed_run_estimates_from_its_own_iterations():
 
 
 def test_durations_read_as_clocks():
-    assert [clock(s) for s in (0, 59.6, 61, 3725)] == ["0:00", "1:00", "1:01", "1:02:05"]
+    assert [format_duration(s) for s in (0, 59.6, 61, 3725)] == ["0:00", "1:00", "1:01", "1:02:05"]

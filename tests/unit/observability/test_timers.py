@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mindspeed_rl.observability.timers import Interval, Timeline, Timers, throughput_metrics, timing_metrics
+from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_throughput, compute_timings
 
 
 def test_a_timer_stamps_start_and_end_also_when_the_block_fails():
@@ -20,7 +20,7 @@ def test_a_timer_stamps_start_and_end_also_when_the_block_fails():
 
 def test_a_phase_lasts_from_the_first_start_to_the_last_end():
     intervals = [Interval("rollout", 1.0, 4.0, "rank 0"), Interval("rollout", 2.0, 6.5, "rank 1")]
-    assert timing_metrics(intervals) == {"timing/rollout": 5.5}
+    assert compute_timings(intervals) == {"timing/rollout": 5.5}
 
 
 def test_resharding_counts_the_slowest_worker():
@@ -29,7 +29,7 @@ def test_resharding_counts_the_slowest_worker():
         Interval("resharding_to_infer", 5.0, 5.5, "rank 0"),
         Interval("resharding_to_infer", 3.0, 4.25, "rank 1"),
     ]
-    assert timing_metrics(intervals) == {"timing/resharding_to_infer": 1.5}
+    assert compute_timings(intervals) == {"timing/resharding_to_infer": 1.5}
 
 
 def test_non_overlap_is_what_sticks_out_behind_the_old_log_probs():
@@ -39,22 +39,22 @@ def test_non_overlap_is_what_sticks_out_behind_the_old_log_probs():
         Interval("rule_reward", 0.0, 3.0),  # hidden
         Interval("reward_model", 5.0, 5.5),  # wholly behind
     ]
-    timing = timing_metrics(intervals)
+    timing = compute_timings(intervals)
     assert timing["timing/non_overlap_reference_model"] == 2.0
     assert timing["timing/non_overlap_rule_reward"] == 0.0
     assert timing["timing/non_overlap_reward_model"] == 0.5
 
 
 def test_without_old_log_probs_the_reference_pass_is_the_fence():
-    timing = timing_metrics([Interval("reference_model", 0.0, 4.0), Interval("rule_reward", 3.0, 5.0)])
+    timing = compute_timings([Interval("reference_model", 0.0, 4.0), Interval("rule_reward", 3.0, 5.0)])
     assert timing["timing/non_overlap_rule_reward"] == 1.0
     assert timing["timing/non_overlap_reference_model"] == 4.0
-    assert timing_metrics([Interval("adv", 2.0, 2.5)])["timing/non_overlap_adv"] == 0.5
+    assert compute_timings([Interval("adv", 2.0, 2.5)])["timing/non_overlap_adv"] == 0.5
 
 
 def test_throughput_is_tokens_a_second_and_device():
     timing = {"timing/all": 4.0, "timing/update": 2.0}
-    assert throughput_metrics(timing, num_tokens=800, num_devices=2) == {"e2e_tps": 100.0, "update_tps": 200.0}
+    assert compute_throughput(timing, num_tokens=800, num_devices=2) == {"e2e_tps": 100.0, "update_tps": 200.0}
 
 
 def test_the_trace_shows_each_phase_on_its_worker_in_microseconds(tmp_path):
