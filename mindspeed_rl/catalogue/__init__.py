@@ -1,7 +1,7 @@
 """Every policy loss, advantage estimator, KL estimator and rollout correction: the only place that knows one by name.
 
 No torch here: a record says where the function is, what it needs, which keys of rl_config it reads within which bounds, and
-its formula. `config.resolve_objective` picks the records of a run; the rest of the package reads what it picked. A new
+its formula. `config.objective` picks the records of a run; the rest of the package reads what it picked. A new
 algorithm is a function and an entry below; docs/adding_an_algorithm.md shows it, and how a plug-in does the same.
 """
 

@@ -3,16 +3,6 @@
 Importing it needs neither torch nor Ray nor Hydra.
 """
 
-from mindspeed_rl.config._old import (
-    num_devices,
-    own_critic_devices,
-    own_reference_devices,
-    own_reward_devices,
-    own_rollout_devices,
-    resolve_objective,
-    rollout_is_apart,
-    rollout_servers,
-)
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.deadlines import DeadlineKeys, Deadlines, FaultTolerance
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, ProfilerGroups
@@ -56,16 +46,8 @@ __all__ = [
     "formula",
     "load_run_config",
     "missing_for_training",
-    "num_devices",
-    "own_critic_devices",
-    "own_reference_devices",
-    "own_reward_devices",
-    "own_rollout_devices",
     "resolve",
-    "resolve_objective",
     "response_limit",
-    "rollout_is_apart",
-    "rollout_servers",
     "unavailable",
     "validate",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -43,6 +43,7 @@ class RunConfig:
         model_facts: what the model's own files say; None where they are not on this machine.
         earlier: a sentence for each key that is written by a name of an earlier release, by that dotted name.
         derived: the values of keys that the run file leaves out and that follow from it, by dotted name.
+        ignored: the values of keys that are accepted without effect, by dotted name.
         set_keys: the keys that the run file or an override set, by group (model blocks not included).
     """
 
@@ -65,6 +66,7 @@ class RunConfig:
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
     spelled: dict[str, Any] = field(default_factory=dict)
     earlier: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, object] = field(default_factory=dict)
 
     @property
     def stage(self) -> str | None:
@@ -93,6 +95,28 @@ class RunConfig:
             return None
         limit = response_limit(self) if self.generate_config is not None else None
         return build_objective(self.rl_config, self.stage or "ray_grpo", max_response_length=limit)
+
+    @cached_property
+    def reward_model_keys(self) -> MegatronConfig | None:
+        """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
+
+        None where only functions score.
+        """
+        rl = self.rl_config
+        if rl is None or (self.reward_config is None and rl.reward_model is None):
+            return None
+        keys = replace(self.reward_config or self.actor_config, finetune=True, save=None, lora_target_modules=None)
+        if rl.reward_model is None:
+            return keys
+        tokenizer = None if self.reward_config is None else keys.tokenizer_name_or_path
+        # the model keys describe the weights of the group, not these
+        return replace(
+            keys.without_model_keys(),
+            load=rl.reward_model,
+            pretrained_checkpoint=None,
+            tokenizer_name_or_path=tokenizer,
+            load_iteration=None,
+        )
 
     def as_written(self) -> dict[str, dict[str, Any]]:
         """The keys that the run file or an override set, with their values, by group."""

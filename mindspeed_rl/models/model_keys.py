@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import find_architecture
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.layout import read_noop_layers
+from mindspeed_rl.models.layout import parse_ints
 from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 
 #: value of a model key, of a type for each key
@@ -77,7 +77,7 @@ def _expected(config: MegatronConfig, model_config: ModelConfig) -> dict[str, _V
     latent = model_config.multi_latent_attention
     expected: dict[str, _Value] = {
         # the key counts empty layers, as Megatron does
-        "num_layers": model_config.num_layers + len(read_noop_layers(config)),
+        "num_layers": model_config.num_layers + len(parse_ints(config.noop_layers)),
         "hidden_size": model_config.hidden_size,
         "num_attention_heads": model_config.num_attention_heads,
         # with latent attention the key may have either value
@@ -171,7 +171,7 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
         )
     sizes = (config.num_layers, config.hidden_size, config.num_attention_heads, config.padded_vocab_size)
     num_layers, hidden, heads, vocab = (size or 0 for size in sizes)
-    layers = num_layers - len(read_noop_layers(config))
+    layers = num_layers - len(parse_ints(config.noop_layers))
     ffn = config.ffn_hidden_size or config.moe_ffn_hidden_size or 0
     latent, experts = config.multi_latent_attention, config.num_experts
     width = config.kv_channels or hidden // heads

@@ -11,7 +11,7 @@ from typing import Literal
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture
-from mindspeed_rl.models.layout import Layout, read_layer_list, read_noop_layers
+from mindspeed_rl.models.layout import Layout, parse_ints
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_quantization_block
 from mindspeed_rl.models.model_keys import check_model_keys
 
@@ -112,8 +112,8 @@ def lay_out_model(
         vpp=_num_stage_chunks(config, model_config.num_layers),
         ep=num_expert_ranks,
         etp=expert_tp_size,
-        num_layer_list=read_layer_list(config),
-        noop_layers=read_noop_layers(config),
+        num_layer_list=parse_ints(config.num_layer_list) or None,
+        noop_layers=parse_ints(config.noop_layers),
         num_experts=model_config.num_moe_experts or 0,
     )
     return ModelPlan(architecture, model_config, layout, hf_config)
@@ -164,7 +164,7 @@ def _num_stage_chunks(config: MegatronConfig, num_layers: int) -> int:
     chunk, stages = config.num_layers_per_virtual_pipeline_stage, config.pipeline_model_parallel_size
     if chunk is None or stages == 1:
         return 1
-    per_stage = (num_layers + len(read_noop_layers(config))) // stages
+    per_stage = (num_layers + len(parse_ints(config.noop_layers))) // stages
     if per_stage % chunk:
         raise ValueError(
             f"num_layers_per_virtual_pipeline_stage: {chunk} does not divide the {per_stage} layers of a pipeline stage."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config.explain.effects import ROLE_GROUPS
+from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
 from mindspeed_rl.config.run import RunConfig
@@ -77,7 +77,7 @@ def run_tree(whole: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
     tree.pop("sampling_config", None)
     shape = {field.name for field in dataclasses.fields(ModelKeys)} | {"padded_vocab_size"}
     blocks = {}
-    for role in ROLE_GROUPS:
+    for role in ("megatron_training", *ROLE_GROUPS):
         values = whole.get(role) or {}
         if values.get("model") and values.get("num_layers") is not None:
             blocks[values["model"]] = {name: value for name, value in values.items() if name in shape and value is not None}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from mindspeed_rl.config.explain.suggestions import with_values
+from mindspeed_rl.config.run_files import with_values
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, project_configs

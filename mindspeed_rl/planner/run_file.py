@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config.errors import nearest
+from mindspeed_rl.config.errors import suggest_name
 from mindspeed_rl.config.run_files import project_configs
 from mindspeed_rl.planner.chips import GIB
 from mindspeed_rl.planner.fit import Found, Wanted
@@ -41,7 +41,7 @@ def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
                 raise ValueError(f"--model: {path} has no block {name}.")
             return block[name]
     known = sorted(path.stem for folder in folders for path in (folder / "model").glob("*.yaml"))
-    likely = nearest(name, known)
+    likely = suggest_name(name, known)
     hint = f"the nearest name is {likely}" if likely else f"known are {', '.join(known) or 'none'}"
     raise ValueError(f"--model: there is no model block {name!r}; {hint}.")
 

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mindspeed_rl.config import Run, own_rollout_devices, rollout_servers
+from mindspeed_rl.config import Run
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.runtime.cluster import actor_handle, is_head_dead, process_environment, worker_environment
@@ -57,12 +57,12 @@ class RolloutServers:
         self.weights = WeightPush(
             self.pool, self.loop, self.replace_lost, num_trainers=run.plan.world_size, timeout_s=self._timeout_s
         )
-        devices = own_rollout_devices(run.config)
+        devices = run.placement.dedicated.get("rollout")
         if devices is not None:
             self._place(devices // run.generate.infer_tensor_parallel_size)
         else:
             token = server_token(run.generate)
-            found = [HttpServer(host, port, token) for host, port in rollout_servers(run.config)]
+            found = [HttpServer(host, port, token) for host, port in run.placement.servers]
             self._by_hand = {server.name: server for server in found}
 
     def _note_loss(self, name: str, reason: str) -> None:
@@ -136,7 +136,7 @@ class RolloutServers:
                 f"its max_model_len is {facts['max_model_len']}, generate_config.max_model_len is {config.max_model_len}"
             )
         # decided when an engine is built, and no request can change it
-        if facts["whole_distribution"] != self._settings.whole_distribution:
+        if facts["whole_distribution"] != self._settings.full_distribution:
             wrong.append("its log-probs are not those of this run's top_p, top_k and min_p; start it with the same")
         if wrong:
             raise ServerLostError(f"{server.name} does not fit the run: {'; '.join(wrong)}")

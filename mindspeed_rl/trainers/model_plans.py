@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +65,23 @@ def _described(role: MegatronConfig, name: str, written: frozenset[str]) -> Mega
     return fill_model_keys(role, model_config, Path(folder, "config.json"), written)
 
 
+def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], ModelSource]]:
+    """Yield a check of the weights of each role that the run file names."""
+    if cfg.is_supervised:
+        yield partial(find_model, cfg.actor_config, "megatron_training")
+        return
+    yield partial(find_model, cfg.actor_config, "actor_config")
+    if cfg.critic_config is not None:
+        yield partial(find_model, cfg.critic_config, "critic_config")
+    if cfg.reward_model_keys is not None:
+        yield partial(_find_reward_model, cfg, cfg.reward_model_keys)
+
+
+def _find_reward_model(cfg: RunConfig, keys: MegatronConfig) -> ModelSource:
+    assert cfg.rl_config is not None
+    return find_model(keys, "reward_config", "rl_config.reward_model" if cfg.rl_config.reward_model else None)
+
+
 def plan_models(run: Run) -> tuple[Run, ResumePoint]:
     """Return the run with the model of every role, as its workers build it, and the point that it resumes from.
 
@@ -95,7 +114,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
         check_critic_start(critic, critic_source, resumes_after)
         models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
     if (reward := cfg.reward_model_keys) is not None:
-        reward_source = find_model(reward, "reward_config", "rl_config.reward_model" if run.rl.reward_model else None)
+        reward_source = _find_reward_model(cfg, reward)
         check_reward_start(reward, reward_source)
         models["reward"] = _plan_role("reward_config", reward, reward_source, "lm" if reward.reward_tokens else "reward")
     return dataclasses.replace(run, models=models), resume

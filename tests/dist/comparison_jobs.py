@@ -28,6 +28,7 @@ from mindspeed_rl.diagnostics.train_vs_rollout import gather_evidence
 from mindspeed_rl.dumps.causes import Evidence, name_cause
 from mindspeed_rl.dumps.sides import EngineSide, TrainerSide
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.trainers.model_plans import plan_models
 
 PROMPTS = [[5, 9, 40, 17, 22], [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38]]
 Tamper = Callable[["Sides"], None]
@@ -177,7 +178,7 @@ def compare(folder: str, work: str, tampers: Sequence[str], engine_type: str | N
             *(f"{name}={value}" for name, value in keys.items()),
         ],
     )
-    run = resolve(cfg, platform="cpu")
+    run, _ = plan_models(resolve(cfg, platform="cpu"))
     if engine_type is not None:  # run files may not say so: the two would disagree
         cfg.generate_config.dtype = engine_type
     moe_layers = plan_model(cfg.actor_config, Path(folder)).model_config.moe_layers

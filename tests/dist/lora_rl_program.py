@@ -22,7 +22,7 @@ from mindspeed_rl import platform
 from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.runtime.process import prepare_process
-from mindspeed_rl.workers.order import UpdateOrder
+from mindspeed_rl.workers.update_plan import UpdatePlan
 
 ROWS = 8
 _COLUMNS = ("advantages", "rollout_log_probs", "scored_mask", "loss_mask", "old_log_probs", "ref_log_probs")
@@ -101,7 +101,7 @@ def tampered(worker: Any) -> str:
     from mindspeed_rl.resharding.proof import WeightDeliveryError
 
     replica = worker.rollout
-    model = replica.engine.read_model()
+    model = replica.engine.get_model()
     layer = next(module for module in model.modules() if hasattr(module, "lora_b_stacked"))
     layer.lora_b_stacked[0].view(torch.int32).view(-1)[0] ^= 1
     try:
@@ -116,9 +116,10 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     cfg, plane = run_config(folder, lora_push), LocalPlane()
     prepare_process(("train", "rollout"), cfg.actor_config)
+    from mindspeed_rl.trainers.model_plans import plan_models
     from mindspeed_rl.workers.actor_worker import ActorWorker
 
-    worker = ActorWorker(resolve(cfg, platform="cpu"), plane, "lora", rank=0)
+    worker = ActorWorker(plan_models(resolve(cfg, platform="cpu"))[0], plane, "lora", rank=0)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 90, (6,), generator=generator) for _ in range(ROWS // 2) for _ in range(2)]
     plane.put({"prompt_ids": prompts}, range(ROWS))
@@ -143,7 +144,7 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
         },
         range(ROWS),
     )
-    worker.update_actor(UpdateOrder([list(range(ROWS))], 0.1, None, _COLUMNS))
+    worker.update_actor(UpdatePlan([list(range(ROWS))], 0.1, None, _COLUMNS))
     worker.compute_log_probs("ref", ROWS)
     found["reference_moved"] = largest_gap(first_reference, plane.column("ref_log_probs"))
     worker.compute_log_probs("actor", ROWS)

@@ -20,7 +20,7 @@ import pytest
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
 from mindspeed_rl.config import RunConfig, load_run_config, resolve
-from mindspeed_rl.runtime.device_memory import OutOfDeviceMemory
+from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 
 # preprocessing imports Megatron into this process, which trains afterwards
 platform.select("cpu")
@@ -79,10 +79,11 @@ def load(work: Path, stage: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path, stage: str) -> None:
+    from mindspeed_rl.trainers.model_plans import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     cfg = load(work, stage, "megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
-    worker = SupervisedWorker(resolve(cfg, platform="cpu"), rank=0)
+    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
     losses = [worker.train().metrics.results()["train/loss"] for _ in range(2)]
     assert all(0 < loss < 10 for loss in losses) and losses[0] != losses[1]
     if worker.held_out is not None:
@@ -90,10 +91,11 @@ def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path,
 
 
 def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_process_world: None, work: Path) -> None:
+    from mindspeed_rl.trainers.model_plans import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     alone = ("megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
-    worker = SupervisedWorker(resolve(load(work, "dpo", *alone), platform="cpu"), rank=0)
+    worker = SupervisedWorker(plan_models(resolve(load(work, "dpo", *alone), platform="cpu"))[0], rank=0)
     found = worker.train().metrics.results()
     count = sum(weight.tensor.numel() for weight in worker.role.stream.local_weights.values())
     for owner in ("weights", "gradients", "reference"):  # float32 all of them
@@ -105,17 +107,17 @@ def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_pro
         yield
 
     worker._batches = more_than_there_is()
-    with pytest.raises(OutOfDeviceMemory, match=r"^out of memory in phase update: .* GiB, .* GiB, .* GiB\.$") as raised:
+    with pytest.raises(DeviceMemoryError, match=r"^out of memory in phase update: .* GiB, .* GiB, .* GiB\.$") as raised:
         worker.train()
     assert {"weights", "gradients", "optimizer", "reference"} < set(raised.value.owners)
 
 
 def run(work: Path, *overrides: str) -> tuple[Path, list[dict]]:
     """Runs stage sft through Ray with two workers; returns the run folder and the lines of metrics.jsonl."""
-    from mindspeed_rl.trainers.launch import started
+    from mindspeed_rl.trainers.launch import launch_run
 
     sft = resolve(load(work, "sft", "megatron_training.split='95,5,0'", *overrides), platform="cpu")
-    with started(sft) as trainer:
+    with launch_run(sft) as trainer:
         trainer.fit()
     folder = sft.folder
     return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -241,7 +243,7 @@ def test_a_run_that_tolerates_faults_goes_on_by_itself(work: Path, uninterrupted
             workers = [child for child in below if "WorkerProcess" in " ".join(child.cmdline())]
             getattr(workers[1], how)()
             count = 1 if how == "kill" else 2
-            while process.poll() is None and seen.read_text().count("the run goes on after iteration") < count:
+            while process.poll() is None and seen.read_text().count("the run resumes after iteration") < count:
                 time.sleep(0.2)
             assert not psutil.wait_procs(workers, timeout=30)[1], "workers outlived their world"
         assert process.wait(300) == 0, seen.read_text()[-3000:]

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
-from mindspeed_rl.config.explain.warnings import learning_rate
+from mindspeed_rl.config.explain.effects import describe_learning_rate
 from mindspeed_rl.config.keys.schema import field_types
 from mindspeed_rl.config.resolve import build_batch_plan
 from mindspeed_rl.engine.build import planned_config
@@ -50,7 +50,7 @@ def observed(tree: Tree, folder: Path) -> dict[str, str] | None:
 def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     actor = cfg.actor_config
     yield "plan", build_batch_plan(cfg)
-    yield "learning rate", learning_rate(cfg)
+    yield "learning rate", describe_learning_rate(cfg)
     yield "derived keys", cfg.derived
     plan = plan_model(actor, folder)
     yield "layout", (plan.layout, plan.model_config)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from published import ALL, FITTING, MODELS, SHIPPED, name_of
 
-from mindspeed_rl.checkpoint.model_source import find_model
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
 from mindspeed_rl.engine.build import planned_config
-from mindspeed_rl.trainers.model_plans import model_plans, with_model_configs
+from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
 
 BY_NAME = {path.stem: path for path in SHIPPED}
 
@@ -54,16 +53,16 @@ def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> No
     assert cfg is not None
     cfg = with_model_configs(with_model(cfg, tmp_path, MODELS[model]))
     run = resolve(cfg, platform="npu")
-    plans = model_plans(run, find_model(run.config.actor_config, "actor_config"))
-    assert "actor_config" in plans
-    for name, plan in plans.items():
+    models = plan_models(run)[0].models
+    assert "actor" in models
+    for planned in models.values():
+        plan = planned.plan
         said = MODELS[model]
-        role = getattr(run.config, name, run.config.actor_config) or run.config.actor_config
         assert (
             plan.model_config.num_layers == said["num_hidden_layers"] and plan.model_config.norm_epsilon == said["rms_norm_eps"]
         )
         assert plan.model_config.rotary_base == said["rope_theta"]
-        config = planned_config(role, plan)
+        config = planned_config(planned.config, plan)
         assert config.num_moe_experts == said.get("num_experts", said.get("n_routed_experts"))
         assert config.layernorm_epsilon == said["rms_norm_eps"] and config.hidden_dropout == config.attention_dropout == 0.0
 
