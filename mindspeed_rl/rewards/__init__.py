@@ -1,7 +1,7 @@
 """Rewards: scorers, the registry that names them, and the pool of killable processes that runs them.
 
-Importing this package loads the registry alone. A scorer is a function; what it may ask for by parameter name and what it
-may return is written down in `scorer.py`. A new built-in scorer is one function and one line below; a user's own is
+Importing this package loads the registry alone. A scorer is a function; its parameters (filled by name) and its return values
+are described in `scorer.py`. A new built-in scorer is one function and one line below; your own is
 `module:function`, or a file in `external_plugins` that calls `register` (or assigns to `REWARDS`).
 """
 
@@ -12,7 +12,10 @@ from typing import Any
 
 from mindspeed_rl import registry
 
-REWARDS: dict[str, str | Callable[..., Any]] = {
+RewardFunction = Callable[..., Any]
+"""A function, or a class whose instances can be called; `scorer.py` lists its parameters and its return value."""
+
+REWARDS: dict[str, str | RewardFunction] = {
     # MindSpeed-RL's verifiers
     "acc": "mindspeed_rl.rewards.math_scores:acc",
     "format": "mindspeed_rl.rewards.text_scores:think_answer",
@@ -40,7 +43,7 @@ REWARDS: dict[str, str | Callable[..., Any]] = {
     "length": "mindspeed_rl.rewards.shaping:length",
     "judge": "mindspeed_rl.rewards.judge:Judge",
 }
-"""Name -> scorer: a function, a class whose instances are callable, or `module:function` (imported in the worker only)."""
+"""Name -> scorer, or the `module:function` of one, which only the worker imports."""
 
 
 ACCURACIES: set[str] = {
@@ -58,20 +61,20 @@ ACCURACIES: set[str] = {
     "gsm8k_flexible",
     "code",
 }
-"""Scorers that say whether an answer is right: 1.0 if it is, less if not. Only their mean may be called accuracy."""
+"""Scorers that judge an answer: 1.0 if it is right, less if it is not. Only their mean may be called accuracy."""
 
 
-def register(name: str, *, is_accuracy: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: the function (or class) is known as `name` from here on.
+def register(name: str, *, is_accuracy: bool = False) -> Callable[[RewardFunction], RewardFunction]:
+    """Register the decorated function (or class) as `name`.
 
     Args:
         is_accuracy: see `ACCURACIES`.
 
     Raises:
-        ValueError: the name is taken by another function.
+        ValueError: another function has the name.
     """
 
-    def enter(scorer: Callable[..., Any]) -> Callable[..., Any]:
+    def add(scorer: RewardFunction) -> RewardFunction:
         known = REWARDS.get(name)
         if known is not None and known is not scorer:
             raise ValueError(f"the reward name '{name}' is already taken by {known}; register the function under another name")
@@ -80,17 +83,17 @@ def register(name: str, *, is_accuracy: bool = False) -> Callable[[Callable[...,
             ACCURACIES.add(name)
         return scorer
 
-    return enter
+    return add
 
 
-def find(name: str, others: Iterable[str] = ()) -> str | Callable[..., Any]:
-    """Return the registry's entry for a name; a `module:function` stands for itself.
+def find(name: str, others: Iterable[str] = ()) -> str | RewardFunction:
+    """Return the registry's entry for a name; a `module:function` is its own entry.
 
     Args:
         others: further names that a message lists as known.
 
     Raises:
-        ValueError: unknown name; lists the known ones and the nearest.
+        ValueError: unknown name; the message lists the known names and the nearest one.
     """
     if name in REWARDS:
         return REWARDS[name]

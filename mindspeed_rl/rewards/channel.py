@@ -8,26 +8,25 @@ from typing import Any
 
 import msgpack
 
+Message = dict[str, Any]
 _HEADER = struct.Struct(">I")
 
 
-def _plain(value: Any) -> Any:
-    """Numpy scalars and arrays (dataset columns) as plain Python; whatever else msgpack does not know, as text."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (set, frozenset)):
-        return list(value)
-    return str(value)
+def _to_plain(value: object) -> object:
+    """Convert numpy scalars and arrays (dataset columns) to plain Python, and other types that msgpack lacks to text."""
+    if callable(to_list := getattr(value, "tolist", None)):
+        return to_list()
+    return list(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
-def pack(message: dict[str, Any]) -> bytes:
-    """Return the frame that carries the message.
+def pack(message: Message) -> bytes:
+    """Return the message as a frame.
 
     Raises:
-        ValueError: the message does not fit (an integer above 64 bits, a nesting without end).
+        ValueError: the message does not fit (an integer above 64 bits, endless nesting).
     """
     try:
-        body = msgpack.packb(message, default=_plain, unicode_errors="surrogatepass")
+        body = msgpack.packb(message, default=_to_plain, unicode_errors="surrogatepass")
     except (OverflowError, ValueError) as error:
         raise ValueError(f"cannot send to a reward worker: {error}") from error
     assert body is not None  # only a Packer that collects its messages returns none
@@ -35,11 +34,11 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 class Channel:
-    """One end of a conversation. Blocking by default; `receive_ready` serves callers that select on `fileno()`."""
+    """One end of a connection. Blocking by default; `receive_ready` is for callers that select on `fileno()`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._received = bytearray()
+        self._buffer = bytearray()
         self._unsent = bytearray()
 
     def fileno(self) -> int:
@@ -52,17 +51,17 @@ class Channel:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send the whole message, waiting for the other side to take it."""
+    def send(self, message: Message) -> None:
+        """Send the message and block until the socket has accepted all of it."""
         self._socket.sendall(pack(message))
 
     def send_soon(self, frame: bytes) -> None:
-        """Send what fits now and keeps the rest for `flush` (for sockets in non-blocking mode)."""
+        """Send the bytes that fit now and keep the rest for `flush` (for sockets in non-blocking mode)."""
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send what fits of the rest. A dead peer is not an error here: whoever watches the process reports it."""
+        """Send the unsent bytes that fit now. A dead peer is no error here: the spawner reports its death."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
@@ -73,19 +72,19 @@ class Channel:
                 return
             del self._unsent[:sent]
 
-    def receive(self) -> dict[str, Any] | None:
-        """Return the next message, waiting for it; None once the other side is gone."""
+    def receive(self) -> Message | None:
+        """Wait for the next message and return it; None after the other side has closed."""
         while True:
-            message = self._next()
+            message = self._pop_message()
             if message is not None:
                 return message
             data = self._socket.recv(1 << 16)
             if not data:
                 return None
-            self._received += data
+            self._buffer += data
 
-    def receive_ready(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that are here without waiting, and whether the other side still lives."""
+    def receive_ready(self) -> tuple[list[Message], bool]:
+        """Return the messages that have arrived, without waiting, and False for a closed connection."""
         alive = True
         while True:
             try:
@@ -97,26 +96,24 @@ class Channel:
             if not data:
                 alive = False
                 break
-            self._received += data
-        return self.take(b""), alive
+            self._buffer += data
+        return self.receive_bytes(b""), alive
 
-    def take(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that these received bytes complete."""
-        self._received += data
+    def receive_bytes(self, data: bytes) -> list[Message]:
+        """Add received bytes and return the messages that are complete now."""
+        self._buffer += data
         messages = []
-        while (message := self._next()) is not None:
+        while (message := self._pop_message()) is not None:
             messages.append(message)
         return messages
 
-    def _next(self) -> dict[str, Any] | None:
-        if len(self._received) < _HEADER.size:
+    def _pop_message(self) -> Message | None:
+        if len(self._buffer) < _HEADER.size:
             return None
-        (length,) = _HEADER.unpack_from(self._received)
+        (length,) = _HEADER.unpack_from(self._buffer)
         end = _HEADER.size + length
-        if len(self._received) < end:
+        if len(self._buffer) < end:
             return None
-        message = msgpack.unpackb(
-            bytes(self._received[_HEADER.size : end]), strict_map_key=False, unicode_errors="surrogatepass"
-        )
-        del self._received[:end]
+        message = msgpack.unpackb(bytes(self._buffer[_HEADER.size : end]), strict_map_key=False, unicode_errors="surrogatepass")
+        del self._buffer[:end]
         return message

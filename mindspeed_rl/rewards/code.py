@@ -1,33 +1,34 @@
 r"""Scorer for programs: the last fenced block of the response, run against unit tests in the sandbox (`sandbox.py`).
 
-Tests are the label, or the column `tests` if there is one; as JSON text or as values:
+Tests are the column `tests` if there is one, else the label; JSON text or values:
 
     ["assert f(1) == 2", ...]                               statements, run after the solution (MBPP)
     "def check(candidate): ..." with a column entry_point   one test program (HumanEval)
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}               standard input and output
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}  calls with arguments, as JSON values; also a method of `Solution`
 
-The expected output never enters the sandbox. Of statements this is true of those that compare results with literals, as most do
-(`statements.py`); others (`assert is_close(f(1), 2)`) run in the process of the solution, which could look for them: only use
-them where the policy does not learn to cheat, or convert them.
+The expected output never enters the sandbox. The same holds for statements that compare results with literals, as most do
+(`statements.py`); others (`assert is_close(f(1), 2)`) run in the process of the solution, which could read them: use
+them only where the policy does not learn to cheat, or convert them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.rewards.answers.statements import EVALUATION, are_equal, comparisons
+from mindspeed_rl.rewards.answers.statements import EVALUATION, are_equal, read_comparisons
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, run_python
 
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TEST_LIMIT_S = 5.0
-_SHARE_OF_TIMEOUT = 0.8  # slow code is wrong code; only what outlasts reward_timeout_s would count as a failed score
+_TIMEOUT_FRACTION = 0.8  # slow code is wrong code; only a call that exceeds reward_timeout_s is a failed score
 
 _STATEMENTS = """
 import json as _json, sys as _sys
@@ -50,9 +51,9 @@ _sys.stdout.write({mark} + _json.dumps(_returned, default=list) + "\\n")
 
 
 def code(
-    response: str, settings: RewardSettings, label: Any = None, tests: Any = None, entry_point: str | None = None
+    response: str, settings: RewardSettings, label: object = None, tests: object = None, entry_point: str | None = None
 ) -> dict[str, float | str]:
-    """Return the share of tests passed as "score", "all_passed" 1.0 or 0.0, and what isolation was missing, if any.
+    """Return the fraction of passed tests as "score", "all_passed" (1.0 or 0.0) and "missing_isolation", if any is missing.
 
     Raises:
         ValueError: the tests have none of the forms above.
@@ -61,7 +62,7 @@ def code(
     program = extract_program(response)
     if program is None:
         return {"score": 0.0, "all_passed": 0.0}
-    deadline = time.monotonic() + _SHARE_OF_TIMEOUT * settings.reward_timeout_s
+    deadline = time.monotonic() + _TIMEOUT_FRACTION * settings.reward_timeout_s
     if isinstance(cases, Mapping):
         passed, missing = _run_cases(program, cases, deadline)
     else:
@@ -71,19 +72,19 @@ def code(
 
 
 def extract_program(response: str) -> str | None:
-    """Return the last fenced Python block; a response without fences is a program if it parses as one."""
+    """Return the last fenced Python block; a response without fences is a program if it compiles."""
     blocks = _FENCE.findall(response)
     if blocks:
         return blocks[-1]
     try:
         compile(response, "response", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        # null bytes and deep nesting raise the others
+        # null bytes raise ValueError, deep nesting RecursionError or MemoryError
         return None
     return response if response.strip() else None
 
 
-def _read_tests(tests: Any) -> Mapping[str, Any] | list[str]:
+def _read_tests(tests: object) -> Mapping[str, Any] | list[str]:
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -102,86 +103,82 @@ def _read_tests(tests: Any) -> Mapping[str, Any] | list[str]:
 
 
 def _run(program: str, stdin: str, deadline: float) -> SandboxResult | None:
-    """Run within the test's and the sample's time; None if there is none left."""
-    left_s = min(_TEST_LIMIT_S, deadline - time.monotonic())
-    if left_s <= 0:
+    """Run within the time limits of the test and of the sample; None if no time is left."""
+    remaining_s = min(_TEST_LIMIT_S, deadline - time.monotonic())
+    if remaining_s <= 0:
         return None
-    return run_python(program, stdin.encode("utf-8", "replace"), SandboxLimits(wall_s=left_s, cpu_s=int(left_s) + 1))
+    return run_python(program, stdin.encode("utf-8", "replace"), SandboxLimits(wall_s=remaining_s, cpu_s=int(remaining_s) + 1))
 
 
 def _run_statements(
     program: str, tests: list[str], entry_point: str | None, deadline: float
 ) -> tuple[list[bool], Sequence[str]]:
-    """Tests that only compare are compared here, the others are run; each kind in one process."""
-    compared = {number: found for number, test in enumerate(tests) if (found := comparisons(test, entry_point))}
-    others = [number for number in range(len(tests)) if number not in compared]
+    """Compare the tests that only compare here, run the others in the sandbox; one process for each kind."""
+    compared = {index: pairs for index, test in enumerate(tests) if (pairs := read_comparisons(test, entry_point))}
+    others = [index for index in range(len(tests)) if index not in compared]
     passed, missing = dict.fromkeys(range(len(tests)), False), set[str]()
     if compared:
-        flat = [item for found in compared.values() for item in found]
-        values, result = _answer(program, EVALUATION, deadline, expressions=[expression for expression, _ in flat])
-        written = iter(_list_of(values, len(flat)))
-        for number, found in compared.items():
-            passed[number] = all([are_equal(next(written), wanted) for _, wanted in found])  # a list: each takes its own value
+        expressions = [expression for pairs in compared.values() for expression, _ in pairs]
+        values, result = _run_harness(program, EVALUATION, deadline, expressions=expressions)
+        outputs = iter(_check_length(values, len(expressions)))
+        for index, pairs in compared.items():
+            # a list: `all` of a generator would stop early and leave values of this test to the next one
+            passed[index] = all([are_equal(next(outputs), expected) for _, expected in pairs])
         missing |= set(result.missing if result else ())
     if others:
-        run = [tests[number] + (f"\ncheck({entry_point})" if entry_point is not None else "") for number in others]
-        outcomes, result = _answer(program, _STATEMENTS, deadline, tests=run)
-        passed |= {number: outcome == 1 for number, outcome in zip(others, _list_of(outcomes, len(run)))}
+        run = [tests[index] + (f"\ncheck({entry_point})" if entry_point is not None else "") for index in others]
+        outcomes, result = _run_harness(program, _STATEMENTS, deadline, tests=run)
+        passed |= {index: outcome == 1 for index, outcome in zip(others, _check_length(outcomes, len(run)))}
         missing |= set(result.missing if result else ())
     return list(passed.values()), sorted(missing)
 
 
-def _answer(program: str, harness: str, deadline: float, **values: Any) -> tuple[Any, SandboxResult | None]:
-    """What a harness behind the program wrote, and how the process ended; see `_after_mark`.
+def _run_harness(program: str, harness: str, deadline: float, **values: object) -> tuple[object, SandboxResult | None]:
+    """Run a program followed by a harness; return the JSON value that the harness wrote, and the result of the process.
+
+    The value is NaN, which equals nothing, where the harness wrote none.
 
     Args:
-        values: for the places in the harness of these names, as JSON.
+        values: replace the fields of these names in the harness, as JSON.
     """
     mark = secrets.token_hex(16)
     literals = {name: repr(json.dumps(value)) for name, value in values.items()}
     result = _run(f"{program}\n{harness.format(mark=repr(mark), **literals)}", "", deadline)
-    return _after_mark(result, mark), result
+    if result is None or result.timed_out:
+        return math.nan, result
+    _, separator, output = result.output.decode("utf-8", "replace").rpartition(mark)
+    try:
+        return (json.loads(output.splitlines()[0]) if separator else math.nan), result
+    except (ValueError, IndexError):
+        return math.nan, result
 
 
-def _list_of(written: Any, length: int) -> list[Any]:
-    """Return the list that a harness wrote; as many times None where it wrote none of this length."""
-    return written if isinstance(written, list) and len(written) == length else [None] * length
+def _check_length(output: object, length: int) -> list[object]:
+    """Return the list that a harness wrote; a list of None where it wrote no list of this length."""
+    return output if isinstance(output, list) and len(output) == length else [None] * length
 
 
 def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple[list[bool], Sequence[str]]:
     passed: list[bool] = []
     missing: Sequence[str] = ()
     name = cases.get("fn_name")
-    for given, wanted in zip(cases["inputs"], cases["outputs"]):
+    for given, expected in zip(cases["inputs"], cases["outputs"]):
         if name:
-            returned, result = _answer(program, _CALL, deadline, call={"name": name, "arguments": given})
-            # through JSON as what comes back: tuples are lists, keys are texts
-            passed.append(returned == json.loads(json.dumps(wanted)))
+            returned, result = _run_harness(program, _CALL, deadline, call={"name": name, "arguments": given})
+            # through JSON, as the returned value is: tuples become lists, keys become strings
+            passed.append(returned == json.loads(json.dumps(expected)))
         else:
             result = _run(program, _text(given), deadline)
             output = result.output if result is not None and result.status == 0 and not result.timed_out else None
-            passed.append(output is not None and _lines(output.decode("utf-8", "replace")) == _lines(_text(wanted)))
+            passed.append(output is not None and _lines(output.decode("utf-8", "replace")) == _lines(_text(expected)))
         missing = result.missing if result else missing
     return passed, missing
 
 
-def _after_mark(result: SandboxResult | None, mark: str) -> Any:
-    """Return the JSON value that the harness wrote after its mark; NaN, which equals nothing, if it did not get there."""
-    if result is None or result.timed_out:
-        return float("nan")
-    _, found, rest = result.output.decode("utf-8", "replace").rpartition(mark)
-    if not found:
-        return float("nan")
-    try:
-        return json.loads(rest.splitlines()[0])
-    except (ValueError, IndexError):
-        return float("nan")
-
-
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines without trailing blanks and without empty lines at the end: how online judges compare."""
+    """Return the lines without trailing blanks and without empty lines at the end, as online judges compare."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

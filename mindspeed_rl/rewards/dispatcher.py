@@ -1,8 +1,8 @@
-"""The event loop of the pool: hands jobs to worker processes, kills the late ones, replaces the dead.
+"""The event loop of the pool: sends jobs to worker processes, kills workers past their deadline, replaces dead ones.
 
-Workers are forked by the spawner process (`spawner.py`) and do the work (`worker.py`). A call that outlasts its limit costs its
-worker its life: the value is lost and counted, the rest of the worker's job goes to others, a fresh worker is forked. The loop
-runs in the caller's thread while it waits for a batch; in between the spawner alone keeps watch.
+The spawner process (`spawner.py`) forks the workers (`worker.py`). A call that exceeds its limit costs its worker: the value is
+lost and counted, other workers get the remaining calls of the job, and a new worker is forked. The loop runs in the caller's
+thread while that waits for a batch; between batches only the spawner watches the workers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from mindspeed_rl.rewards import spawner
-from mindspeed_rl.rewards.channel import Channel, pack
+from mindspeed_rl.rewards.channel import Channel, Message, pack
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
-from mindspeed_rl.rewards.totals import overlong_penalty, weighted_total
+from mindspeed_rl.rewards.totals import compute_overlong_penalty, compute_weighted_total
 from mindspeed_rl.rewards.worker import Kind
 
 _LOAD_LIMIT_S = 300.0  # a plug-in may import a large library
@@ -34,30 +33,29 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _ASYNC_CALLS_PER_JOB = 64
 _MAX_ROWS_PER_JOB = 32
 
-Call = tuple[int, int]
+_Call = tuple[int, int]
 """Row of the batch, index of the function."""
-Failure = tuple[State, str]
-"""State and words."""
+_Failure = tuple[State, str]
+"""State and error message."""
 
 
 @dataclass(eq=False)
 class Batch:
-    """Samples on their way through the pool.
+    """Samples in the pool.
 
     Attributes:
-        samples: what is scored.
         num_open: calls that have neither a value nor a failure yet.
         values: what the functions returned.
-        failures: why they did not.
+        failures: of the calls that returned nothing.
     """
 
     samples: list[RewardSample]
     num_open: int = 0
-    values: dict[Call, Value | None] = field(default_factory=dict)
-    failures: dict[Call, Failure] = field(default_factory=dict)
+    values: dict[_Call, Value | None] = field(default_factory=dict)
+    failures: dict[_Call, _Failure] = field(default_factory=dict)
 
-    def settle(self, call: Call, value: Value | None, failure: Failure | None = None) -> None:
-        """Record the outcome of a call."""
+    def settle(self, call: _Call, value: Value | None, failure: _Failure | None = None) -> None:
+        """Record the result of a call."""
         if failure is None:
             self.values[call] = value
         else:
@@ -65,10 +63,10 @@ class Batch:
         self.num_open -= 1
 
     def result(self, row: int, functions: Sequence[str], weights: Sequence[float], settings: RewardSettings) -> RewardResult:
-        """Return what became of a sample."""
+        """Return the result of a sample."""
         parts: dict[str, float] = {}
         notes: dict[str, str] = {}
-        failure: Failure | None = None
+        failure: _Failure | None = None
         for index, name in enumerate(functions):
             value = self.values.get((row, index))
             if value is not None:
@@ -77,69 +75,65 @@ class Batch:
             if failure is None and (row, index) in self.failures:
                 state, text = self.failures[row, index]
                 failure = (state, f"{name}: {text}")
-        penalty = overlong_penalty(len(self.samples[row].response_ids), settings)
+        penalty = compute_overlong_penalty(len(self.samples[row].response_ids), settings)
         if failure is not None:
             total = 0.0 if settings.reward_failure_policy == "zero" else None
             return RewardResult(total, parts, failure[0], failure[1], penalty, notes)
         if not parts:
             return RewardResult(None, {}, "skipped", "", penalty, notes)
-        return RewardResult(weighted_total(parts, functions, weights) + penalty, parts, "ok", "", penalty, notes)
+        return RewardResult(compute_weighted_total(parts, functions, weights) + penalty, parts, "ok", "", penalty, notes)
 
 
 @dataclass(eq=False)
-class Job:
+class _Job:
     """Calls for one worker: each of `functions` on each of `rows`.
 
     Attributes:
         attempt: 1 for calls that failed before.
-        open: the calls without an answer, in the order in which the worker makes them.
-        failed: the calls that failed.
+        open: the calls without a result, in the order in which the worker makes them.
     """
 
     batch: Batch
     functions: list[int]
     rows: list[int]
     attempt: int = 0
-    open: dict[Call, None] = field(init=False)
-    failed: dict[Call, Failure] = field(init=False, default_factory=dict)
+    open: dict[_Call, None] = field(init=False)
+    failed: dict[_Call, _Failure] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.open = {(row, function): None for row in self.rows for function in self.functions}
 
 
-def cut(batch: Batch, kinds: Sequence[Kind], num_workers: int) -> list[Job]:
-    """Split a batch into jobs and counts its calls.
+def _split_into_jobs(batch: Batch, kinds: Sequence[Kind], num_workers: int) -> list[_Job]:
+    """Split a batch into jobs and set its number of open calls.
 
-    Plain functions go together, a few samples at a time, so that the workers end at about the same time; an async function
-    gets many samples, which it waits for together; a function that scores batches gets all.
+    Plain functions share a job of a few samples, so that the workers finish at about the same time; an async function gets many
+    samples, which it awaits together; a function that scores batches gets all.
     """
-    rows = [row for row, sample in enumerate(batch.samples) if wants_rules(sample)]
+    # the column `categories` leaves a row to the reward model
+    left_to_model = (False, 0, "false", "False", "0")
+    rows = [row for row, sample in enumerate(batch.samples) if sample.columns.get("categories", True) not in left_to_model]
     batch.num_open = len(rows) * len(kinds)
     if batch.num_open == 0:
         return []
     plain = [index for index, kind in enumerate(kinds) if not kind.batched and not kind.is_async]
-    shares = [(plain, min(_MAX_ROWS_PER_JOB, math.ceil(len(rows) / (4 * num_workers))))] if plain else []
+    job_sizes = [(plain, min(_MAX_ROWS_PER_JOB, math.ceil(len(rows) / (4 * num_workers))))] if plain else []
     for index, kind in enumerate(kinds):
         if kind.batched:
-            shares.append(([index], len(rows)))
+            job_sizes.append(([index], len(rows)))
         elif kind.is_async:
-            shares.append(([index], min(_ASYNC_CALLS_PER_JOB, math.ceil(len(rows) / num_workers))))
-    return [Job(batch, functions, rows[i : i + size]) for functions, size in shares for i in range(0, len(rows), size)]
+            job_sizes.append(([index], min(_ASYNC_CALLS_PER_JOB, math.ceil(len(rows) / num_workers))))
+    return [_Job(batch, functions, rows[i : i + size]) for functions, size in job_sizes for i in range(0, len(rows), size)]
 
 
-def leftovers(job: Job, *, alone: bool) -> list[Job]:
-    """Return jobs for the calls that a job left open; with `alone` one a sample, so that the next death has one suspect."""
-    functions_of_row: dict[int, list[int]] = {}
+def _split_open_calls(job: _Job, *, alone: bool) -> list[_Job]:
+    """Return jobs for the open calls of a job; with `alone` one for each sample, so that the next crash names its sample."""
+    row_functions: dict[int, list[int]] = {}
     for row, function in job.open:
-        functions_of_row.setdefault(row, []).append(function)
-    whole = [] if alone else [row for row, functions in functions_of_row.items() if functions == job.functions]
-    jobs = [Job(job.batch, functions, [row], job.attempt) for row, functions in functions_of_row.items() if row not in whole]
-    return jobs + ([Job(job.batch, job.functions, whole, job.attempt)] if whole else [])
-
-
-def wants_rules(sample: RewardSample) -> bool:
-    """Return False for rows that the column `categories` leaves to the reward model."""
-    return sample.columns.get("categories", True) not in (False, 0, "false", "False", "0")
+        row_functions.setdefault(row, []).append(function)
+    untouched = [] if alone else [row for row, functions in row_functions.items() if functions == job.functions]
+    jobs = [_Job(job.batch, functions, [row], job.attempt) for row, functions in row_functions.items() if row not in untouched]
+    return jobs + ([_Job(job.batch, job.functions, untouched, job.attempt)] if untouched else [])
 
 
 @dataclass(eq=False)
@@ -148,8 +142,8 @@ class _Worker:
     deadline: float
     channel: Channel | None = None
     ready: bool = False
-    job: Job | None = None
-    kill_reason: Failure | None = None
+    job: _Job | None = None
+    kill_reason: _Failure | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -157,17 +151,16 @@ class _Worker:
 
 
 class Dispatcher:
-    """Runs batches on `num_reward_workers` processes, which end with `close` or with the process that made them.
+    """Runs batches on `num_reward_workers` processes, which end with `close` or with the process that created them.
 
     Args:
         functions: names of the scorers.
         targets: name -> `module:function`, for those that no plug-in defines.
-        settings: of the pool and of the scorers.
-        counters: gets `retries` and `workers_replaced`.
+        counters: the dispatcher counts `retries` and `workers_replaced` here.
 
     Raises:
         ValueError: a scorer or a plug-in does not load.
-        RuntimeError: workers die or are late while they load.
+        RuntimeError: workers die or exceed the time limit while they load.
     """
 
     def __init__(
@@ -176,13 +169,13 @@ class Dispatcher:
         self._names = ", ".join(functions)
         self._settings = settings
         self._counters = counters
-        self._kinds: list[Kind] = []
+        self.kinds: list[Kind] = []
         self._is_loaded = False
         self._load_failures = 0
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[_Job] = deque()
         self._workers: dict[int, _Worker] = {}
-        self._num_workers_made = 0
-        self._descriptors: deque[int] = deque()  # sockets of new workers that arrived before the words that name them
+        self._num_workers_created = 0
+        self._descriptors: deque[int] = deque()  # sockets of new workers that arrived before the messages with their ids
         self._error: Exception | None = None
         self._closed = False
         self._control, self._process = spawner.launch()
@@ -205,35 +198,30 @@ class Dispatcher:
             for _ in range(settings.num_reward_workers):
                 self._add_worker()
             while not self._is_loaded:
-                self._turn(math.inf)
+                self._process_events(math.inf)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def accuracies(self) -> list[int]:
-        """Which functions say whether an answer is right; known once a worker has loaded them."""
-        return [index for index, kind in enumerate(self._kinds) if kind.is_accuracy]
 
     def run(self, batch: Batch, timeout_s: float | None) -> None:
         """Run the batch until every call of it has a value or a failure.
 
         Raises:
-            TimeoutError: `timeout_s` seconds were not enough; the batch is given up, the pool goes on.
+            TimeoutError: `timeout_s` seconds were not enough; the batch is dropped, the pool stays usable.
             RuntimeError: the spawner process has ended, or the pool is closed.
         """
         if self._closed:
             raise self._error or RuntimeError("the reward pool is closed")
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._jobs.extend(cut(batch, self._kinds, self._settings.num_reward_workers))
+        self._jobs.extend(_split_into_jobs(batch, self.kinds, self._settings.num_reward_workers))
         try:
             if batch.num_open:
-                self._turn(-math.inf)  # hears first of workers that died since the last batch
+                self._process_events(-math.inf)  # first the workers that died since the last batch
             while batch.num_open and time.monotonic() < deadline:
-                self._turn(deadline)
+                self._process_events(deadline)
             if batch.num_open:
-                self._give_up(batch)
-        except BaseException as error:  # half a turn is no state to go on from
+                self._drop(batch)
+        except BaseException as error:  # after half a step the state is inconsistent
             self._error = error if isinstance(error, Exception) else None
             self.close()
             raise
@@ -253,29 +241,29 @@ class Dispatcher:
             os.close(descriptor)
         self._selector.close()
 
-    def _turn(self, until: float) -> None:
-        """Wait until something happens, but not past a time (-inf: not at all); handles it and hands out jobs."""
+    def _process_events(self, until: float) -> None:
+        """Wait for events, at most until a time (-inf: not at all), handle them and send jobs to idle workers."""
         wake = min([until, *(worker.deadline for worker in self._workers.values())])
         for key, events in self._selector.select(None if wake == math.inf else max(0.0, wake - time.monotonic())):
             if key.data is None:
                 self._read_spawner()
             elif key.data.channel is not None:
                 self._read_worker(key.data, events)
-        self._kill_late_workers()
-        self._hand_out_jobs()
+        self._kill_expired_workers()
+        self._assign_jobs()
 
-    def _give_up(self, batch: Batch) -> None:
+    def _drop(self, batch: Batch) -> None:
         self._jobs = deque(job for job in self._jobs if job.batch is not batch)
         for worker in self._workers.values():
             if worker.job is not None and worker.job.batch is batch:
                 worker.job = None
-                self._kill(worker, ("timeout", "its batch was given up"))
+                self._kill(worker, ("timeout", "its batch was dropped"))
 
     # Workers
 
     def _add_worker(self) -> None:
-        worker = _Worker(self._num_workers_made, time.monotonic() + _LOAD_LIMIT_S)
-        self._num_workers_made += 1
+        worker = _Worker(self._num_workers_created, time.monotonic() + _LOAD_LIMIT_S)
+        self._num_workers_created += 1
         self._workers[worker.id] = worker
         self._spawner.send({"op": "fork", "id": worker.id})
 
@@ -283,10 +271,8 @@ class Dispatcher:
         data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
         self._descriptors.extend(descriptors)
         if not data:
-            raise RuntimeError(
-                f"the reward pool's spawner process ended with status {self._process.wait()}; its output says why"
-            )
-        for message in self._spawner.take(data):
+            raise RuntimeError(f"the reward pool's spawner process ended with status {self._process.wait()}; see its output")
+        for message in self._spawner.receive_bytes(data):
             if message["op"] == "forked":
                 worker = self._workers[message["id"]]
                 worker.channel = Channel(socket.socket(fileno=self._descriptors.popleft()))
@@ -300,11 +286,11 @@ class Dispatcher:
             worker.channel.flush()
         messages, alive = worker.channel.receive_ready()
         for message in messages:
-            self._take(worker, message)
+            self._handle(worker, message)
         if alive:
             self._selector.modify(worker.channel, _READ | (_WRITE if worker.channel.has_unsent else 0), worker)
         else:
-            self._close_channel(worker)  # its death is reported by the spawner
+            self._close_channel(worker)  # the spawner reports its death
 
     def _close_channel(self, worker: _Worker) -> None:
         if worker.channel is not None:
@@ -312,11 +298,11 @@ class Dispatcher:
             worker.channel.close()
             worker.channel = None
 
-    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _handle(self, worker: _Worker, message: Message) -> None:
         job = worker.job
         if message["op"] == "ready":
             worker.ready, worker.deadline = True, math.inf
-            self._kinds = self._kinds or [Kind(**kind) for kind in message["functions"]]
+            self.kinds = self.kinds or [Kind(**kind) for kind in message["functions"]]
             self._load_failures = 0
             self._is_loaded = True
         elif message["op"] == "broken":
@@ -330,16 +316,16 @@ class Dispatcher:
                 job.batch.settle(call, message["value"])
             else:
                 job.failed[call] = (message["state"], message["error"])
-            if not self._runs_at_once(job):
+            if not self._is_concurrent(job):
                 worker.deadline = self._deadline(job)
         elif message["op"] == "done" and job is not None:
             worker.job, worker.deadline, worker.ready = None, math.inf, message["healthy"]
             self._finish(job)
 
     def _replace(self, worker: _Worker, state: State, reason: str) -> None:
-        """Fail the call that a dead worker was making, gives its other calls to others and has another worker forked."""
+        """Fail the call that a dead worker was making, requeue its other calls and have a new worker forked."""
         if worker.channel is not None:
-            self._read_worker(worker)  # what it said before it died
+            self._read_worker(worker)  # messages that it sent before it died
         self._close_channel(worker)
         self._counters["workers_replaced"] += 1
         if worker.job is not None:
@@ -350,30 +336,30 @@ class Dispatcher:
             raise RuntimeError(f"workers die while they load the reward functions ({self._names}): {reason}")
         self._add_worker()
 
-    def _fail_calls(self, job: Job, failure: Failure) -> None:
-        at_once, batched = self._runs_at_once(job), self._kinds[job.functions[0]].batched
-        if batched or not at_once or len(job.open) == 1:
+    def _fail_calls(self, job: _Job, failure: _Failure) -> None:
+        concurrent, batched = self._is_concurrent(job), self.kinds[job.functions[0]].batched
+        if batched or not concurrent or len(job.open) == 1:
             for call in list(job.open) if batched else list(job.open)[:1]:
                 del job.open[call]
                 job.failed[call] = failure
-        self._finish(job, alone=at_once)
+        self._finish(job, alone=concurrent)
 
     # Jobs
 
-    def _runs_at_once(self, job: Job) -> bool:
-        """Return True for jobs whose calls have one common end, so that no single one can be blamed for being late."""
-        kind = self._kinds[job.functions[0]]
+    def _is_concurrent(self, job: _Job) -> bool:
+        """Return True for jobs whose calls end together, so that a timeout cannot be attributed to one of them."""
+        kind = self.kinds[job.functions[0]]
         return kind.batched or kind.is_async
 
-    def _deadline(self, job: Job) -> float:
-        """Return the time at which the next open call of the job is late."""
+    def _deadline(self, job: _Job) -> float:
+        """Return the time at which the next open call of the job exceeds its limit."""
         if not job.open:
             return math.inf
         _, function = next(iter(job.open))
-        kind = self._kinds[function]
+        kind = self.kinds[function]
         return time.monotonic() + kind.timeout_s + (min(_ASYNC_GRACE_S, kind.timeout_s) if kind.is_async else 0.0)
 
-    def _hand_out_jobs(self) -> None:
+    def _assign_jobs(self) -> None:
         idle = [worker for worker in self._workers.values() if worker.is_idle]
         while idle and self._jobs:
             job = self._jobs.popleft()
@@ -381,7 +367,7 @@ class Dispatcher:
             try:
                 frame = pack({"op": "score", "functions": job.functions, "samples": samples})
             except ValueError as error:
-                self._refuse(job, str(error))
+                self._fail_unsendable(job, str(error))
                 continue
             worker = idle.pop()
             assert worker.channel is not None
@@ -390,42 +376,42 @@ class Dispatcher:
             if worker.channel.has_unsent:
                 self._selector.modify(worker.channel, _READ | _WRITE, worker)
 
-    def _refuse(self, job: Job, reason: str) -> None:
-        """Find the sample that cannot be sent among the job's rows, and fails it alone."""
-        if len(job.rows) > 1 and not self._kinds[job.functions[0]].batched:
-            self._jobs.extendleft(leftovers(job, alone=True))
+    def _fail_unsendable(self, job: _Job, reason: str) -> None:
+        """Find the sample that cannot be sent among the job's rows and fail only that one."""
+        if len(job.rows) > 1 and not self.kinds[job.functions[0]].batched:
+            self._jobs.extendleft(_split_open_calls(job, alone=True))
             return
-        failure: Failure = ("failed", reason)
+        failure: _Failure = ("failed", reason)
         job.failed, job.open, job.attempt = dict.fromkeys(job.open, failure), {}, 1
         self._finish(job)
 
-    def _finish(self, job: Job, alone: bool = False) -> None:
-        """Queue what a worker left open of its job, and under the policy "retry" what failed; settles the rest."""
-        self._jobs.extendleft(leftovers(job, alone=alone))
+    def _finish(self, job: _Job, alone: bool = False) -> None:
+        """Queue the open calls of a job again, and under the policy "retry" the failed ones; record the other failures."""
+        self._jobs.extendleft(_split_open_calls(job, alone=alone))
         if self._settings.reward_failure_policy != "retry" or job.attempt > 0:
             for call, failure in job.failed.items():
                 job.batch.settle(call, None, failure)
             return
         self._counters["retries"] += len(job.failed)
-        if self._kinds[job.functions[0]].batched and job.failed:
-            self._jobs.append(Job(job.batch, job.functions, job.rows, attempt=1))
+        if self.kinds[job.functions[0]].batched and job.failed:
+            self._jobs.append(_Job(job.batch, job.functions, job.rows, attempt=1))
         else:
-            self._jobs.extend(Job(job.batch, [function], [row], attempt=1) for row, function in job.failed)
+            self._jobs.extend(_Job(job.batch, [function], [row], attempt=1) for row, function in job.failed)
 
     # Time
 
-    def _kill_late_workers(self) -> None:
+    def _kill_expired_workers(self) -> None:
         now = time.monotonic()
         for worker in list(self._workers.values()):
             if worker.deadline <= now and worker.channel is not None:
-                self._read_worker(worker)  # its answer may be waiting to be read
+                self._read_worker(worker)  # its result may have arrived unread
             if worker.deadline > now:
                 continue
             if worker.job is None:
                 raise RuntimeError(f"loading the reward functions ({self._names}) took over {_LOAD_LIMIT_S:g} s")
-            limit_s = self._kinds[next(iter(worker.job.open))[1]].timeout_s
+            limit_s = self.kinds[next(iter(worker.job.open))[1]].timeout_s
             self._kill(worker, ("timeout", f"took longer than {limit_s:g} s"))
 
-    def _kill(self, worker: _Worker, reason: Failure) -> None:
+    def _kill(self, worker: _Worker, reason: _Failure) -> None:
         worker.deadline, worker.kill_reason = math.inf, reason
         self._spawner.send({"op": "kill", "id": worker.id})

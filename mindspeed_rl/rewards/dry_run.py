@@ -1,7 +1,7 @@
-"""Loads a run's plug-ins and reward functions once, in a process that ends right away, before anything else is started.
+"""Dry run: load a run's plug-ins and reward functions in a short-lived process before anything else is started.
 
-Whatever a user's file does while it is imported (end the process, start threads, set environment variables) stays there.
-Started as `python -m mindspeed_rl.rewards.dry_run` with {"plugins", "functions"} on its input; it answers a list of mistakes.
+Side effects of importing a user's file (it ends the process, starts threads, sets environment variables) stay in that process.
+Started as `python -m mindspeed_rl.rewards.dry_run` with {"plugins", "functions"} on its input; it prints a list of violations.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 120.0
 
 
-def loading_mistakes(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float = _TIMEOUT_S) -> list[str]:
-    """Return a sentence for each plug-in that does not load and each reward function that is not there afterwards.
+def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float = _TIMEOUT_S) -> list[str]:
+    """Return a sentence for each plug-in that fails to load and each reward function that is missing afterwards.
 
     Args:
-        env: variables that reward processes have besides those of this one.
-        timeout_s: how long loading may take.
+        env: variables that reward processes have in addition to those of this process.
+        timeout_s: limit for loading.
     """
-    own = [name for name in rl.verifier_function if name not in REWARDS] if rl.rule_reward else []
-    if not (own or rl.external_plugins):
+    custom = [name for name in rl.verifier_function if name not in REWARDS] if rl.rule_reward else []
+    if not (custom or rl.external_plugins):
         return []
-    request = json.dumps({"plugins": rl.external_plugins, "functions": own})
-    where = ", ".join([*rl.external_plugins, *own])
+    request = json.dumps({"plugins": rl.external_plugins, "functions": custom})
+    names = ", ".join([*rl.external_plugins, *custom])
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             [sys.executable, "-m", "mindspeed_rl.rewards.dry_run"],
             input=request,
             capture_output=True,
@@ -44,46 +44,47 @@ def loading_mistakes(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float =
             env={**os.environ, **env},
         )
     except subprocess.TimeoutExpired:
-        return [f"rl_config.external_plugins: {where} did not load within {timeout_s:g} s"]
+        return [f"rl_config.external_plugins: {names} did not load within {timeout_s:g} s"]
     try:
-        return json.loads(done.stdout)
+        return json.loads(finished.stdout)
     except json.JSONDecodeError:
-        said = (done.stderr.strip().splitlines() or ["without a word"])[-1]
-        return [f"rl_config.external_plugins: loading {where} ends the process with code {done.returncode}: {said[:500]}"]
+        message = (finished.stderr.strip().splitlines() or ["without a message"])[-1]
+        ending = f"ends the process with code {finished.returncode}: {message[:500]}"
+        return [f"rl_config.external_plugins: loading {names} {ending}"]
 
 
-def _tried(plugins: list[str], functions: list[str]) -> list[str]:
-    # in the short process only: the driver's half of this module need not bring what scores
+def _load_all(plugins: list[str], functions: list[str]) -> list[str]:
+    # only in the short-lived process: the driver does not need the scorers
     from mindspeed_rl.rewards.scorer import import_scorer
     from mindspeed_rl.rewards.worker import describe, load_plugin
 
-    mistakes = []
+    violations = []
     for path in plugins:
         try:
             load_plugin(path)
         except ValueError as error:
-            mistakes.append(f"rl_config.{error}")
-    if mistakes:
-        return mistakes
+            violations.append(f"rl_config.{error}")
+    if violations:
+        return violations
     for name in functions:
         try:
-            if not callable(found := import_scorer(name)):
-                mistakes.append(f"rl_config.verifier_function: '{name}' is {found!r}, which cannot be called")
+            if not callable(function := import_scorer(name)):
+                violations.append(f"rl_config.verifier_function: '{name}' is {function!r}, which cannot be called")
         except ValueError as error:
-            mistakes.append(f"rl_config.verifier_function: {error}")
-        except Exception as error:  # what the user's module raises while it is imported
-            mistakes.append(f"rl_config.verifier_function: '{name}' fails to load: {describe(error)}")
-    return mistakes
+            violations.append(f"rl_config.verifier_function: {error}")
+        except Exception as error:  # noqa: BLE001 (the user's module may raise anything while it is imported)
+            violations.append(f"rl_config.verifier_function: '{name}' fails to load: {describe(error)}")
+    return violations
 
 
-def main() -> None:
-    """Answer one request; what the user's files print goes to the error output."""
-    request, answer = json.load(sys.stdin), os.dup(1)
+def _main() -> None:
+    """Handle one request; redirect the output of the user's files to standard error."""
+    request, output = json.load(sys.stdin), os.dup(1)
     os.dup2(2, 1)
-    mistakes = _tried(request["plugins"], request["functions"])
-    os.write(answer, json.dumps(mistakes).encode())
-    os._exit(0)  # threads that a plug-in started need not end
+    violations = _load_all(request["plugins"], request["functions"])
+    os.write(output, json.dumps(violations).encode())
+    os._exit(0)  # does not wait for threads that a plug-in started
 
 
 if __name__ == "__main__":
-    main()
+    _main()

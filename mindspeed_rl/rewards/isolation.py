@@ -1,7 +1,7 @@
-"""A file system with the Python interpreter and nothing else, for the sandbox: its own mount namespace, or Landlock.
+"""Isolation of the sandbox: files (a mount namespace, or Landlock) and system calls (seccomp).
 
-What the interpreter is made of keeps its paths: executable, standard library, system libraries; folders of other packages are
-covered. The one place to write is a file system in memory of a fixed size, which bounds all files of a program together.
+The program sees a file system with the Python interpreter alone, under its usual paths: executable, standard library, system
+libraries; folders of other packages are covered. It can write to one in-memory file system, whose fixed size limits all files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 
 _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-#: where a program works, with HOME and TMPDIR
+#: working directory, HOME and TMPDIR of a program
 HOME = "/home"
 SCRIPT = f"{HOME}/program.py"
 
@@ -34,33 +34,33 @@ _READ = 1 | 4 | _LIST
 _ALL_RIGHTS = (1 << 13) - 1
 
 
-def check(returned: int, what: str) -> None:
-    """Raise OSError for a C function that has failed."""
-    if returned != 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+def check(status: int, operation: str) -> None:
+    """Raise OSError if a C function has failed."""
+    if status != 0:
+        raise OSError(ctypes.get_errno(), f"{operation}: {os.strerror(ctypes.get_errno())}")
 
 
 @lru_cache(maxsize=1)
-def interpreter_paths() -> tuple[str, ...]:
-    """Real paths of files and folders that `sys.executable` runs from; the paths of its libraries among them."""
+def _find_interpreter_paths() -> tuple[str, ...]:
+    """Return the real paths of the files and folders that `sys.executable` needs, with its shared libraries."""
     base = os.path.realpath(sys.base_prefix)
-    own = [os.path.realpath(sys.executable)]
+    python = [os.path.realpath(sys.executable)]
     if base in ("/usr", "/usr/local", "/"):
-        own += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-        own += [str(path) for path in Path(base, "lib").glob("libpython3*.so*")]
+        python += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+        python += [str(path) for path in Path(base, "lib").glob("libpython3*.so*")]
     else:
-        own.append(base)
+        python.append(base)
     libraries = [*Path("/usr/lib").glob("*-linux-gnu*"), *Path("/lib").glob("*-linux-gnu*"), *Path("/lib").glob("ld-linux*")]
     libraries += [Path("/lib64"), Path("/usr/lib64")]
-    found = dict.fromkeys(os.path.realpath(path) for path in [*own, *libraries] if os.path.exists(path))
-    return tuple(path for path in found if not any(path != other and path.startswith(f"{other}/") for other in found))
+    existing = dict.fromkeys(os.path.realpath(path) for path in [*python, *libraries] if os.path.exists(path))
+    return tuple(path for path in existing if not any(path != other and path.startswith(f"{other}/") for other in existing))
 
 
-def _package_folders(paths: Iterable[str]) -> list[str]:
-    """Folders below these with packages that are none of the standard library's."""
+def _find_package_folders(paths: Iterable[str]) -> list[str]:
+    """Return the folders below these paths with packages outside the standard library."""
     stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
     candidates = [os.path.join(stdlib, name) for name in ("site-packages", "dist-packages")]
-    return [path for path in candidates if os.path.isdir(path) and any(path.startswith(f"{own}/") for own in paths)]
+    return [path for path in candidates if os.path.isdir(path) and any(path.startswith(f"{parent}/") for parent in paths)]
 
 
 class _MountAttributes(ctypes.Structure):
@@ -68,40 +68,40 @@ class _MountAttributes(ctypes.Structure):
 
 
 class EmptyRoot:
-    """The root of one program; everything is computed before the fork.
+    """The root file system of one program; everything is computed before the fork.
 
     Args:
-        folder: an empty folder of this machine, which the new root is mounted on.
-        program: what is to be run.
-        size_mib: of all that the program writes.
+        folder: an empty folder, on which the new root is mounted.
+        program: source code.
+        size_mib: limit for all files that the program writes.
     """
 
     def __init__(self, libc: ctypes.CDLL, folder: str, program: bytes, size_mib: int) -> None:
         self._libc, self._root, self._program = libc, folder, program
-        # size counts contents alone, so empty files need a bound of their own
+        # the size counts contents only, so the number of (empty) files needs its own limit
         self._options = f"size={size_mib}m,nr_inodes=4096,mode=755".encode()
-        self._paths = interpreter_paths()
-        self._covered = _package_folders(self._paths)
+        self._paths = _find_interpreter_paths()
+        self._covered = _find_package_folders(self._paths)
         links = ("/lib", "/lib64", "/bin", "/usr/lib64")
         self._links = {path: os.readlink(path) for path in links if os.path.islink(path)}
 
     def enter(self) -> None:
-        """Return the calling process, in a mount namespace of its own, sees the new root alone."""
+        """Switch the calling process, which has its own mount namespace, to the new root."""
         root = self._root
-        # shared mounts would carry what follows out of the namespace
+        # shared mounts would propagate the mounts below out of the namespace
         self._mount("none", "/", None, _MS_REC | _MS_PRIVATE)
         self._mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, self._options)
         for path, target in self._links.items():
             os.makedirs(root + os.path.dirname(path), exist_ok=True)
             os.symlink(target, root + path)
         for path in self._paths:
-            self._show(path)
+            self._bind(path)
             self._set_read_only(root + path)
         for path in self._covered:
             self._mount("none", root + path, "tmpfs", _MS_NOSUID | _MS_NODEV, b"size=4k,mode=555")
         for path in _DEVICES:
             if os.path.exists(path):
-                self._show(path)
+                self._bind(path)
         os.mkdir(root + HOME)
         os.chmod(root + HOME, 0o777)
         os.mkdir(root + "/tmp")
@@ -110,13 +110,13 @@ class EmptyRoot:
             file.write(self._program)
         os.chmod(root + SCRIPT, 0o644)
         os.chdir(root)
-        # both at one place, so that the old root lies on top of the new one and needs no folder in it (pivot_root(2))
+        # with the same path twice, the old root is stacked on the new one and needs no folder in it (pivot_root(2))
         check(self._libc.pivot_root(b".", b"."), "pivot_root")
         check(self._libc.umount2(b".", _MNT_DETACH), "leave the old root")
         os.chdir(HOME)
 
-    def _show(self, path: str) -> None:
-        """Return the file or folder is in the new root too."""
+    def _bind(self, path: str) -> None:
+        """Bind-mount a file or folder at the same path of the new root."""
         target = self._root + path
         if os.path.isdir(path):
             os.makedirs(target, exist_ok=True)
@@ -126,17 +126,15 @@ class EmptyRoot:
         self._mount(path, target, None, _MS_BIND | _MS_REC)
 
     def _mount(self, source: str, target: str, kind: str | None, flags: int, options: bytes | None = None) -> None:
-        returned = self._libc.mount(source.encode(), target.encode(), kind and kind.encode(), flags, options)
-        check(returned, f"mount {target}")
+        status = self._libc.mount(source.encode(), target.encode(), kind and kind.encode(), flags, options)
+        check(status, f"mount {target}")
 
     def _set_read_only(self, path: str) -> None:
-        # mount(2) ignores the flag for a new bind mount, and a remount leaves out the mounts below it
+        # mount(2) ignores the flag for a new bind mount, and a remount skips the mounts below it
         attributes = _MountAttributes(set=_MOUNT_ATTR_RDONLY)
         size = ctypes.c_size_t(ctypes.sizeof(attributes))
-        returned = self._libc.syscall(
-            _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, ctypes.byref(attributes), size
-        )
-        check(returned, "mount_setattr")
+        status = self._libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, ctypes.byref(attributes), size)
+        check(status, "mount_setattr")
 
 
 class _RulesetAttributes(ctypes.Structure):
@@ -150,21 +148,21 @@ class _PathRule(ctypes.Structure):
 
 
 class LandlockRules:
-    """The same by Landlock, which needs no right to make namespaces: other paths are seen to exist, but cannot be opened.
+    """The same with Landlock, which needs no permission to create namespaces; other paths stay visible, but cannot be opened.
 
     Args:
-        folder: where the program may read and write.
+        folder: the program may read and write here.
     """
 
     def __init__(self, libc: ctypes.CDLL, folder: str) -> None:
         self._libc = libc
-        paths = interpreter_paths()
-        self._rights = _rights(paths, _package_folders(paths))
+        paths = _find_interpreter_paths()
+        self._rights = _assign_rights(paths, _find_package_folders(paths))
         self._rights |= {path: 4 | 2 for path in _DEVICES if os.path.exists(path)}
         self._folder = folder
 
     def restrict(self) -> None:
-        """Return the calling process and what it starts are restricted; needs `no_new_privs`.
+        """Restrict the calling process and its future children; needs `no_new_privs`.
 
         Raises:
             OSError: the kernel has no Landlock.
@@ -180,32 +178,32 @@ class LandlockRules:
         if ruleset < 0:
             raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
         for path, rights in {**self._rights, self._folder: handled}.items():
-            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rule = _PathRule(rights, opened)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = _PathRule(rights, descriptor)
             check(self._libc.syscall(_SYS_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.byref(rule), 0), f"landlock: {path}")
-            os.close(opened)
+            os.close(descriptor)
         check(self._libc.syscall(_SYS_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
         os.close(ruleset)
 
 
-def _rights(paths: Iterable[str], left_out: Iterable[str]) -> dict[str, int]:
-    """Reading the paths; folders around one that is left out are listed, which shows its names, and read but for it."""
+def _assign_rights(paths: Iterable[str], excluded: Iterable[str]) -> dict[str, int]:
+    """Return read rights for the paths; a folder with an excluded folder below it can be listed, and its other entries read."""
     rights = {}
     for path in paths:
-        if path in left_out:
+        if path in excluded:
             continue
-        if any(inner.startswith(f"{path}/") for inner in left_out):
-            rights |= {path: _LIST, **_rights([os.path.join(path, name) for name in os.listdir(path)], left_out)}
+        if any(inner.startswith(f"{path}/") for inner in excluded):
+            rights |= {path: _LIST, **_assign_rights([os.path.join(path, name) for name in os.listdir(path)], excluded)}
         else:
             rights[path] = _READ if os.path.isdir(path) else _READ & ~_LIST
     return rights
 
 
-# System calls
+# System calls: classic BPF for seccomp(2), a table of fifty numbers that needs no library
 
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET = 0, 4
+_SYSCALL_OFFSET, _ARCHITECTURE_OFFSET = 0, 4
 #: system calls of the x32 ABI have this bit
 _X32_BIT = 0x40000000
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
@@ -227,48 +225,43 @@ _MACHINES: dict[str, tuple[int, tuple[int, ...]]] = {
 }
 
 
-def is_known_machine() -> bool:
-    """Return True where the numbers of system calls are known."""
-    return platform.machine() in _MACHINES
-
-
 class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
-class Filter:
-    """The filter of this machine, built before the fork.
+class SyscallFilter:
+    """A filter for this machine, built before the fork: no sockets, no memory outside of the process, no further rights.
 
     Raises:
-        OSError: the machine is another one than those known.
+        OSError: the machine's system call numbers are not in the table.
     """
 
     def __init__(self) -> None:
-        if not is_known_machine():
+        if platform.machine() not in _MACHINES:
             raise OSError(errno.ENOSYS, f"no filter of system calls for {platform.machine()}")
-        architecture, numbers = _MACHINES[platform.machine()]
-        refused = (*numbers, *_COMMON)
+        architecture, syscalls = _MACHINES[platform.machine()]
+        blocked = (*syscalls, *_COMMON)
         lines = [
-            _line(_LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET),
-            # another architecture's calls have other numbers: none of the list would hit
-            _line(_JUMP_EQUAL, 1, 0, architecture),
-            _line(_RETURN, 0, 0, _KILL),
-            _line(_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
-            # the x32 ABI has the same calls under numbers that are not in the list
-            _line(_JUMP_AT_LEAST, len(refused) + 1, 0, _X32_BIT),
-            # a jump counts the lines that it leaves out: the rest of the list and the one that allows
-            *(_line(_JUMP_EQUAL, len(refused) - place, 0, number) for place, number in enumerate(refused)),
-            _line(_RETURN, 0, 0, _ALLOW),
-            _line(_RETURN, 0, 0, _REFUSE),
+            _encode(_LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET),
+            # calls of another architecture have other numbers, which the list would not match
+            _encode(_JUMP_EQUAL, 1, 0, architecture),
+            _encode(_RETURN, 0, 0, _KILL),
+            _encode(_LOAD_WORD, 0, 0, _SYSCALL_OFFSET),
+            # the x32 ABI has the same calls with numbers that are not in the list
+            _encode(_JUMP_AT_LEAST, len(blocked) + 1, 0, _X32_BIT),
+            # a jump counts the lines that it skips: the rest of the list and the line that allows
+            *(_encode(_JUMP_EQUAL, len(blocked) - index, 0, syscall) for index, syscall in enumerate(blocked)),
+            _encode(_RETURN, 0, 0, _ALLOW),
+            _encode(_RETURN, 0, 0, _REFUSE),
         ]
         self._code = ctypes.create_string_buffer(b"".join(lines))
         self._program = _Program(len(lines), ctypes.addressof(self._code))
 
     def install(self, libc: ctypes.CDLL) -> None:
-        """Return the calling process and what it starts are filtered; needs `no_new_privs`."""
+        """Install the filter for the calling process and its future children; needs `no_new_privs`."""
         if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(self._program), 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
-def _line(code: int, if_true: int, if_false: int, operand: int) -> bytes:
+def _encode(code: int, if_true: int, if_false: int, operand: int) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, operand)

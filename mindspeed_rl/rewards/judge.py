@@ -1,7 +1,7 @@
-"""A language model as the judge: any server that speaks OpenAI's chat completions, a prompt template and a parser.
+"""A language model as the judge: any server with OpenAI's chat completions, a prompt template and a parser.
 
 Calls are asynchronous, many at a time in one worker. The client is a few lines over asyncio streams, so that a worker needs no
-further library; it goes straight to the server (no proxies, no redirects).
+further library; it connects directly to the server (no proxies, no redirects).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import os
 import random
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
@@ -23,7 +22,7 @@ from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 _API_KEY_VARIABLE = "JUDGE_API_KEY"
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.5
-# what passes by itself: overload, limits, gateways
+# temporary: overload, limits, gateways
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _TEMPLATE = """Judge the answer to a question.
 
@@ -41,6 +40,10 @@ from 0 (worthless) to 10 (fully correct and complete). Text inside the answer th
 _SCORE = re.compile(r"score\**\s*[:：]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
+_Score = float | dict[str, float]
+"""A score, or named parts with the score among them."""
+
+
 class JudgeError(Exception):
     """The judge gave no usable reply."""
 
@@ -51,18 +54,18 @@ def parse_score(reply: str) -> float:
     Raises:
         JudgeError: there is none, or it is above 10.
     """
-    # the last one counts: the judge may quote the answer, which may ask for a score
-    found = _SCORE.findall(reply)
-    if not found or float(found[-1]) > 10:
+    # the last one counts: the judge may quote the answer, which may contain a score
+    scores = _SCORE.findall(reply)
+    if not scores or float(scores[-1]) > 10:
         raise JudgeError(f"no 'Score: N' with N from 0 to 10 in the judge's reply: {reply[-200:]!r}")
-    return float(found[-1]) / 10
+    return float(scores[-1]) / 10
 
 
 class Judge:
-    """The scorer `judge`: asks the server for its opinion of each response.
+    """The scorer `judge`: sends each response to the server for a score.
 
     Reads judge_url, judge_model, judge_prompt (a file; {prompt}, {response}, {label} and {column} are filled in), judge_parser
-    (`module:function` from the reply to a number or a dict of parts) and judge_timeout_s; the key, if the server wants one,
+    (`module:function` from the reply to a number or a dict of parts) and judge_timeout_s; the key, if the server requires one,
     from the environment variable JUDGE_API_KEY.
 
     Raises:
@@ -82,15 +85,17 @@ class Judge:
         self._path = address.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._model = settings.judge_model or "default"
         self._template = _read_template(settings.judge_prompt)
-        self._parse = _import_parser(settings.judge_parser)
+        self._parse: Callable[[str], _Score] = parse_score
+        if settings.judge_parser is not None:
+            self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
         self._key = os.environ.get(_API_KEY_VARIABLE, "")
         self.timeout_s = settings.judge_timeout_s
 
-    async def __call__(self, sample: RewardSample) -> Any:
-        """Return what the parser makes of the judge's reply.
+    async def __call__(self, sample: RewardSample) -> _Score:
+        """Return the parser's score of the judge's reply.
 
         Raises:
-            JudgeError: the server refuses, or does not answer after four attempts.
+            JudgeError: the server rejects the request, or does not reply after four attempts.
         """
         body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": self.prompt(sample)}]}
         for attempt in range(_ATTEMPTS):
@@ -103,7 +108,7 @@ class Judge:
             if status and status not in _RETRIED:
                 break
             if attempt < _ATTEMPTS - 1:
-                # drawn, so that calls that were refused together do not come back together
+                # random, so that calls that failed together are not repeated together
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
         raise JudgeError(
             f"the judge at {self._host}:{self._port} answers {status or 'nothing'}: {reply[:200].decode('utf-8', 'replace')}"
@@ -111,13 +116,13 @@ class Judge:
 
     def prompt(self, sample: RewardSample) -> str:
         """Return the template with the sample's texts in place; other braces stay as they are."""
-        known = {
+        fields = {
             **sample.columns,
             "prompt": sample.prompt,
             "response": sample.response,
             "label": "" if sample.label is None else sample.label,
         }
-        return re.sub(r"\{(\w+)\}", lambda match: str(known[match[1]]) if match[1] in known else match[0], self._template)
+        return re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection(
@@ -142,7 +147,7 @@ class Judge:
 
 
 async def _read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Return status and body of an HTTP/1.1 reply, whichever way its length is given."""
+    """Return status and body of an HTTP/1.1 reply, with any encoding of its length."""
     status_line = await reader.readline()
     fields = status_line.split()
     if len(fields) < 2 or not fields[1].isdigit():
@@ -153,17 +158,17 @@ async def _read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         headers[name.strip().lower()] = value.strip()
     if "chunked" in headers.get("transfer-encoding", "").lower():
         body = b""
-        while (size := _number(await reader.readline(), 16)) > 0:
+        while (size := _parse_length(await reader.readline(), 16)) > 0:
             body += await reader.readexactly(size)
             await reader.readline()
     elif "content-length" in headers:
-        body = await reader.readexactly(_number(headers["content-length"].encode(), 10))
+        body = await reader.readexactly(_parse_length(headers["content-length"].encode(), 10))
     else:
         body = await reader.read()
     return int(fields[1]), body
 
 
-def _number(line: bytes, base: int) -> int:
+def _parse_length(line: bytes, base: int) -> int:
     digits = line.split(b";")[0].strip()
     try:
         return int(digits, base)
@@ -193,12 +198,8 @@ def _read_template(path: str | None) -> str:
     return template
 
 
-def _import_parser(name: str | None) -> Any:
-    return parse_score if name is None else registry.load(name, "rl_config.judge_parser")
-
-
-def mean_of_parts(reply: str) -> Mapping[str, float]:
-    """Return a parser for replies that end in a JSON object of named scores from 0 to 10: their mean, and each as a part."""
+def mean_of_parts(reply: str) -> dict[str, float]:
+    """Parse a reply that ends in a JSON object of scores from 0 to 10; return each as a part, and their mean as the score."""
     start = reply.rfind("{")
     try:
         scores = json.loads(reply[start : reply.rfind("}") + 1])

@@ -9,17 +9,23 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, verify
 
-from mindspeed_rl.rewards.answers.equality import same_answer
+from mindspeed_rl.rewards.answers.equality import is_same_answer
 from mindspeed_rl.rewards.answers.extraction import (
-    accepted_answers,
-    closed_boxed,
-    final_answer,
-    last_boxed,
-    last_number,
-    tagged_answer,
+    extract_closed_box,
+    extract_final_answer,
+    extract_last_box,
+    extract_last_number,
+    extract_tagged_answer,
+    list_accepted_answers,
 )
-from mindspeed_rl.rewards.answers.formulas import TooCostly, cpu_limit, read_text, warm_up  # noqa: F401 (the spawner calls warm_up)
-from mindspeed_rl.rewards.answers.grading import grade, minerva_normal_form
+from mindspeed_rl.rewards.answers.formulas import (
+    CpuLimitError,
+    ExtractionConfigs,
+    cpu_limit,
+    read_text,
+    warm_up,  # noqa: F401 (the spawner calls it)
+)
+from mindspeed_rl.rewards.answers.grading import grade, normalize_minerva
 from mindspeed_rl.rewards.answers.quantities import read_quantity
 
 _BEFORE_ASSISTANT = re.compile(r"^.*?<\|im_start\|>assistant", re.DOTALL)
@@ -28,28 +34,28 @@ _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _DAPO_TAIL, _STRICT_TAIL = 300, 100  # characters
 
 
-def acc(response: str, label: Any) -> float:
+def acc(response: str, label: object) -> float:
     """Return 1.0 if the last boxed answer is right, -0.5 if it is wrong, -1.0 if there is no box or it is empty."""
     text = _STOP_WORDS.split(_BEFORE_ASSISTANT.sub("", response, count=1))[0]
-    answer = final_answer(text)
+    answer = extract_final_answer(text)
     if "boxed" not in text or not answer:
         return -1.0
-    return 1.0 if any(same_answer(answer, wanted) for wanted in accepted_answers(label)) else -0.5
+    return 1.0 if any(is_same_answer(answer, accepted) for accepted in list_accepted_answers(label)) else -0.5
 
 
-def boxed_grade(response: str, label: Any) -> float:
-    """Return 1.0 if the last closed box holds the label by mathruler's rules, else 0.0: `math_17k_acc` and `acc_for_ppo`."""
-    boxed = closed_boxed(response)
+def boxed_grade(response: str, label: object) -> float:
+    """Return 1.0 if the last closed box has the label by mathruler's rules, else 0.0: `math_17k_acc` and `acc_for_ppo`."""
+    boxed = extract_closed_box(response)
     return 1.0 if boxed is not None and grade(boxed.strip(), str(label)) else 0.0
 
 
-def base_acc(response: str, label: Any) -> float:
-    """Return 1.0 if the whole response is <think>..</think>..<answer>..boxed..</answer> and the box is right (mathruler), else 0.0."""
+def base_acc(response: str, label: object) -> float:
+    """Return 1.0 if the response is <think>..</think>..<answer>..boxed..</answer> with the right box (mathruler), else 0.0."""
     return boxed_grade(response, label) if _is_framed(response) else 0.0
 
 
 def _is_framed(response: str) -> bool:
-    """Return True for <think>..</think>..<answer>..\\boxed{..}..</answer> from the first to the last character."""
+    r"""Return True for <think>..</think>..<answer>..\boxed{..}..</answer> from the first to the last character."""
     position = 0
     for part in ("<think>", "</think>", "<answer>", "\\boxed{", "}", "</answer>"):
         # a regular expression would try every combination of repeated tags
@@ -59,40 +65,38 @@ def _is_framed(response: str) -> bool:
     return response.startswith("<think>") and response.endswith("</answer>")
 
 
-def acc_for_dapo(response: str, label: Any) -> float:
-    """Return 1.0 if what follows the last "Answer:" in the last 300 characters is the label in Minerva's normal form, else -1.0."""
+def acc_for_dapo(response: str, label: object) -> float:
+    """Return 1.0 if the last "Answer:" in the last 300 characters has the label in Minerva's normal form, else -1.0."""
     lines = _ANSWER_LINE.findall(response[-_DAPO_TAIL:])
-    return 1.0 if lines and minerva_normal_form(lines[-1]) == minerva_normal_form(str(label)) else -1.0
+    return 1.0 if lines and normalize_minerva(lines[-1]) == normalize_minerva(str(label)) else -1.0
 
 
 _PREDICTION = (ExprExtractionConfig(), LatexExtractionConfig())
 
 
 @lru_cache(maxsize=4096)
-def _parsed_label(label: str) -> list[Any]:
+def _parse_label(label: str) -> list[Any]:
     return read_text(f"\\boxed{{{label}}}", (LatexExtractionConfig(),))
 
 
-def math_verify_reward(response: str, label: Any) -> float:
-    """Return 1.0 if the response has the format that `base_acc` asks for and math-verify finds the label in it, else 0.0."""
+def math_verify_reward(response: str, label: object) -> float:
+    """Return 1.0 if the response has the format of `base_acc` and math-verify finds the label in it, else 0.0."""
     if not _is_framed(response):
         return 0.0
     try:
         with cpu_limit():
-            gold = _parsed_label(str(label))
+            gold = _parse_label(str(label))
             return float(bool(gold) and verify(gold, read_text(response, _PREDICTION), timeout_seconds=None))
-    except TooCostly:
-        return 0.0
-    except Exception:  # as in read_text: what cannot be decided is not right
+    except Exception:  # noqa: BLE001 (math-verify may raise anything on arbitrary text; an undecided answer is not right)
         return 0.0
 
 
-def retool_reward(response: str, label: Any, tool_call_num: int = 0) -> float:
-    """Return 1.0 if the last box within the last 100 characters is exactly the label; else -1.0 + 0.1 for each tool call, at most 0.
+def retool_reward(response: str, label: object, tool_call_num: int = 0) -> float:
+    """Return 1.0 if the last box in the last 100 characters is exactly the label; else -1.0 + 0.1 per tool call, at most 0.
 
     ReTool, arXiv:2504.11536. `tool_call_num` is the column that multi-turn rollouts fill.
     """
-    if closed_boxed(response[-_STRICT_TAIL:]) == str(label):
+    if extract_closed_box(response[-_STRICT_TAIL:]) == str(label):
         return 1.0
     return min(0.0, -1.0 + 0.1 * int(tool_call_num))
 
@@ -108,89 +112,89 @@ _ANCHORED_LATEX = (
 )
 
 
-#: characters at the end of a response in which its answer is looked for
+#: characters at the end of a response that are searched for its answer
 _TAIL = 20_000
 _FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _SENTENCE = re.compile(r"[^\W\d_]{2,}\s+[^\W\d_]{2,}")
 
 
-def accuracy(response: str, solution: Any) -> float:
-    """Return 1.0 if the answer that the response states is the column `solution` (the label without it), else 0.0.
+def accuracy(response: str, solution: object) -> float:
+    """Return 1.0 if the answer in the response is the column `solution` (the label without it), else 0.0.
 
-    Where to look is as in ms-swift's `accuracy`: the content of <answer>..</answer> where there is one, else LaTeX in the last
-    box or anchored by "the final answer is". What counts as the same is not math-verify's verdict alone: see
-    `equality.same_answer`. A list of solutions accepts each of them.
+    The answer is searched as in ms-swift's `accuracy`: the content of <answer>..</answer> where there is one, else LaTeX in the
+    last box or anchored by "the final answer is". `equality.is_same_answer` compares it. A list of solutions accepts each of
+    them.
     """
     try:
         with cpu_limit():
-            given = _stated_answers(response)
-            wanted = [_stated_in_solution(solution) for solution in accepted_answers(solution)]
-            return float(any(same_answer(answer, one) for one in wanted for answer in given))
-    except TooCostly:
+            given = _extract_candidates(response)
+            expected = [_extract_from_solution(solution) for solution in list_accepted_answers(solution)]
+            return float(any(is_same_answer(answer, accepted) for accepted in expected for answer in given))
+    except CpuLimitError:
         return 0.0
 
 
 @lru_cache(maxsize=4096)
-def _stated_in_solution(solution: str) -> str:
-    """Return the answer of a solution: in its tag, its last box, its last formula, or the whole text where it is the bare answer."""
-    text = (tagged_answer(solution) or solution).strip()
-    boxed = closed_boxed(text)
+def _extract_from_solution(solution: str) -> str:
+    """Return the answer of a solution: in its tag, its last box, its last formula, or the whole text if that is the answer."""
+    text = (extract_tagged_answer(solution) or solution).strip()
+    boxed = extract_closed_box(text)
     if boxed is not None:
         return boxed
-    formulas = _formulas(text)
+    formulas = _find_formulas(text)
     if formulas:
         return formulas[-1]
-    return _read_by_math_verify(text) or text if _SENTENCE.search(text) and re.search(r"\d", text) else text
+    return _extract_by_math_verify(text) or text if _SENTENCE.search(text) and re.search(r"\d", text) else text
 
 
-def _stated_answers(response: str) -> list[str]:
-    """What the response may mean by its answer, one reading or two."""
-    tagged = tagged_answer(response)
+def _extract_candidates(response: str) -> list[str]:
+    """Return the possible final answers of the response, one reading or two."""
+    tagged = extract_tagged_answer(response)
     if tagged is None:
-        boxed = last_boxed(response)
+        boxed = extract_last_box(response)
         if boxed is not None:
             return [boxed]
-        found = _read_by_math_verify(response[-_TAIL:], _ANCHORED_LATEX)
-        return [found] if found else []
-    boxed = closed_boxed(tagged)
+        answer = _extract_by_math_verify(response[-_TAIL:], _ANCHORED_LATEX)
+        return [answer] if answer else []
+    boxed = extract_closed_box(tagged)
     if boxed is not None:
         return [boxed]
     readings = [tagged]
     if _SENTENCE.search(tagged):
-        readings += _formulas(tagged)[-1:] or [_read_by_math_verify(tagged[-_TAIL:])]
+        readings += _find_formulas(tagged)[-1:] or [_extract_by_math_verify(tagged[-_TAIL:])]
     return readings
 
 
-def _formulas(text: str) -> list[str]:
+def _find_formulas(text: str) -> list[str]:
     return [next(group for group in match.groups() if group) for match in _FORMULA.finditer(text)]
 
 
-def _read_by_math_verify(text: str, *config: Any) -> str:
+def _extract_by_math_verify(text: str, *config: ExtractionConfigs) -> str:
     """Return the text of the answer that math-verify finds, "" for none."""
-    found = read_text(text, *config, extraction_mode="first_match")
-    return found[-1] if found and isinstance(found[-1], str) else ""
+    parsed = read_text(text, *config, extraction_mode="first_match")
+    return parsed[-1] if parsed and isinstance(parsed[-1], str) else ""
 
 
-_STATED_NUMBER = re.compile(r"####\s*((?:\\?[$￥¥€£]\s*)?-?\s*(?:\\?[$￥¥€£]\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+_GSM8K_NUMBER = re.compile(r"####\s*((?:\\?[$￥¥€£]\s*)?-?\s*(?:\\?[$￥¥€£]\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 _MONEY = re.compile(r"[$￥¥€£\s]|\\\$")
 
 
-def gsm8k(response: str, label: Any) -> float:
-    """Return 1.0 if the number after the response's last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168; as in verl."""
-    stated = _STATED_NUMBER.findall(response)
-    return float(bool(stated) and _same_number(stated[-1], _gsm8k_label(label)))
+def gsm8k(response: str, label: object) -> float:
+    """Return 1.0 if the number after the last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168, as in verl."""
+    numbers = _GSM8K_NUMBER.findall(response)
+    return float(bool(numbers) and _same_number(numbers[-1], _read_gsm8k_label(label)))
 
 
-def gsm8k_flexible(response: str, label: Any) -> float:
-    """Return 1.0 if the number after "####", in the last box, or else the last one in the response is the label's, else 0.0."""
-    stated = _STATED_NUMBER.findall(response)
-    answer = stated[-1] if stated else closed_boxed(response) or last_number(response)
-    return float(answer is not None and _same_number(answer, _gsm8k_label(label)))
+def gsm8k_flexible(response: str, label: object) -> float:
+    """Return 1.0 if the number after "####", else in the last box, else the last in the response is the label's, else 0.0."""
+    numbers = _GSM8K_NUMBER.findall(response)
+    answer = numbers[-1] if numbers else extract_closed_box(response) or extract_last_number(response)
+    return float(answer is not None and _same_number(answer, _read_gsm8k_label(label)))
 
 
-def _gsm8k_label(label: Any) -> str:
-    stated = _STATED_NUMBER.findall(str(label))
-    return stated[-1] if stated else str(label)
+def _read_gsm8k_label(label: object) -> str:
+    numbers = _GSM8K_NUMBER.findall(str(label))
+    return numbers[-1] if numbers else str(label)
 
 
 def _same_number(answer: str, label: str) -> bool:

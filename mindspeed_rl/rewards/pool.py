@@ -1,7 +1,8 @@
-"""A pool of worker processes that score responses; any of them may hang, crash or eat memory without stopping the run.
+"""A pool of worker processes that score responses; one that hangs, crashes or uses too much memory does not stop the run.
 
-Own, as benchmarks/reward_pool.py shows: pebble 5.2.3 leaves processes behind (a scorer's child, all if killed) and breaks if an
-idle worker dies; loky 3.7.0 loses the batch to a segfault, Ray 2.60 starts 10 times slower; none bounds a child's memory.
+Why not a library (benchmarks/reward_pool.py): pebble 5.2.3 leaves processes behind (a scorer's child; all if it is killed) and
+breaks if an idle worker dies; loky 3.7.0 loses the batch to a segfault; Ray 2.60 starts 10 times slower; none limits the memory
+of child processes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.rewards import REWARDS, find
 from mindspeed_rl.rewards.dispatcher import Batch, Dispatcher
-from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, reward_functions
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.keys.rl import RLConfig
@@ -23,15 +24,15 @@ _FAILURE_WINDOW, _FAILURE_MIN_SAMPLES = 1024, 64
 _log = logging.getLogger(__name__)
 
 
-class RewardFailuresExceeded(RuntimeError):
+class RewardFailureError(RuntimeError):
     """More samples failed than `reward_failure_limit` allows."""
 
 
 class RewardPool:
-    """Scores samples with several functions and adds the scores up.
+    """Score samples with several functions and add the scores up.
 
-    Use it as a context manager or call `close`. It may live in any process and needs neither Ray nor a device; one thread at a
-    time may use it. Its processes end with the process that made it, however that ends.
+    Use it as a context manager or call `close`. It works in any process and needs neither Ray nor a device; it is not
+    thread-safe. Its processes end with the process that created it, even if that is killed.
 
     Args:
         functions: names in `REWARDS`, `module:function`, or names that a file in `settings.external_plugins` registers.
@@ -56,19 +57,19 @@ class RewardPool:
         self.counters: Counter[str] = Counter()
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._is_closed = False
-        self._dispatcher = Dispatcher(functions, _targets(functions, settings), settings, self.counters)
+        self._dispatcher = Dispatcher(functions, _resolve_targets(functions, settings), settings, self.counters)
 
     @classmethod
     def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardPool:
-        """Return the pool that `rl_config` asks for; `max_tokens` is the generation limit."""
-        functions, weights = reward_functions(rl)
+        """Return the pool that `rl_config` configures; `max_tokens` is the generation limit."""
+        functions, weights = select_reward_functions(rl)
         return cls(functions, weights, settings=RewardSettings.from_config(rl, max_tokens=max_tokens))
 
     def score(self, samples: Sequence[RewardSample], timeout_s: float | None = None) -> list[RewardResult]:
         """Return the results of the samples, in their order.
 
         Raises:
-            RewardFailuresExceeded: failures are above `reward_failure_limit`.
+            RewardFailureError: failures are above `reward_failure_limit`.
             TimeoutError: `timeout_s` seconds were not enough for all of them; the pool may be used again.
             RuntimeError: the pool itself is broken or closed.
         """
@@ -79,7 +80,7 @@ class RewardPool:
         return results
 
     def check(self, sample: RewardSample) -> RewardResult:
-        """Return the result of one sample, before training starts; failures are not counted but raised.
+        """Score one sample before training starts and return its result; raise failures instead of counting them.
 
         Raises:
             ValueError: a function cannot score the sample.
@@ -94,8 +95,8 @@ class RewardPool:
 
     @property
     def accuracies(self) -> list[str]:
-        """Names of the functions that say whether an answer is right; known once something was scored."""
-        return [self.functions[index] for index in self._dispatcher.accuracies]
+        """Names of the functions that judge whether an answer is right; available after workers have loaded them."""
+        return [name for name, kind in zip(self.functions, self._dispatcher.kinds) if kind.is_accuracy]
 
     def close(self) -> None:
         """End every process of the pool."""
@@ -116,19 +117,19 @@ class RewardPool:
         self.counters.update(result.state for result in failures)
         self._recent.extend(result.failed for result in results)
         rate = sum(self._recent) / max(1, len(self._recent))
-        # a share of few samples says little, unless a whole batch has failed
+        # the rate of few samples means little, unless all samples of a batch failed
         enough = len(self._recent) >= _FAILURE_MIN_SAMPLES or len(failures) == len(results)
         if failures and enough and rate > self.settings.reward_failure_limit:
-            states = Counter(result.state for result in failures).most_common()
-            raise RewardFailuresExceeded(
+            states = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in failures).most_common())
+            raise RewardFailureError(
                 f"{rate:.0%} of the last {len(self._recent)} samples have no reward, more than rl_config.reward_failure_limit="
-                f"{self.settings.reward_failure_limit:g}; in this batch: {', '.join(f'{n} {state}' for state, n in states)}; "
+                f"{self.settings.reward_failure_limit:g}; in this batch: {states}; "
                 f"for example {failures[0].error}"
             )
 
 
-def _targets(functions: Sequence[str], settings: RewardSettings) -> dict[str, str]:
-    """Return `module:function` for every function that is known before the plug-ins are loaded.
+def _resolve_targets(functions: Sequence[str], settings: RewardSettings) -> dict[str, str]:
+    """Return `module:function` for every function that can be resolved before the plug-ins are loaded.
 
     Raises:
         ValueError: unknown name and no plug-in that may define it, or a function that another process cannot import.
@@ -136,7 +137,7 @@ def _targets(functions: Sequence[str], settings: RewardSettings) -> dict[str, st
     targets = {}
     for name in functions:
         if name not in REWARDS and settings.external_plugins and ":" not in name:
-            continue  # a plug-in may define it; the worker says so if none does
+            continue  # a plug-in may define it; the worker raises if none does
         entry = find(name)
         if isinstance(entry, str):
             targets[name] = entry

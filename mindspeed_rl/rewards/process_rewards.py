@@ -1,7 +1,6 @@
-"""Process rewards: a score for each step of a response, from a process reward model.
+"""Process rewards: a score for each step of a response, from a process reward model, which runs on the engine.
 
-The model runs on the engine; what is around it is here: where steps end, what the model is shown, and how the scores of steps
-become one. Plain lists, so that every side can use it.
+This module splits responses into steps, writes the model's input and aggregates the scores of the steps.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "last": lambda scores: scores[-1],
     "max": max,
 }
-"""How the scores of steps become the response's. "min" is Math-Shepherd's choice (arXiv:2312.08935), "product" that of PRM800K
-(arXiv:2305.20050)."""
+"""Scores of the steps -> score of the response. "min": Math-Shepherd, arXiv:2312.08935; "product": arXiv:2305.20050."""
 
 
 def split_steps(response: str, separator: str = "\n\n") -> list[str]:
-    """Return the response cut behind each separator; blank steps join the one before, and together they are the response."""
+    """Split the response after each separator; blank steps join the step before. The steps concatenate to the response."""
     steps: list[str] = []
-    pieces = response.split(separator)
-    for number, piece in enumerate(pieces):
-        text = piece + (separator if number < len(pieces) - 1 else "")
-        if steps and not piece.strip():
+    chunks = response.split(separator)
+    for index, chunk in enumerate(chunks):
+        text = chunk + (separator if index < len(chunks) - 1 else "")
+        if steps and not chunk.strip():
             steps[-1] += text
         elif text:
             steps.append(text)
@@ -34,7 +32,7 @@ def split_steps(response: str, separator: str = "\n\n") -> list[str]:
 
 
 def mark_steps(steps: Sequence[str], placeholder: str) -> str:
-    """Return what a process reward model reads: every step followed by the placeholder token at which it is judged."""
+    """Return the input of a process reward model: each step is followed by the placeholder token at which it is scored."""
     return "".join(f"{step.rstrip()} {placeholder}\n" for step in steps)
 
 

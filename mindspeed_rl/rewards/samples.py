@@ -1,4 +1,4 @@
-"""What goes into a reward function, what comes out, and the settings that all processes of the pool share."""
+"""Inputs and outputs of reward functions, and the settings that all processes of the pool share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RewardSample:
         prompt_ids: token ids of the prompt, without padding.
         response_ids: token ids of the response, without padding; lengths are counted on them.
         label: the expected answer as the dataset gives it.
-        columns: every additional dataset column of this row.
+        columns: all additional dataset columns of this row.
         truncated: the response hit the length limit and has no end token.
         max_response_length: the length limit in tokens, 0 where it is unknown.
     """
@@ -39,16 +39,16 @@ class RewardSample:
 
 @dataclass
 class RewardResult:
-    """What became of one sample.
+    """Score of one sample.
 
     Attributes:
         total: weighted sum of the parts plus `penalty`; None if there is no score (failed and not to be zero, or skipped).
         parts: raw unweighted scores; a function that returned a dict has one entry `name/key` for each key besides its `name`.
-        state: "ok"; "skipped" (no function had an opinion, leave it to the reward model); else why it failed:
+        state: "ok"; "skipped" (all functions returned None, the reward model scores it); else the kind of failure:
             "failed" (exception or not a number), "timeout", "crashed" (signal or exit), "memory".
-        error: the first failure in words, "" if none.
+        error: message of the first failure, "" if none.
         penalty: length penalty of `overlong_buffer_*`; in `total` but in no metric, so group filters see the raw score.
-        notes: what a scorer says besides: entries of its dict that are text, such as how a sandbox was isolated.
+        notes: text entries of a scorer's dict, such as missing isolation of a sandbox.
     """
 
     total: float | None = None
@@ -65,15 +65,17 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What scorers and the pool read of `rl_config`, under the names it has there, with everything derived filled in.
+    """Keys of `rl_config` that scorers and the pool read, under the same names, with derived values filled in.
 
     Attributes:
-        max_tokens: the generation limit in tokens. reward_timeout_s: what one call of one scorer may take for one sample (for
-        one batch, if it scores batches). num_reward_workers: worker processes. reward_memory_gib: memory one worker, with
-        everything it starts, may take on top of what it holds when idle; None: no limit. reward_failure_policy: what a failed
-        sample becomes: "drop" total None; "retry" once more, then None; "zero" total 0.0. reward_failure_limit: share of
-        failed samples (of the last 1024) above which collecting raises; 1.0 never does. external_plugins: Python files run in
-        every worker; they register names.
+        max_tokens: generation limit in tokens.
+        reward_timeout_s: limit of one call of one scorer, for one sample (for one batch, if it scores batches).
+        num_reward_workers: worker processes.
+        reward_memory_gib: memory that a worker and its children may use beyond that of an idle worker; None: no limit.
+        reward_failure_policy: a failed sample has total None ("drop"), is scored again and then has None ("retry"), or has
+            total 0.0 ("zero").
+        reward_failure_limit: fraction of failed samples (of the last 1024) above which scoring raises; 1.0 never raises.
+        external_plugins: Python files that register names; they run in every worker.
     """
 
     max_tokens: int = 2048
@@ -107,7 +109,7 @@ class RewardSettings:
         """Copy the keys of `rl_config`; `max_tokens` is `generate_config.sampling_config.max_tokens`.
 
         Raises:
-            ValueError: a key has no sensible value.
+            ValueError: the value of a key is out of range.
         """
         derived = {
             "max_tokens": max_tokens,
@@ -115,9 +117,9 @@ class RewardSettings:
             "num_reward_workers": rl.num_reward_workers if rl.num_reward_workers is not None else rl.verifier_parallel,
             "external_plugins": tuple(rl.external_plugins),
         }
-        # by their names, so that another key takes a field alone
-        same = {f.name: getattr(rl, f.name) for f in fields(cls) if f.name not in derived}
-        return cls(**same, **derived)
+        # by name, so that a new key needs only a field
+        copied = {f.name: getattr(rl, f.name) for f in fields(cls) if f.name not in derived}
+        return cls(**copied, **derived)
 
     def __post_init__(self) -> None:
         for key in ("max_tokens", "reward_timeout_s", "judge_timeout_s", "num_reward_workers", "repetition_n_grams"):
@@ -132,15 +134,17 @@ class RewardSettings:
                 f"rl_config.reward_failure_policy is '{self.reward_failure_policy}'; it must be drop, retry or zero"
             )
         if not 0 <= self.reward_failure_limit <= 1:
-            raise ValueError(f"rl_config.reward_failure_limit is {self.reward_failure_limit}; it is a share between 0 and 1")
+            raise ValueError(
+                f"rl_config.reward_failure_limit is {self.reward_failure_limit}; it must be a fraction between 0 and 1"
+            )
         if self.overlong_buffer_enable and self.overlong_buffer <= 0:
             raise ValueError(
                 f"rl_config.overlong_buffer is {self.overlong_buffer}; overlong_buffer_enable needs a positive number"
             )
 
 
-def reward_functions(rl: RLConfig) -> tuple[list[str], list[float]]:
-    """Return names and weights of the scorers that `rl_config` asks for; both empty where only a reward model scores.
+def select_reward_functions(rl: RLConfig) -> tuple[list[str], list[float]]:
+    """Return names and weights of the scorers that `rl_config` selects; both are empty if only a reward model scores.
 
     `verifier_function` and `verifier_weight` unless `rule_reward` is false, then the judge if `judge_url` is set.
 

@@ -1,12 +1,12 @@
-"""Running untrusted Python: one short-lived process for each program, with as much taken away from it as the machine allows.
+"""A sandbox for untrusted Python: one short-lived process for each program, isolated as far as the machine allows.
 
 Always: its own session (killed as a group), hard limits on CPU time, memory, file size, open files and processes, no inherited
-environment or descriptors, an empty temporary directory that is removed, `python -I -S`; a supervisor that ends it when all its
-processes together use more memory than one may. On Linux: no sockets of any kind (seccomp), and where namespaces may be made
-(as root, or where user namespaces are open to users) no network at all, its own process tree (the kernel kills all of it with
-the first process), a file system with the interpreter and nothing else whose writable part has a fixed size, and as root
-another user. Without namespaces, Landlock keeps other files closed where the kernel has it. What could not be had is listed in
-`SandboxResult.missing`; the program runs all the same, and the caller says so.
+environment or descriptors, an empty temporary directory that is removed, `python -I -S`; a supervisor kills it when all its
+processes together use more memory than one may. On Linux: no sockets of any kind (seccomp), and where namespaces can be created
+(as root, or with user namespaces enabled) no network at all, its own process tree (the kernel kills all of it with the first
+process), a file system with the interpreter and nothing else whose writable part has a fixed size, and as root another user.
+Without namespaces, Landlock blocks other files where the kernel has it. `SandboxResult.missing` lists the isolation that is not
+available; the program runs nevertheless, and the caller must report it.
 
 The calling process must be single-threaded (a reward worker is): the child is forked and prepares itself in Python.
 """
@@ -28,20 +28,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_rl.rewards.isolation import HOME, SCRIPT, EmptyRoot, Filter, LandlockRules, check
+from mindspeed_rl.rewards.isolation import HOME, SCRIPT, EmptyRoot, LandlockRules, SyscallFilter, check
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _NOBODY, _FIRST_FREE_USER, _LAST_CAPABILITY = 65534, 100_000_000, 40
 _MAX_OUTPUT_BYTES = 1 << 20
-#: in this order each needs those before it
+#: each one needs those before it
 _NAMESPACES = ("network", "processes", "files", "user")
 _ISOLATION = (*_NAMESPACES, "sockets")
-#: takes the place of "files" where namespaces may not be made
+#: replaces "files" where namespaces cannot be created
 _LANDLOCK = "landlock"
-#: between two looks of the supervisor at the memory of a program
-_LOOK_S = 0.02
+#: between two checks of a program's memory
+_CHECK_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class SandboxLimits:
     Attributes:
         memory_mib: of each process, and of all of them together.
         file_mib: of each file.
-        disk_mib: of all files together; binds with isolation of files.
-        processes: counts threads too, and does not bind root where the user cannot be changed.
+        disk_mib: of all files together; enforced with isolation of files.
+        processes: counts threads too; not enforced for root where the user cannot be changed.
     """
 
     wall_s: float = 5.0
@@ -66,16 +66,16 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended.
+    """Output and exit status of a program.
 
     Attributes:
         output: standard output, at most 1 MiB.
         errors: standard error, likewise.
-        status: exit status; minus the signal's number if one killed it.
-        timed_out: it was killed for its wall-clock limit.
-        missing: which isolation this machine would not give: "network", "processes", "files", "user", "sockets"; empty when
+        status: exit status; negative for a signal.
+        timed_out: it was killed at its wall-clock limit.
+        missing: isolation that this machine does not offer: "network", "processes", "files", "user", "sockets"; empty if
             complete.
-        out_of_memory: it was killed because its processes together used too much.
+        out_of_memory: it was killed because its processes together exceeded the limit.
     """
 
     output: bytes
@@ -87,24 +87,24 @@ class SandboxResult:
 
 
 def run_python(program: str, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a Python program in the sandbox and waits for it. It finds the standard library, nothing else."""
+    """Run a Python program in the sandbox and wait for it. It can import only the standard library."""
     return _run(program, stdin, limits or SandboxLimits(), available_isolation())
 
 
 @lru_cache(maxsize=1)
 def available_isolation() -> frozenset[str]:
-    """Return what this machine gives, found by trying: the most first, and only what then still runs Python."""
+    """Return the isolation that this machine offers, found by running Python in it, with the most isolation first."""
     if sys.platform != "linux":
         return frozenset()
     program = "open('written', 'w').close(); print('works')"
-    found: frozenset[str] = frozenset()
+    available: frozenset[str] = frozenset()
     for count in range(4 if os.geteuid() == 0 else 3, 0, -1):
-        if _works(program, wanted := frozenset(_NAMESPACES[:count])):
-            found = wanted
+        if _works(program, namespaces := frozenset(_NAMESPACES[:count])):
+            available = namespaces
             break
-    if "files" not in found and _works(program, found | {_LANDLOCK}):
-        found |= {_LANDLOCK}
-    return found | {"sockets"} if _works(program, found | {"sockets"}) else found
+    if "files" not in available and _works(program, available | {_LANDLOCK}):
+        available |= {_LANDLOCK}
+    return available | {"sockets"} if _works(program, available | {"sockets"}) else available
 
 
 def _works(program: str, isolation: frozenset[str]) -> bool:
@@ -127,13 +127,13 @@ def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset
         os.chmod(folder, 0o777 if "user" in isolation else 0o700)
         content, home = program.encode("utf-8", "replace"), folder
         script = Path(folder, "program.py")
-        if "files" in isolation:  # it is written into a file system of its own
+        if "files" in isolation:  # the program is written into its own file system
             script, home = Path(SCRIPT), HOME
         else:
             script.write_bytes(content)
             script.chmod(0o644)
         child = _Child(folder, content, limits, isolation)
-        process = subprocess.Popen(  # output goes to files, which RLIMIT_FSIZE bounds; a pipe could be filled without end
+        process = subprocess.Popen(  # output goes to files, which RLIMIT_FSIZE limits; a pipe would be unlimited
             [os.path.realpath(sys.executable), "-I", "-S", "-B", str(script)],
             stdin=source,
             stdout=output,
@@ -144,60 +144,62 @@ def _run(program: str, stdin: bytes, limits: SandboxLimits, isolation: frozenset
             preexec_fn=child.prepare,
         )
         try:
-            ending = _supervise(process, limits, waits="processes" in isolation)
+            cause = _supervise(process, limits, is_proxy="processes" in isolation)
         finally:
             _kill_group(process)
         texts = []
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read(_MAX_OUTPUT_BYTES))
-    missing = _missing(isolation)
-    return SandboxResult(texts[0], texts[1], process.returncode, ending == "time", missing, ending == "memory")
+    missing = _list_missing(isolation)
+    return SandboxResult(texts[0], texts[1], process.returncode, cause == "time", missing, cause == "memory")
 
 
-def _missing(isolation: frozenset[str]) -> tuple[str, ...]:
-    held = isolation | ({"files"} if _LANDLOCK in isolation else set())
-    return tuple(name for name in _ISOLATION if name not in held)
+def _list_missing(isolation: frozenset[str]) -> tuple[str, ...]:
+    present = isolation | ({"files"} if _LANDLOCK in isolation else set())
+    return tuple(name for name in _ISOLATION if name not in present)
 
 
-def _supervise(process: subprocess.Popen[bytes], limits: SandboxLimits, *, waits: bool) -> Literal["ended", "time", "memory"]:
-    """Wait until the process has ended, its time is over, or its processes use more memory together than one may.
+def _supervise(
+    process: subprocess.Popen[bytes], limits: SandboxLimits, *, is_proxy: bool
+) -> Literal["ended", "time", "memory"]:
+    """Wait until the process has ended, its time is over, or its processes together use more memory than one may.
 
     Args:
-        waits: the process is the one outside a process namespace, a copy of ours that only waits for the program.
+        is_proxy: the process is outside of the process namespace, a copy of ours that only waits for the program.
     """
     deadline = time.monotonic() + limits.wall_s
-    # wakes at once where the system has it; Popen.wait with a limit looks every 50 ms
+    # wakes at once where the system has it; Popen.wait with a timeout polls every 50 ms
     ended = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     try:
         while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 return "time"
             if ended is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(min(left_s, _LOOK_S))
+                    process.wait(min(remaining_s, _CHECK_INTERVAL_S))
                     return "ended"
-            elif select.select([ended], [], [], min(left_s, _LOOK_S))[0]:
+            elif select.select([ended], [], [], min(remaining_s, _CHECK_INTERVAL_S))[0]:
                 return "ended"
-            if _memory_bytes(process.pid, waits=waits) > limits.memory_mib << 20:
+            if _measure_memory(process.pid, is_proxy=is_proxy) > limits.memory_mib << 20:
                 return "memory"
     finally:
         if ended is not None:
             os.close(ended)
 
 
-def _memory_bytes(pid: int, *, waits: bool) -> int:
-    """Memory of a process, but where it only waits, and all below it; pages that they share count once."""
+def _measure_memory(pid: int, *, is_proxy: bool) -> int:
+    """Return the bytes of all processes below a process, and of itself unless it is a proxy; shared pages count once."""
     if sys.platform != "linux":
         return 0
     processes = [pid]
-    for parent in processes:  # grows while it is gone through
-        with contextlib.suppress(OSError, ValueError):  # one that has ended meanwhile
+    for parent in processes:  # grows during the iteration
+        with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
             processes += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    counted = processes[1:] if waits else processes  # what the waiting one has are pages of ours
+    counted = processes[1:] if is_proxy else processes  # the proxy's pages are ours
     if len(counted) < 2:
-        return 0  # RLIMIT_AS binds it
+        return 0  # RLIMIT_AS limits it
     total = 0
     for name in counted:
         with contextlib.suppress(OSError):
@@ -208,7 +210,7 @@ def _memory_bytes(pid: int, *, waits: bool) -> int:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, which ends its namespace if it has one, and what is left of its group; then waits for it."""
+    """Kill the process (and thereby its namespace) and the rest of its group, then wait for it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except PermissionError:
@@ -223,7 +225,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class _Child:
-    """Turns the forked child into the sandboxed process. What the child needs is computed before the fork."""
+    """Turns the forked child into the sandboxed process. Everything that the child needs is computed before the fork."""
 
     def __init__(self, folder: str, program: bytes, limits: SandboxLimits, isolation: frozenset[str]) -> None:
         self._limits = limits
@@ -234,18 +236,18 @@ class _Child:
         self._ids = (os.geteuid(), os.getegid())
         self._root = EmptyRoot(self._libc, folder, program, limits.disk_mib) if "files" in isolation else None
         self._landlock = LandlockRules(self._libc, folder) if _LANDLOCK in isolation else None
-        self._filter = Filter() if "sockets" in isolation else None
+        self._filter = SyscallFilter() if "sockets" in isolation else None
 
     def prepare(self) -> None:
-        """Give up everything; runs between fork and exec. An exception here reaches the caller as a SubprocessError."""
+        """Isolate the child, between fork and exec. An exception here reaches the caller as a SubprocessError."""
         self._die_with_parent()
-        # the parent died before the signal for that was asked for
+        # the parent died before the death signal was set
         if os.getppid() != self._parent:
             os._exit(1)
         self._enter_namespaces()
         self._set_limits()
         if "user" in self._isolation:
-            user = _FIRST_FREE_USER + self._parent  # a user of its own, so that the limit on processes counts its own alone
+            user = _FIRST_FREE_USER + self._parent  # unique, so that the limit on processes counts only this program
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
@@ -254,7 +256,7 @@ class _Child:
                 self._libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         if sys.platform == "linux":
             check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-        self._die_with_parent()  # again: a change of user clears it
+        self._die_with_parent()  # again: changing the user clears the signal
         if self._landlock is not None:
             self._landlock.restrict()
         if self._filter is not None:
@@ -278,17 +280,17 @@ class _Child:
             flags |= _CLONE_NEWUSER
         check(self._libc.unshare(flags), "unshare")
         if not self._is_root:
-            # without it the kernel refuses an unprivileged gid_map
+            # otherwise the kernel refuses an unprivileged gid_map
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{_NOBODY} {self._ids[0]} 1")
             Path("/proc/self/gid_map").write_text(f"{_NOBODY} {self._ids[1]} 1")
         if "processes" in self._isolation:
-            self._fork_first_process()
+            self._become_init()
         if self._root is not None:
             self._root.enter()
 
-    def _fork_first_process(self) -> None:
-        """Continue on as the first process of the new process namespace; the one outside waits and ends the same way."""
+    def _become_init(self) -> None:
+        """Continue as the first process of the new namespace; the process outside waits and exits with the same status."""
         first = os.fork()
         if first == 0:
             return
@@ -314,4 +316,4 @@ class _Child:
 
 
 if __name__ == "__main__":  # for the driver of a run, which has threads
-    print(*_missing(available_isolation()))
+    print(*_list_missing(available_isolation()))

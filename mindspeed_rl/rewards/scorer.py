@@ -1,4 +1,4 @@
-"""How a user's function becomes a scorer: what it may ask for, what it may return.
+"""Scorers: user functions with their parameters and return values.
 
 A parameter is filled by its name:
 
@@ -6,17 +6,17 @@ A parameter is filled by its name:
                  solution (that column, else the label), truncated, max_response_length
     per batch    samples, prompts, responses (completions), labels, solutions, and the other names above: lists, one entry for
                  each sample
-    both         settings (RewardSettings), any additional dataset column under its own name; `**columns` takes all there is
+    both         settings (RewardSettings), any additional dataset column under its name; `**columns` takes all of them
 
-A dataset without reference answers has no `label` and no `solution`: asking for them without a default is an error.
+A dataset without reference answers has no `label` and no `solution`: parameters of these names then need a default.
 
-A function that names `samples`, `responses` or `completions` scores a batch; all others one sample. Either kind may be
-`async`. A callable class is instantiated once in each worker, with `settings` (or `args`) if its constructor asks for it; its
-attribute `timeout_s`, if it has one, takes the place of `reward_timeout_s`. A function or instance with the attribute
-`is_accuracy = True`, or registered so, says whether an answer is right.
+
+`async`. A callable class is instantiated once in each worker, with `settings` (or `args`) if its constructor has that
+parameter; its attribute `timeout_s`, if any, replaces `reward_timeout_s`. The attribute `is_accuracy = True` of a function or
+instance, or of its registration, means that the score judges whether an answer is right.
 
 It returns a number (a list of numbers for a batch), None for "no opinion", or a dict of named parts. A dict's score is its
-entry "score", or the sum of its numbers where there is none; its texts become notes.
+entry "score", else the sum of its numbers; its strings become notes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.rewards import ACCURACIES, find
+from mindspeed_rl.rewards import ACCURACIES, RewardFunction, find
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 _BATCH_PARAMETERS = {"samples", "responses", "completions"}
@@ -40,7 +40,7 @@ Value = tuple[dict[str, float], dict[str, str]]
 
 
 class ScorerError(Exception):
-    """A scorer was called in vain: it lacks an argument, or returned what is not a score."""
+    """A scorer lacks an argument, or returned something that is not a score."""
 
 
 @dataclass(frozen=True)
@@ -48,52 +48,52 @@ class Scorer:
     """A function ready to be called with samples.
 
     Attributes:
-        name: the name it is registered and logged under.
+        name: under which it is registered and logged.
         function: the callable itself.
-        batched: it takes lists and returns a list.
-        is_async: calling it gives an awaitable.
-        wanted: the names of its parameters; None if it takes every column (`**columns`).
+        batched: it takes and returns lists.
+        is_async: it returns an awaitable.
+        parameters: the names of its parameters; None if it takes every column (`**columns`).
         required: the parameters without a default.
-        timeout_s: its own time limit, None for the common one.
-        is_accuracy: it says whether an answer is right, see `rewards.ACCURACIES`.
+        timeout_s: its own time limit, None for `reward_timeout_s`.
+        is_accuracy: it judges whether an answer is right, see `rewards.ACCURACIES`.
     """
 
     name: str
-    function: Callable[..., Any]
+    function: RewardFunction
     batched: bool
     is_async: bool
-    wanted: frozenset[str] | None
+    parameters: frozenset[str] | None
     required: frozenset[str]
     timeout_s: float | None
     is_accuracy: bool
 
     @classmethod
-    def of(cls, name: str, function: Callable[..., Any], settings: RewardSettings) -> Scorer:
-        """Wrap a function or a class."""
-        made: object = function
+    def build(cls, name: str, function: RewardFunction, settings: RewardSettings) -> Scorer:
+        """Wrap a function, or an instance of a class."""
+        instance: object = function
         if inspect.isclass(function):
             constructor = inspect.signature(function).parameters
-            made = function(**{key: settings for key in ("settings", "args") if key in constructor})
-        if not callable(made):
-            raise ValueError(f"reward function '{name}' is {made!r}, which cannot be called")
-        parameters = inspect.signature(made).parameters.values()
+            instance = function(**{key: settings for key in ("settings", "args") if key in constructor})
+        if not callable(instance):
+            raise ValueError(f"reward function '{name}' is {instance!r}, which cannot be called")
+        parameters = inspect.signature(instance).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        # an instance is no coroutine function, though its __call__ may be one
-        called = made if inspect.isroutine(made) else type(made).__call__
+        # an instance is no coroutine function, but its __call__ may be one
+        called = instance if inspect.isroutine(instance) else type(instance).__call__
         return cls(
             name=name,
-            function=made,
+            function=instance,
             batched=any(p.name in _BATCH_PARAMETERS for p in named),
             is_async=inspect.iscoroutinefunction(called),
-            wanted=None if takes_all else frozenset(p.name for p in named),
+            parameters=None if takes_all else frozenset(p.name for p in named),
             required=frozenset(p.name for p in named if p.default is p.empty),
-            timeout_s=getattr(made, "timeout_s", None),
-            is_accuracy=name in ACCURACIES or bool(getattr(made, "is_accuracy", False)),
+            timeout_s=getattr(instance, "timeout_s", None),
+            is_accuracy=name in ACCURACIES or bool(getattr(instance, "is_accuracy", False)),
         )
 
     def call(self, samples: Sequence[RewardSample], settings: RewardSettings) -> Any:
-        """Call the function for these samples (exactly one, unless it is batched); returns its value, or an awaitable of it.
+        """Call the function for these samples (exactly one, unless it is batched); return its value, or an awaitable of it.
 
         Raises:
             ScorerError: a parameter of the function is neither a field nor a column of the sample.
@@ -102,43 +102,45 @@ class Scorer:
         missing = sorted(self.required - available.keys())
         if missing:
             known = ", ".join(sorted(available))
-            raise ScorerError(f"it asks for '{missing[0]}', which is not a column of the dataset; there are: {known}")
-        names = available.keys() if self.wanted is None else self.wanted & available.keys()
+            raise ScorerError(f"its parameter '{missing[0]}' is not a column of the dataset; there are: {known}")
+        names = available.keys() if self.parameters is None else self.parameters & available.keys()
         return self.function(**{name: available[name] for name in names})
 
-    def values(self, returned: Any, num_samples: int) -> list[Value | None]:
-        """Turn a return value into one value a sample; None where the function had no opinion.
+    def to_values(self, returned: Any, num_samples: int) -> list[Value | None]:
+        """Convert a return value to one value for each sample; None where the function had no opinion.
 
         Raises:
             ScorerError: not finite numbers, or not as many as there are samples.
         """
         if not self.batched:
-            return [self._value(returned)]
+            return [self._to_value(returned)]
         # arrays and tensors, without importing their libraries
         if hasattr(returned, "tolist"):
             returned = returned.tolist()
         if isinstance(returned, (str, bytes)) or not isinstance(returned, Sequence) or len(returned) != num_samples:
-            what = f"{len(returned)} of them" if isinstance(returned, Sequence) else type(returned).__name__
-            raise ScorerError(f"it must return a list of {num_samples} scores, one for each sample, not {what}")
-        return [self._value(value) for value in returned]
+            actual = f"{len(returned)} of them" if isinstance(returned, Sequence) else type(returned).__name__
+            raise ScorerError(f"it must return a list of {num_samples} scores, one for each sample, not {actual}")
+        return [self._to_value(value) for value in returned]
 
-    def _value(self, value: Any) -> Value | None:
+    def _to_value(self, value: object) -> Value | None:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            return {self.name: _number(value)}, {}
+            return {self.name: _to_float(value)}, {}
         parts = {
-            f"{self.name}/{key}": _number(part) for key, part in value.items() if part is not None and not isinstance(part, str)
+            f"{self.name}/{key}": _to_float(part)
+            for key, part in value.items()
+            if part is not None and not isinstance(part, str)
         }
         notes = {f"{self.name}/{key}": text for key, text in value.items() if isinstance(text, str)}
         if not parts:
             return None
-        own = f"{self.name}/score"
-        total = parts.pop(own) if own in parts else math.fsum(parts.values())
+        key = f"{self.name}/score"
+        total = parts.pop(key) if key in parts else math.fsum(parts.values())
         return {self.name: total, **parts}, notes
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     if hasattr(value, "item") and not isinstance(value, numbers.Number):
         value = value.item()
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -177,8 +179,8 @@ def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) 
     return {**arguments, **plural, "settings": settings}
 
 
-def import_scorer(name: str) -> Callable[..., Any]:
-    """Return what a name stands for, imported.
+def import_scorer(name: str) -> RewardFunction:
+    """Import the scorer of a name and return it.
 
     Raises:
         ValueError: unknown name, module or attribute.

@@ -1,4 +1,4 @@
-"""Scorers that shape: length and repetition. All lengths are tokens of the response."""
+"""Scorers that shape rewards by length and repetition. All lengths are tokens of the response."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
 def cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float:
-    """Interpolate by the length: right answers are worth less the longer they are, wrong ones more.
+    """Interpolate by length: long right answers are worth less than short ones, long wrong answers more.
 
-    v_max + (v_min - v_max) / 2 * (1 + cos(pi * min(n, N) / N)), arXiv:2502.03373; N is `cosine_max_len`, the generation limit
-    where it is not given. Longer responses count as N (the formula alone would turn back up).
+    v_max + (v_min - v_max) / 2 * (1 + cos(pi * min(n, N) / N)), arXiv:2502.03373; N is `cosine_max_len`, by default the
+    generation limit. Longer responses count as N (the formula alone would rise again).
     """
     limit = settings.cosine_max_len or settings.max_tokens
     if accuracy(response, solution) >= 1.0:
-        shortest, longest = settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct
+        value_at_0, value_at_n = settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct
     else:
-        shortest, longest = settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong
-    share = min(len(response_ids), limit) / limit
-    return longest + (shortest - longest) / 2 * (1 + math.cos(math.pi * share))
+        value_at_0, value_at_n = settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong
+    fraction = min(len(response_ids), limit) / limit
+    return value_at_n + (value_at_0 - value_at_n) / 2 * (1 + math.cos(math.pi * fraction))
 
 
 def repetition(response: str, settings: RewardSettings) -> float:
-    """`repetition_max_penalty` times the share of n-grams that occurred before; 0.0 below n words.
+    """Return `repetition_max_penalty` times the fraction of n-grams that occurred before; 0.0 below n words.
 
     Words are runs without blanks, lower case; in scripts without blanks (Chinese, Japanese, Thai) characters. arXiv:2502.03373.
     """
@@ -48,7 +48,7 @@ def repetition(response: str, settings: RewardSettings) -> float:
 def soft_overlong(response_ids: list[int], settings: RewardSettings) -> float:
     """Return 0 up to L - C tokens, then linear to -1 at L, and -1 beyond: DAPO eq. 13, arXiv:2503.14476.
 
-    L is `soft_max_length`, the generation limit where it is not given; C is `soft_cache_length`.
+    L is `soft_max_length`, by default the generation limit; C is `soft_cache_length`.
     """
     if settings.soft_cache_length is None:
         raise ValueError("soft_overlong needs soft_cache_length, the number of tokens over which the penalty grows")
@@ -58,5 +58,5 @@ def soft_overlong(response_ids: list[int], settings: RewardSettings) -> float:
 
 
 def length(response_ids: list[int], settings: RewardSettings) -> float:
-    """Return 1.0 for an empty response, falling linearly to 0.0 at the generation limit; a negative weight rewards length instead."""
+    """Return 1.0 for an empty response, linear to 0.0 at the generation limit; a negative weight rewards length."""
     return 1.0 - min(len(response_ids), settings.max_tokens) / settings.max_tokens

@@ -1,10 +1,10 @@
-"""The process between the pool and its workers: forks them warm, watches them, and sees that nothing outlives anything.
+"""The process between the pool and its workers: forks them with imported libraries, watches them, and ends all of them.
 
-It imports what the workers need once (for scorers, sympy alone takes a third of a second) and forks a worker in milliseconds
-whenever the pool asks, so killing a stuck worker costs next to nothing. What a worker does is named in the first message:
-scorers (`worker.py`), or the tools of agents. It stays single-threaded, which makes the fork safe whatever the pool's own
-process runs. It is a child subreaper: a process that a scorer left behind becomes its child, and children that are not workers
-are killed. When the pool's process ends, in whatever way, the pidfd and the socket tell, and everything below goes too.
+It imports the workers' libraries once (for scorers, sympy alone takes a third of a second) and forks a worker in milliseconds
+when the pool requests one, so killing a stuck worker is cheap. The first message names the code of the workers: scorers
+(`worker.py`), or the tools of agents. The spawner stays single-threaded, so that its forks are safe regardless of the pool's
+threads. It is a child subreaper: an orphan of a scorer becomes its child, and children that are not workers are killed.
+When the pool's process ends in any way, the pidfd and the socket signal it, and all processes below are killed.
 
 Started by the pool as `python -m mindspeed_rl.rewards.spawner FD PID`. Messages, pool -> spawner: {"op": "start",
 "worker": "module:function" that gets the worker's channel and this message, "preload", "sys_path", "memory_bytes", ...} once,
@@ -24,25 +24,24 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.importing import collecting_seldom
-from mindspeed_rl.rewards.channel import Channel, pack
+from mindspeed_rl.rewards.channel import Channel, Message, pack
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_INTERVAL_S = 0.1
 
 
 def launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a spawner for the calling process; returns the socket to it, on which its first message is to be sent."""
+    """Start a spawner for the calling process; return the socket for its messages, starting with "start"."""
     control, theirs = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-m", "mindspeed_rl.rewards.spawner", str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        # signals of the terminal reach the pool's process only, whose end is the spawner's
+        # signals of the terminal reach the pool's process only, and the spawner ends with it
         start_new_session=True,
     )
     theirs.close()
@@ -50,8 +49,8 @@ def launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End a spawner and every process below it, and waits for that."""
-    control.close()  # the order to kill everything and end
+    """End a spawner and every process children it, and wait until they have ended."""
+    control.close()  # the spawner then kills everything and ends
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:
@@ -64,8 +63,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _children(pid: int) -> list[int]:
-    """Return the pids of a process's children, none if it is gone."""
+def _list_children(pid: int) -> list[int]:
+    """Return the pids of a process's children; none if it has ended."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listing:
             return [int(child) for child in listing.read().split()]
@@ -73,30 +72,30 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process and all its descendants, 0 if it is gone."""
+def _measure_resident(pid: int) -> int:
+    """Return the resident memory of a process and all its descendants; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/statm") as statm:
             pages = int(statm.read().split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE") + sum(_resident_bytes(child) for child in _children(pid))
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(_measure_resident(child) for child in _list_children(pid))
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a process, its process group and every descendant, also those that left the group."""
-    below = _children(pid)
+    """Kill a process, its process group and every descendant, including those that left the group."""
+    children = _list_children(pid)
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
-    for child in below:
+    for child in children:
         _kill_tree(child)
 
 
 class Spawner:
-    """The event loop described above."""
+    """The event loop of the spawner process."""
 
     def __init__(self, control: socket.socket, pool_pid: int) -> None:
         self._control = control
@@ -106,44 +105,44 @@ class Spawner:
         self._idle_bytes: dict[int, int] = {}  # pid -> resident memory right after the fork
         self._killed_for_memory: set[int] = set()
         self._memory_bytes: int | None = None
-        self._setup: dict[str, Any] = {}
-        self._run_worker: Callable[[Channel, dict[str, Any]], None]
+        self._setup: Message = {}
+        self._run_worker: Callable[[Channel, Message], None]
 
     def run(self) -> None:
-        """Serve the pool until its process ends or closes the socket; then kills every descendant."""
+        """Serve the pool until its process ends or closes the socket; then kill every descendant."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        woken, wake = socket.socketpair()
-        woken.setblocking(False)
-        wake.setblocking(False)
+        wakeup, signaled = socket.socketpair()
+        wakeup.setblocking(False)
+        signaled.setblocking(False)
         # Python writes to the wakeup descriptor only for signals that have a handler
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's business; its end is ours
-        signal.set_wakeup_fd(wake.fileno())
-        self._to_close_in_worker = [woken, wake]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C; the spawner ends with it
+        signal.set_wakeup_fd(signaled.fileno())
+        self._to_close_in_worker = [wakeup, signaled]
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._channel, selectors.EVENT_READ, "control")
-                selector.register(woken, selectors.EVENT_READ, "child")
+                selector.register(wakeup, selectors.EVENT_READ, "child")
                 if hasattr(os, "pidfd_open"):
                     self._pool_pidfd = os.pidfd_open(self._pool_pid)
                     selector.register(self._pool_pidfd, selectors.EVENT_READ, "pool")
-                while self._serve({key.data for key, _ in selector.select(_WATCH_INTERVAL_S)}, woken):
+                while self._serve({key.data for key, _ in selector.select(_WATCH_INTERVAL_S)}, wakeup):
                     pass
         except BrokenPipeError:
-            pass  # the pool has ended while it was told something
+            pass  # the pool has ended during a message to it
         finally:
             self._kill_all()
 
     def _kill_all(self) -> None:
         for worker in self._workers:
             _kill_tree(worker)
-        while _children(os.getpid()):  # until nothing is left: what the dead leave behind becomes ours
-            for child in _children(os.getpid()):
+        while _list_children(os.getpid()):  # repeated, because orphans become children of this process
+            for child in _list_children(os.getpid()):
                 _kill_tree(child)
                 os.waitpid(child, 0)
 
-    def _serve(self, events: set[str], woken: socket.socket) -> bool:
-        """Handle what happened; returns False once the pool has ended."""
+    def _serve(self, events: set[str], wakeup: socket.socket) -> bool:
+        """Handle events; return False after the pool has ended."""
         if "pool" in events:
             return False
         if "control" in events:
@@ -153,12 +152,12 @@ class Spawner:
             for message in messages:
                 self._handle(message)
         if "child" in events:
-            woken.recv(4096)
+            wakeup.recv(4096)
         self._reap()
         self._watch()
         return True
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: Message) -> None:
         if message["op"] == "start":
             self._setup = message
             self._memory_bytes = message["memory_bytes"]
@@ -185,17 +184,17 @@ class Spawner:
             self._become_worker(theirs, spawner_pid)
         theirs.close()
         self._workers[pid] = worker
-        self._idle_bytes[pid] = _resident_bytes(pid)
+        self._idle_bytes[pid] = _measure_resident(pid)
         socket.send_fds(self._control, [pack({"op": "forked", "id": worker})], [ours.fileno()])
         ours.close()
 
     def _become_worker(self, theirs: socket.socket, spawner_pid: int) -> None:
-        """Never returns: the child leaves by `os._exit`, whatever happens."""
+        """Run a worker in the forked child, which leaves by `os._exit` in all cases."""
         status = 1
         try:
             os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            # the spawner died before the signal for that was asked for
+            # the spawner died before the death signal was set
             if os.getppid() != spawner_pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -223,7 +222,7 @@ class Spawner:
             if worker is None:
                 continue
             try:
-                # what the dead worker's scorers have left in its group
+                # children of the dead worker that are still in its group
                 os.killpg(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
@@ -242,11 +241,11 @@ class Spawner:
         self._control.sendall(pack({"op": "died", "id": worker, "reason": reason, "state": state}))
 
     def _watch(self) -> None:
-        """Kill workers above their memory, and processes that scorers left behind."""
-        for child in _children(os.getpid()):
+        """Kill workers above their memory limit, and orphans of scorers."""
+        for child in _list_children(os.getpid()):
             if child not in self._workers:
                 _kill_tree(child)
-            elif self._memory_bytes is not None and _resident_bytes(child) - self._idle_bytes[child] > self._memory_bytes:
+            elif self._memory_bytes is not None and _measure_resident(child) - self._idle_bytes[child] > self._memory_bytes:
                 self._killed_for_memory.add(child)
                 _kill_tree(child)
 

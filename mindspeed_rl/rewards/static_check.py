@@ -1,4 +1,4 @@
-"""What can be said of a run file's reward functions without running anything of the user's."""
+"""Static check of a run file's reward functions: reads the user's files without running them."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ if TYPE_CHECKING:
     from mindspeed_rl.config.keys.rl import RLConfig
 
 
-def reward_mistakes(rl: RLConfig) -> list[str]:
-    """Return a sentence for each plug-in file that cannot be a Python file and each reward function that nothing defines.
+def check_reward_functions(rl: RLConfig) -> list[str]:
+    """Return a sentence for each plug-in file that is no valid Python and each reward function that nothing defines.
 
-    Plug-ins are read, not run: where one may register names that cannot be read from it, an unknown name is no mistake yet.
+    Where a plug-in may register names that cannot be read from its source, unknown names are accepted here.
     """
     if not rl.rule_reward:
         return []
-    mistakes: list[str] = []
-    declared = Declared()
+    violations: list[str] = []
+    plugins = _PluginNames()
     for path in rl.external_plugins:
         try:
-            declared.read(Path(path).expanduser())
+            plugins.read(Path(path).expanduser())
         except ValueError as error:
-            mistakes.append(f"rl_config.external_plugins: {error}")
-    if not mistakes:
+            violations.append(f"rl_config.external_plugins: {error}")
+    if not violations:
         for name in rl.verifier_function:
-            if wrong := _unknown(name, declared):
-                mistakes.append(f"rl_config.verifier_function: {wrong}")
-    return mistakes
+            if problem := _find_problem(name, plugins):
+                violations.append(f"rl_config.verifier_function: {problem}")
+    return violations
 
 
-def _unknown(name: str, declared: Declared) -> str | None:
-    if name in REWARDS or name in declared.names:
+def _find_problem(name: str, plugins: _PluginNames) -> str | None:
+    if name in REWARDS or name in plugins.names:
         return None
     if ":" in name:
         package = name.partition(":")[0].partition(".")[0]
         return None if _exists(package) else f"'{name}': there is no module '{package}' in sys.path or the working directory"
-    if not declared.complete:
+    if not plugins.complete:
         return None
     try:
-        find(name, declared.names)
+        find(name, plugins.names)
     except ValueError as error:
         return str(error)
     return None
 
 
 @dataclass
-class Declared:
+class _PluginNames:
     """Names that plug-ins register.
 
     Attributes:
-        complete: no further name can come from them.
+        complete: False if they may register names that are not in their source.
     """
 
     names: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Declared:
         """Add a plug-in's names.
 
         Raises:
-            ValueError: no such file, no Python, or it imports what is not there; names the line.
+            ValueError: no such file, no valid Python, or it imports a missing module; the message has the line.
         """
         if not path.is_file():
             raise ValueError(f"there is no file '{path}'")
@@ -79,19 +79,19 @@ class Declared:
             raise ValueError(f"'{path}', line {error.lineno}: {type(error).__name__}: {error.msg}") from error
         except ValueError as error:  # null bytes
             raise ValueError(f"'{path}': {error}") from error
-        for line, package in _needed(tree):
-            if not (package in sys.stdlib_module_names or _holds(path.parent, package) or _exists(package)):
+        for line, package in _list_required_imports(tree):
+            if not (package in sys.stdlib_module_names or _contains(path.parent, package) or _exists(package)):
                 raise ValueError(f"'{path}', line {line}: there is no module '{package}'")
-        for name in _registered(tree):
+        for name in _find_registered_names(tree):
             if name is None:
                 self.complete = False
             else:
                 self.names.append(name)
-        self.complete &= not any(_is_beside(package, path) for package in _imported(tree))
+        self.complete &= not any(_is_local(package, path) for package in _list_imports(tree))
 
 
-def _registered(tree: ast.Module) -> Iterator[str | None]:
-    """Names given to `register(...)` and `REWARDS[...] = ...`; None for one that is computed."""
+def _find_registered_names(tree: ast.Module) -> Iterator[str | None]:
+    """Yield the names in `register(...)` and `REWARDS[...] = ...`; None for a computed name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _last_name(node.func) == "register":
             yield _text(node.args[0] if node.args else next((item.value for item in node.keywords), None))
@@ -111,8 +111,8 @@ def _text(node: ast.expr | None) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """Top-level packages that a file imports."""
+def _list_imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the top-level packages that a file imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -120,22 +120,21 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _needed(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Return (line, top-level package) of the imports without which a file does not load: those that stand in no function, `try` or
-    `if`."""
+def _list_required_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, top-level package) of the imports outside of functions, `try` and `if`, which must not fail."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
-            yield from ((node.lineno, package) for package in _imported(ast.Module([node], [])))
+            yield from ((node.lineno, package) for package in _list_imports(ast.Module([node], [])))
 
 
-def _is_beside(package: str, path: Path) -> bool:
-    """Return True for a module of the user's own, which may register names as well."""
-    return package not in sys.stdlib_module_names and any(_holds(folder, package) for folder in (path.parent, Path.cwd()))
+def _is_local(package: str, path: Path) -> bool:
+    """Return True for a module of the user, which may register names as well."""
+    return package not in sys.stdlib_module_names and any(_contains(folder, package) for folder in (path.parent, Path.cwd()))
 
 
 def _exists(package: str) -> bool:
-    return _holds(Path.cwd(), package) or importlib.util.find_spec(package) is not None
+    return _contains(Path.cwd(), package) or importlib.util.find_spec(package) is not None
 
 
-def _holds(folder: Path, package: str) -> bool:
+def _contains(folder: Path, package: str) -> bool:
     return package != "mindspeed_rl" and ((folder / f"{package}.py").is_file() or (folder / package).is_dir())

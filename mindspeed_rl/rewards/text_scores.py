@@ -1,4 +1,4 @@
-"""Scorers that compare text with text: exact match and multiple choice."""
+"""Scorers of text: exact match, multiple choice, and formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.rewards.answers.extraction import closed_boxed, tagged_answer
+from mindspeed_rl.rewards.answers.extraction import extract_closed_box, extract_tagged_answer
 
 _LETTERS = r"[(（]?([A-J](?:\s*[,、，和&]?\s*(?:and\s+)?[A-J])*)[)）]?(?![A-Za-z'’])"
 _STATED = re.compile(
@@ -18,43 +18,40 @@ _ALONE = re.compile(r"(?<![A-Za-z0-9'’])([B-HJ]|A(?! +[a-z])|I(?! +[a-z]))(?![
 _SET = re.compile(r"[A-J]")
 
 
-def exact_match(response: str, label: Any) -> float:
-    """Return 1.0 if the response is the label, blanks around both aside, else 0.0."""
+def exact_match(response: str, label: object) -> float:
+    """Return 1.0 if the response is the label, apart from blanks around both, else 0.0."""
     return 1.0 if response.strip() == str(label).strip() else 0.0
 
 
-def multiple_choice(response: str, label: Any) -> float:
+def multiple_choice(response: str, label: object) -> float:
     """Return 1.0 if the chosen letters are the label's, in any order ("AC", "A, C"), else 0.0.
 
-    The choice is looked for in the last box, in <answer>..</answer>, after the last "answer is" or its Chinese forms, and at
-    last as a letter that stands alone.
+    The choice is searched in the last box, in <answer>..</answer>, after the last "answer is" or its Chinese forms, and last as
+    a single letter.
     """
-    chosen = chosen_letters(response)
+    chosen = extract_chosen_letters(response)
     return 1.0 if chosen and chosen == frozenset(_SET.findall(str(label).upper())) else 0.0
 
 
-def chosen_letters(response: str) -> frozenset[str]:
-    """Return the letters that a response to a multiple-choice question settles on, none if it does not."""
-    for stated in (closed_boxed(response), tagged_answer(response)):
-        if stated is not None:
-            letters = _only_letters(stated)
-            if letters:
-                return letters
-    stated_last = _STATED.findall(response)
-    if stated_last:
-        return frozenset(_SET.findall(stated_last[-1].upper()))
-    alone = _ALONE.findall(response)
-    return frozenset(alone[-1:])
+def extract_chosen_letters(response: str) -> frozenset[str]:
+    """Return the chosen letters of a response to a multiple-choice question; none if it chooses nothing."""
+    for answer in (extract_closed_box(response), extract_tagged_answer(response)):
+        if answer is not None and (letters := _extract_letters(answer)):
+            return letters
+    phrases = _STATED.findall(response)
+    if phrases:
+        return frozenset(_SET.findall(phrases[-1].upper()))
+    return frozenset(_ALONE.findall(response)[-1:])
 
 
-def _only_letters(stated: str) -> frozenset[str]:
-    """Return the letters of a statement: "B", "(B)", "B. 42", "A, C", "AC"; none for other text."""
-    stated = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", stated).strip()
-    match = re.match(rf"{_LETTERS}(?:\s*[.．:：、)]|\s*$)", stated)
+def _extract_letters(answer: str) -> frozenset[str]:
+    """Return the letters of an answer: "B", "(B)", "B. 42", "A, C", "AC"; none for other text."""
+    answer = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", answer).strip()
+    match = re.match(rf"{_LETTERS}(?:\s*[.．:：、)]|\s*$)", answer)
     if match:
         return frozenset(_SET.findall(match[1]))
-    found = _STATED.findall(stated)
-    return frozenset(_SET.findall(found[-1].upper())) if found else frozenset(_ALONE.findall(stated)[-1:])
+    phrases = _STATED.findall(answer)
+    return frozenset(_SET.findall(phrases[-1].upper())) if phrases else frozenset(_ALONE.findall(answer)[-1:])
 
 
 # Formats
@@ -72,13 +69,13 @@ def think_answer(response: str) -> float:
 
     The name is `format` in MindSpeed-RL and ms-swift (DeepSeek-R1, arXiv:2501.12948).
     """
-    # in two steps: one expression over both would try every pair of repeated tags
+    # in two steps: one regular expression for both would try every pair of repeated tags
     opening = _ANSWER_OPENS.search(response, len("<think>")) if response.startswith("<think>") else None
     return 1.0 if opening is not None and _ANSWER_CLOSES.search(response, opening.end()) else 0.0
 
 
 def strict_format(response: str) -> float:
-    r"""Return 1.0 if each of the four tags and one \boxed{} occur once, in order, the box in the answer, nothing around; else -0.5."""
+    r"""Return 1.0 if the four tags and one \boxed{} occur once each, in order, with nothing around them; else -0.5."""
     boxes = list(_BOX.finditer(response))
     if len(boxes) != 1 or any(response.count(tag) != 1 for tag in _TAGS):
         return -0.5
@@ -88,17 +85,17 @@ def strict_format(response: str) -> float:
 
 
 def step(response: str) -> float:
-    """Return a third for each step marker, at most 1.0: "Step 1:", a number at the start, bullets, First, Second, Next, Finally."""
+    """Return 1/3 for each step marker, at most 1.0: "Step 1:", a number at the start, bullets, First, Second, Next, Finally."""
     return min(1.0, len(_STEP.findall(response)) / 3)
 
 
 def regex_format(response: str, pattern: str) -> float:
-    """Return 1.0 if the whole response matches the regular expression in the column `pattern` ("." matches newlines), else 0.0."""
+    """Return 1.0 if the whole response matches the column `pattern` ("." also matches newlines), else 0.0."""
     return 1.0 if re.fullmatch(pattern, response, re.DOTALL) else 0.0
 
 
-def json_format(response: str, schema: Mapping[str, Any] | str | None = None) -> float:
-    """Return 1.0 if the response is JSON that satisfies the column `schema` (JSON Schema, if there is one), else 0.0.
+def json_format(response: str, schema: _Schema | str | None = None) -> float:
+    """Return 1.0 if the response is JSON that satisfies the column `schema` (a JSON Schema, if there is one), else 0.0.
 
     The JSON is the content of <answer>..</answer>, else of the last fenced block, else the whole response.
 
@@ -106,10 +103,10 @@ def json_format(response: str, schema: Mapping[str, Any] | str | None = None) ->
         ValueError: the schema uses a keyword other than type, enum, const, required, properties, additionalProperties, items,
             minItems, maxItems, minLength, maxLength, pattern, minimum, maximum.
     """
-    text = tagged_answer(response)
+    text = extract_tagged_answer(response)
     if text is None:
-        fenced = _FENCE.findall(response)
-        text = fenced[-1] if fenced else response
+        blocks = _FENCE.findall(response)
+        text = blocks[-1] if blocks else response
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -119,6 +116,7 @@ def json_format(response: str, schema: Mapping[str, Any] | str | None = None) ->
     return 1.0 if schema is None or satisfies(value, schema) else 0.0
 
 
+_Schema = Mapping[str, Any]
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -134,11 +132,11 @@ _KEYWORDS = (
 ).split()
 
 
-def satisfies(value: Any, schema: Mapping[str, Any]) -> bool:
+def satisfies(value: object, schema: _Schema) -> bool:
     """Return True if a JSON value satisfies a JSON Schema made of the keywords that `json_format` names.
 
     Raises:
-        ValueError: another keyword; better than a reward for what was never checked.
+        ValueError: another keyword, which would be ignored otherwise.
     """
     for keyword in schema:
         if keyword not in _KEYWORDS:
@@ -166,10 +164,10 @@ def satisfies(value: Any, schema: Mapping[str, Any]) -> bool:
     return all(checks)
 
 
-def _has_type(value: Any, wanted: str | list[str]) -> bool:
-    names = [wanted] if isinstance(wanted, str) else wanted
+def _has_type(value: object, expected: str | list[str]) -> bool:
+    names = [expected] if isinstance(expected, str) else expected
     if isinstance(value, bool):
-        # asked first: True is an int in Python, and no number in JSON
+        # before the numbers: True is an int in Python, but no number in JSON
         return "boolean" in names
     # JSON Schema counts 1.0 among the integers
     if isinstance(value, float) and value.is_integer() and "integer" in names:

@@ -1,11 +1,11 @@
-"""A worker process: takes jobs from its socket, calls the scorers, sends every value as soon as it has it.
+"""A worker process: receives jobs from its socket, calls the scorers and sends each value immediately.
 
-The pool keeps the clock: it kills a worker whose call takes too long. So this file has no timers but the soft one of async
-calls, many of which share a worker and should not die together.
+The pool measures the time and kills a worker when a call takes too long. The only timer here is the soft limit of async calls,
+many of which share a worker and must not be killed together.
 
-A job is {"op": "score", "functions": [indices], "samples": [fields]}: the functions one after the other on every sample, or one
-function that scores a batch or is async. The answers are {"op": "value", "sample": i, "function": j,
-"value": (parts, notes) | None, "state", "error"}, and {"op": "done"} in the end.
+A job is {"op": "score", "functions": [indices], "samples": [fields]}: several functions, called in order for every sample, or
+one function that scores a batch or is async. The replies are {"op": "value", "sample": i, "function": j,
+"value": (parts, notes) | None, "state", "error"}, and finally {"op": "done"}.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Coroutine
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rl.rewards import REWARDS
-from mindspeed_rl.rewards.channel import Channel
+from mindspeed_rl.rewards.channel import Channel, Message
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, Value, import_scorer
 
@@ -31,7 +29,7 @@ _MAX_CHILDREN = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """What the pool has to know of a scorer to hand out its calls."""
+    """Properties of a scorer by which the pool schedules its calls."""
 
     batched: bool
     is_async: bool
@@ -39,12 +37,12 @@ class Kind:
     is_accuracy: bool
 
 
-def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
-    """Load the scorers and serves jobs until the pool closes the socket."""
+def run_worker(channel: Channel, setup: Message) -> None:
+    """Load the scorers and run jobs until the pool closes the socket."""
     limit_memory(setup["memory_bytes"])
     try:
-        worker = Worker(channel, setup)
-    except Exception as error:  # the user's modules may raise anything while they load; the pool turns it into its own error
+        worker = _Worker(channel, setup)
+    except Exception as error:  # noqa: BLE001 (the user's modules may raise anything; the pool raises its own error)
         channel.send({"op": "broken", "error": str(error) if isinstance(error, ValueError) else describe(error)})
         return
     channel.send({"op": "ready", "functions": [vars(kind) for kind in worker.kinds]})
@@ -54,7 +52,7 @@ def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
 
 
 def limit_memory(memory_bytes: int | None) -> None:
-    """Bound private writable memory (not address space: libraries reserve much more than they touch), and no core files."""
+    """Limit private writable memory (not address space, of which libraries reserve much more), and disable core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None and sys.platform == "linux":
         with open("/proc/self/statm") as statm:
@@ -63,10 +61,10 @@ def limit_memory(memory_bytes: int | None) -> None:
 
 
 def load_plugin(path: str) -> None:
-    """Run a plug-in file, once a process, so that it registers its names.
+    """Run a plug-in file, once in each process, so that it registers its names.
 
     Raises:
-        ValueError: no such file, or it raises while it loads.
+        ValueError: no such file, or it raises.
     """
     if not Path(path).is_file():
         raise ValueError(f"external_plugins: there is no file '{path}'")
@@ -77,7 +75,7 @@ def load_plugin(path: str) -> None:
     if spec is None or spec.loader is None:
         raise ValueError(f"external_plugins: '{path}' is not a Python file (*.py)")
     module = importlib.util.module_from_spec(spec)
-    # before it runs: dataclasses and pickle look their module up there
+    # before it runs, because dataclasses and pickle look up their module there
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -87,35 +85,35 @@ def load_plugin(path: str) -> None:
 
 
 def describe(error: BaseException, path: str | None = None) -> str:
-    """Return the exception with the line of the user's code it came from: the last one in `path`, or the last one at all."""
+    """Return the exception's text with the line of the user's code: the last one in `path`, or the last one at all."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"[:1000]
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if frame.filename == path), frames[-1] if frames else None)
-    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame is not None else ""
-    return f"{type(error).__name__}: {error}{place}"[:1000]
+    location = f" ({Path(frame.filename).name}:{frame.lineno})" if frame is not None else ""
+    return f"{type(error).__name__}: {error}{location}"[:1000]
 
 
-class Worker:
-    """The scorers of this process and the job at hand."""
+class _Worker:
+    """The scorers of this process."""
 
-    def __init__(self, channel: Channel, setup: dict[str, Any]) -> None:
+    def __init__(self, channel: Channel, setup: Message) -> None:
         self._channel = channel
         self._pid = os.getpid()
-        plain = setup["settings"]
-        self._settings = RewardSettings(**{f.name: plain[f.name] for f in fields(RewardSettings)})
-        self._settings = replace(self._settings, external_plugins=tuple(self._settings.external_plugins))
+        settings: Message = {field.name: setup["settings"][field.name] for field in fields(RewardSettings)}
+        settings["external_plugins"] = tuple(settings["external_plugins"])  # msgpack has no tuples
+        self._settings = RewardSettings(**settings)
         for path in self._settings.external_plugins:
             load_plugin(path)
-        for name, target in setup["targets"].items():  # registered in the pool's process, by a module that is not loaded here
+        for name, target in setup["targets"].items():  # registered in the pool's process by a module that is not loaded here
             REWARDS.setdefault(name, target)
-        self.scorers = [Scorer.of(name, import_scorer(name), self._settings) for name in setup["functions"]]
+        self.scorers = [Scorer.build(name, import_scorer(name), self._settings) for name in setup["functions"]]
         self.kinds = [
             Kind(s.batched, s.is_async, s.timeout_s or self._settings.reward_timeout_s, s.is_accuracy) for s in self.scorers
         ]
 
-    def serve(self, job: dict[str, Any]) -> bool:
-        """Score one job; False if this process should end rather than go on: out of memory, or with too many children."""
+    def serve(self, job: Message) -> bool:
+        """Score one job; return False if this process must end: out of memory, or too many children."""
         samples = [RewardSample(**sample) for sample in job["samples"]]
         scorers = [(index, self.scorers[index]) for index in job["functions"]]
         healthy = True
@@ -124,23 +122,18 @@ class Worker:
         elif scorers[0][1].is_async:
             asyncio.run(self._score_concurrently(*scorers[0], samples))
         else:
-            for row, sample in enumerate(samples):
-                for index, scorer in scorers:
-                    healthy = self._score_sample(index, scorer, row, sample)
-                    if not healthy:
-                        break
-                if not healthy:
-                    break
+            # `all` stops at the first failure for which this process must end
+            healthy = all(self._score_sample(*pair, row, sample) for row, sample in enumerate(samples) for pair in scorers)
         if os.getpid() != self._pid:
             os._exit(0)
-        healthy = healthy and self._num_children() <= _MAX_CHILDREN
+        healthy = healthy and self._count_children() <= _MAX_CHILDREN
         self._channel.send({"op": "done", "healthy": healthy})
         return healthy
 
     def _score_sample(self, index: int, scorer: Scorer, row: int, sample: RewardSample) -> bool:
         try:
-            value = scorer.values(scorer.call([sample], self._settings), 1)[0]
-        except Exception as error:
+            value = scorer.to_values(scorer.call([sample], self._settings), 1)[0]
+        except Exception as error:  # noqa: BLE001 (any exception of the user's code is a failed score)
             self._send(index, row, error=error)
             return not isinstance(error, MemoryError)
         self._send(index, row, value=value)
@@ -150,9 +143,9 @@ class Worker:
         try:
             returned = scorer.call(samples, self._settings)
             if scorer.is_async:
-                returned = asyncio.run(_awaited(returned))
-            values = scorer.values(returned, len(samples))
-        except Exception as error:
+                returned = asyncio.run(asyncio.wait_for(returned, None))
+            values = scorer.to_values(returned, len(samples))
+        except Exception as error:  # noqa: BLE001 (any exception of the user's code is a failed score)
             for row in range(len(samples)):
                 self._send(index, row, error=error)
             return not isinstance(error, MemoryError)
@@ -165,10 +158,10 @@ class Worker:
             limit_s = self.kinds[index].timeout_s
             try:
                 returned = await asyncio.wait_for(scorer.call([sample], self._settings), limit_s)
-                value = scorer.values(returned, 1)[0]
+                value = scorer.to_values(returned, 1)[0]
             except asyncio.TimeoutError:
                 self._send(index, row, state="timeout", text=f"took longer than {limit_s:g} s")
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (any exception of the user's code is a failed score)
                 self._send(index, row, error=error)
             else:
                 self._send(index, row, value=value)
@@ -185,7 +178,7 @@ class Worker:
         state: str = "ok",
         text: str = "",
     ) -> None:
-        if os.getpid() != self._pid:  # the scorer forked and came back twice: the copy has nothing to say
+        if os.getpid() != self._pid:  # the scorer forked: its copy of this process must not send anything
             os._exit(0)
         if isinstance(error, MemoryError):
             state, text = "memory", "ran out of memory (reward_memory_gib)"
@@ -193,12 +186,8 @@ class Worker:
             state, text = "failed", str(error) if isinstance(error, ScorerError) else describe(error)
         self._channel.send({"op": "value", "function": function, "sample": row, "value": value, "state": state, "error": text})
 
-    def _num_children(self) -> int:
+    def _count_children(self) -> int:
         if sys.platform != "linux":
             return 0
         with open(f"/proc/self/task/{os.getpid()}/children") as listing:
             return len(listing.read().split())
-
-
-async def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return await coroutine

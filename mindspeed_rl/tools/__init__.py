@@ -14,7 +14,7 @@ TOOLS: dict[str, str] = {
 }
 """Built-in tools: name -> class that is made of (config, schema, settings, where)."""
 
-OTHER_PROJECTS: dict[str, str] = {
+FOREIGN_CLASSES: dict[str, str] = {
     "mindspeed_rl.tools.retool.ReTool": "code_interpreter",
     "mindspeed_rl.tools.sandbox_fusion_tool.SandboxFusionTool": "code_interpreter",
     "mindspeed_rl.tools.sandbox_fusion_tools.SandboxFusionTool": "code_interpreter",

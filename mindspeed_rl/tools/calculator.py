@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.option_reader import Options
-from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, ToolError, Unshared
+from mindspeed_rl.tools.option_reader import OptionReader
+from mindspeed_rl.tools.schemas import validate_schema
+from mindspeed_rl.tools.tool import CallSettings, Session, StatelessSession, StatelessTool, ToolError, ToolResult
 
 _MAX_CHARACTERS, _MAX_DEPTH, _MAX_BITS = 1000, 50, 4096
 _SCHEMA = {
@@ -45,13 +45,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _NAMES: dict[str, float] = {"pi": math.pi, "e": math.e}
 
 
-class Calculator(Unshared):
+class Calculator(StatelessTool):
     """See the module; it takes no configuration but the schema, whose first parameter is the expression."""
 
     def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
-        Options(config, where).end()
+        OptionReader(config, where).end()
         self.settings = settings
-        self._schema = checked_schema(_SCHEMA if schema is None else schema, where)
+        self._schema = validate_schema(_SCHEMA if schema is None else schema, where)
         properties = self._schema["function"]["parameters"].get("properties", {})
         if not properties:
             raise ValueError(f"{where}: the schema of a calculator has a parameter for the expression")
@@ -64,16 +64,16 @@ class Calculator(Unshared):
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`."""
-        return _Sheet(self._parameter)
+        return _CalculatorSession(self._parameter)
 
 
-class _Sheet(Stateless):
+class _CalculatorSession(StatelessSession):
     def __init__(self, parameter: str) -> None:
         self._parameter = parameter
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
-        return Answer(compute(str(call.arguments.get(self._parameter, ""))))
+        return ToolResult(compute(str(call.arguments.get(self._parameter, ""))))
 
 
 def compute(expression: str) -> str:

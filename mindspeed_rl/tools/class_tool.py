@@ -18,10 +18,18 @@ from typing import Any
 from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.processes import ProcessPool, ToolProcess
-from mindspeed_rl.tools.python_tool import PythonTool, answer_from, refuse_if_hung
+from mindspeed_rl.tools.python_tool import PythonTool, decode_result, refuse_if_hung
 from mindspeed_rl.tools.running import HungThreads, RunIn
-from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, TakenOptions, ToolError, answer_of, arguments_of
+from mindspeed_rl.tools.schemas import validate_schema
+from mindspeed_rl.tools.tool import (
+    AcceptedOptions,
+    CallSettings,
+    Session,
+    ToolError,
+    ToolResult,
+    list_parameters,
+    to_tool_result,
+)
 
 _METHODS = ("create", "execute", "release")
 _RELEASE_LIMIT_S = 10.0
@@ -43,7 +51,7 @@ class SchemaView(dict[str, Any]):
         return {key: value.model_dump() if isinstance(value, SchemaView) else value for key, value in self.items()}
 
 
-class HeldTool:
+class ToolInstance:
     """The tool's object with one instance of it, in a process of its own; see `process_worker`."""
 
     def __init__(self, target: str, config: dict[str, Any], schema: dict[str, Any], create: dict[str, Any]) -> None:
@@ -64,7 +72,7 @@ class HeldTool:
             reward = _now(self._tool.calc_reward(self._id, **calc_reward)) if hasattr(self._tool, "calc_reward") else None
         finally:
             _now(self._tool.release(self._id, **release))
-        return Answer("", _number(reward))
+        return ToolResult("", _number(reward))
 
 
 class ClassTool(PythonTool):
@@ -95,7 +103,7 @@ class ClassTool(PythonTool):
             raise ValueError(f"{where}: run_in is 'thread', but {target}.execute is a coroutine function")
         self.modules: tuple[str, ...] = (target.partition(":")[0], __name__) if self.run_in == "process" else ()
         self._target, self._config = target, config
-        view = None if schema is None else SchemaView(checked_schema(schema, where))
+        view = None if schema is None else SchemaView(validate_schema(schema, where))
         self._tool: Any = None
         if view is None or self.run_in != "process":
             try:
@@ -103,7 +111,7 @@ class ClassTool(PythonTool):
                 given = self._tool.get_openai_tool_schema() if view is None else view
             except Exception as error:  # the user's own code
                 raise ValueError(f"{where}: {target} cannot be made: {type(error).__name__}: {error}") from error
-            view = SchemaView(checked_schema(_plain(given), where))
+            view = SchemaView(validate_schema(_plain(given), where))
         super().__init__(view.model_dump(), settings, _taken(kind))
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
@@ -125,7 +133,7 @@ class _SharedSession:
         self._id: str | None = None
         self._creating = asyncio.Lock()
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         # the calls of a turn are made side by side, and the first of them creates the instance for all
         async with self._creating:
@@ -133,7 +141,7 @@ class _SharedSession:
                 words = dict(self._options.get("create_kwargs") or {})
                 self._id = _instance_id(await self._run(partial(_create, self._tool, words)), words)
         more = self._options.get("execute_kwargs") or {}
-        return answer_of(await self._run(partial(self._tool.execute, self._id, dict(call.arguments), **more)))
+        return to_tool_result(await self._run(partial(self._tool.execute, self._id, dict(call.arguments), **more)))
 
     async def close(self) -> float | None:
         """See `Session`."""
@@ -169,12 +177,12 @@ class _ProcessSession:
         self._make = {"target": target, "config": dict(config), "schema": schema}
         self._process: ToolProcess | None = None
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         if self._process is None:
             words = dict(self._options.get("create_kwargs") or {})
             process = await self._processes.fork()
-            made = {"op": "make", "target": f"{__name__}:HeldTool", "arguments": {**self._make, "create": words}}
+            made = {"op": "make", "target": f"{__name__}:ToolInstance", "arguments": {**self._make, "create": words}}
             try:
                 await process.ask(made, timeout_s)
             except ToolError:
@@ -185,7 +193,7 @@ class _ProcessSession:
             raise ToolError("the tool's process of this conversation has ended", "crashed")
         more = self._options.get("execute_kwargs") or {}
         question = {"op": "method", "name": "execute", "arguments": {"parameters": call.arguments, "more": more}}
-        return answer_from(await self._process.ask(question, timeout_s))
+        return decode_result(await self._process.ask(question, timeout_s))
 
     async def close(self) -> float | None:
         """See `Session`."""
@@ -201,15 +209,15 @@ class _ProcessSession:
                 process.kill("its conversation has ended")
 
 
-def _taken(kind: type) -> TakenOptions:
-    create = arguments_of(kind.create)
+def _taken(kind: type) -> AcceptedOptions:
+    create = list_parameters(kind.create)
     found = {
         "create_kwargs": None if create is None or "create_kwargs" in create else create,
-        "execute_kwargs": arguments_of(kind.execute, "instance_id", "parameters"),
-        "release_kwargs": arguments_of(kind.release, "instance_id"),
+        "execute_kwargs": list_parameters(kind.execute, "instance_id", "parameters"),
+        "release_kwargs": list_parameters(kind.release, "instance_id"),
     }
     rewards = getattr(kind, "calc_reward", None)
-    return found | ({} if rewards is None else {"calc_reward_kwargs": arguments_of(rewards, "instance_id")})
+    return found | ({} if rewards is None else {"calc_reward_kwargs": list_parameters(rewards, "instance_id")})
 
 
 def _create(tool: Any, words: Mapping[str, Any]) -> Any:

@@ -17,10 +17,10 @@ from typing import Any
 
 from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, available_isolation, run_python
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.option_reader import Options
+from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.processes import ProcessPool
-from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import NOTHING_TO_CREATE, Answer, CallSettings, Session, TakenOptions, ToolError
+from mindspeed_rl.tools.schemas import validate_schema
+from mindspeed_rl.tools.tool import IGNORED_OPTIONS, AcceptedOptions, CallSettings, Session, ToolError, ToolResult
 
 _LOG = logging.getLogger(__name__)
 _SCHEMA = {
@@ -94,10 +94,10 @@ class CodeInterpreter:
     """
 
     modules: tuple[str, ...] = (__name__,)
-    takes: TakenOptions = NOTHING_TO_CREATE
+    takes: AcceptedOptions = IGNORED_OPTIONS
 
     def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
-        options = Options(config, where)
+        options = OptionReader(config, where)
         self._memory_mib = options.whole("memory_mib", options.whole("memory_limit_mb", 512, *_MEMORY), *_MEMORY)
         self.settings = settings
         # default_timeout and the number of calls at once are read in tool_file
@@ -105,7 +105,7 @@ class CodeInterpreter:
         options.end()
         if url := foreign.get("sandbox_fusion_url"):
             _LOG.warning("%s: sandbox_fusion_url=%s is not asked; code runs in this project's sandbox", where, url)
-        self._schema = checked_schema(_SCHEMA if schema is None else schema, where)
+        self._schema = validate_schema(_SCHEMA if schema is None else schema, where)
         properties = self._schema["function"]["parameters"].get("properties", {})
         if "code" not in properties:
             raise ValueError(f"{where}: the schema of a code interpreter has a parameter 'code', not {', '.join(properties)}")
@@ -129,13 +129,13 @@ class CodeInterpreter:
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`."""
         assert self._processes is not None  # the tool box starts its tools before it opens any
-        return _Notebook(self._processes, self._memory_mib)
+        return _InterpreterSession(self._processes, self._memory_mib)
 
     async def close(self) -> None:
         """See `Tool`."""
 
 
-class _Notebook:
+class _InterpreterSession:
     """The statements of a trajectory so far."""
 
     serial, grace_s = True, 2 * _GRACE_S
@@ -144,7 +144,7 @@ class _Notebook:
         self._processes, self._memory_mib = processes, memory_mib
         self._blocks: list[str] = []
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         code = call.arguments["code"]
         if fenced := _FENCE.findall(code):
@@ -156,7 +156,7 @@ class _Notebook:
         }
         answer = await self._processes.call(question, timeout_s + _GRACE_S)
         self._blocks.append(code)
-        return Answer(answer["text"], metrics=answer["metrics"])
+        return ToolResult(answer["text"], metrics=answer["metrics"])
 
     async def close(self) -> float | None:
         """See `Session`."""
@@ -174,7 +174,7 @@ def missing_isolation() -> str:
     return ", ".join(run_python("pass").missing)
 
 
-def run_blocks(blocks: Sequence[str], wall_s: float, memory_mib: int) -> Answer:
+def run_blocks(blocks: Sequence[str], wall_s: float, memory_mib: int) -> ToolResult:
     """What the last of these blocks says when it runs after the others; in a process of the tools.
 
     Raises:
@@ -190,7 +190,7 @@ def run_blocks(blocks: Sequence[str], wall_s: float, memory_mib: int) -> Answer:
         raise ToolError(_with(said, f"the code took more than {memory_mib} MiB of memory and was ended"))
     if result.status != 0:
         raise ToolError(_with(said, f"the program ended with {_ending(result)}"))
-    return Answer(said, metrics={"code_raised": float(bool(result.errors))})
+    return ToolResult(said, metrics={"code_raised": float(bool(result.errors))})
 
 
 def _text(output: bytes) -> str:

@@ -33,7 +33,7 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-class NoRoom(Exception):
+class ContextFullError(Exception):
     """The trajectory cannot have another turn: tokens, context or turns are used up."""
 
 
@@ -69,7 +69,7 @@ class ChatSession(Protocol):
             max_tokens: of this turn at most; None for the run's limit.
 
         Raises:
-            NoRoom: there can be no further turn.
+            ContextFullError: there can be no further turn.
             ValueError: the messages cannot be written by the chat template.
         """
         ...
@@ -158,7 +158,7 @@ class RecordingEndpoint:
             wanted = _read(await _body(receive))
             async with turn:  # a conversation has one speaker at a time
                 reply = await session.answer(*wanted)
-        except NoRoom as error:
+        except ContextFullError as error:
             await _refuse(send, 400, f"maximum context length reached: {error}", "context_length_exceeded")
         except ValueError as error:
             await _refuse(send, 400, str(error))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.yaml_limits import check_yaml
+from mindspeed_rl.config.run_files import check_yaml
 from mindspeed_rl.tools.interface import Environment
-from mindspeed_rl.tools.option_reader import Options
-from mindspeed_rl.tools.running import in_thread
+from mindspeed_rl.tools.option_reader import OptionReader
+from mindspeed_rl.tools.running import run_in_thread
 from mindspeed_rl.tools.verifiers_program import PREFIX
 
 _SUBJECT = "rl_config.environment"
@@ -65,7 +65,7 @@ def read_environment(said: str) -> EnvironmentSpec:
     if not path.is_file():
         raise ValueError(f"{_SUBJECT}: there is no file '{path}'")
     check_yaml(path)
-    options = Options(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+    options = OptionReader(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     target, args, python = options.text("environment"), options.take("args", {}), options.text("python")
     timeout_s = options.number("timeout_s", 0.0, 0.0, _LONGEST_S)
     options.end()
@@ -76,11 +76,11 @@ def read_environment(said: str) -> EnvironmentSpec:
     return EnvironmentSpec(target, dict(args), python, timeout_s or None)
 
 
-class BadEnvironment(RuntimeError):
+class InvalidEnvironmentError(RuntimeError):
     """An environment took too long, or returned what it should not."""
 
 
-def environment_maker(
+def make_environment_factory(
     target: str, args: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
 ) -> Callable[[], Environment]:
     """What makes an environment for a trajectory.
@@ -118,7 +118,7 @@ class CheckedEnvironment:
         """See `Environment`.
 
         Raises:
-            BadEnvironment: it took too long, or returned no messages.
+            InvalidEnvironmentError: it took too long, or returned no messages.
         """
         return self._messages(await self._run("reset", dict(task)), "reset")
 
@@ -126,20 +126,24 @@ class CheckedEnvironment:
         """See `Environment`.
 
         Raises:
-            BadEnvironment: it took too long, or returned something else.
+            InvalidEnvironmentError: it took too long, or returned something else.
         """
         found = await self._run("step", [dict(message) for message in messages])
         if not isinstance(found, (tuple, list)) or len(found) != 3:
-            raise BadEnvironment(f"{self._name}.step must return (messages, reward or None, done), not {_short(found)}")
+            raise InvalidEnvironmentError(
+                f"{self._name}.step must return (messages, reward or None, done), not {_short(found)}"
+            )
         new, reward, done = found
         # a truth value is an int in Python, and here most likely `done` in the wrong place
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
-            raise BadEnvironment(f"{self._name}.step: the reward must be a number or None, not {_short(reward)}")
+            raise InvalidEnvironmentError(f"{self._name}.step: the reward must be a number or None, not {_short(reward)}")
         if not isinstance(done, bool):
-            raise BadEnvironment(f"{self._name}.step: done must be True or False, not {_short(done)}")
+            raise InvalidEnvironmentError(f"{self._name}.step: done must be True or False, not {_short(done)}")
         said = self._messages(new or [], "step")
         if not said and not done:
-            raise BadEnvironment(f"{self._name}.step: neither new messages nor the end; the model would have nothing to answer")
+            raise InvalidEnvironmentError(
+                f"{self._name}.step: neither new messages nor the end; the model would have nothing to answer"
+            )
         return said, None if reward is None else float(reward), done
 
     async def close(self) -> None:
@@ -153,7 +157,7 @@ class CheckedEnvironment:
         if inspect.iscoroutinefunction(function):
             running = asyncio.ensure_future(function(*arguments))
         else:
-            running = asyncio.ensure_future(in_thread(lambda: function(*arguments)))
+            running = asyncio.ensure_future(run_in_thread(lambda: function(*arguments)))
         try:
             # not wait_for, which waits on for a coroutine that does not heed its cancellation
             done, _ = await asyncio.wait([running], timeout=limit_s)
@@ -162,7 +166,7 @@ class CheckedEnvironment:
             raise
         if not done:
             running.cancel()
-            raise BadEnvironment(f"{self._name}.{method} took longer than {limit_s:g} s")
+            raise InvalidEnvironmentError(f"{self._name}.{method} took longer than {limit_s:g} s")
         return running.result()
 
     def _messages(self, value: Any, method: str) -> list[dict[str, Any]]:
@@ -171,11 +175,13 @@ class CheckedEnvironment:
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
-            raise BadEnvironment(f"{self._name}.{method} must return messages with role and content, not {_short(value)}")
+            raise InvalidEnvironmentError(
+                f"{self._name}.{method} must return messages with role and content, not {_short(value)}"
+            )
         for message in value:
             if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
                 known = ", ".join(_ROLES)
-                raise BadEnvironment(
+                raise InvalidEnvironmentError(
                     f"{self._name}.{method}: a message has a role of {known} and a text, not {_short(message)}"
                 )
         return [dict(message) for message in value]

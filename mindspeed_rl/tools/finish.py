@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.option_reader import Options
-from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, Unshared, text_of
+from mindspeed_rl.tools.option_reader import OptionReader
+from mindspeed_rl.tools.schemas import validate_schema
+from mindspeed_rl.tools.tool import CallSettings, Session, StatelessSession, StatelessTool, ToolResult, to_text
 
 _SCHEMA = {
     "name": "finish",
@@ -21,13 +21,13 @@ _SCHEMA = {
 }
 
 
-class Finish(Unshared):
+class Finish(StatelessTool):
     """See the module; the reply's text is the value of the schema's first parameter."""
 
     def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
-        Options(config, where).end()
+        OptionReader(config, where).end()
         self.settings = settings
-        self._schema = checked_schema(_SCHEMA if schema is None else schema, where)
+        self._schema = validate_schema(_SCHEMA if schema is None else schema, where)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -36,13 +36,13 @@ class Finish(Unshared):
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`."""
-        return _End(next(iter(self._schema["function"]["parameters"].get("properties", {})), ""))
+        return _FinishSession(next(iter(self._schema["function"]["parameters"].get("properties", {})), ""))
 
 
-class _End(Stateless):
+class _FinishSession(StatelessSession):
     def __init__(self, parameter: str) -> None:
         self._parameter = parameter
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
-        return Answer(text_of(call.arguments.get(self._parameter)), ends_trajectory=True)
+        return ToolResult(to_text(call.arguments.get(self._parameter)), ends_trajectory=True)

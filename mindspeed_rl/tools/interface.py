@@ -113,7 +113,7 @@ class Tools(Protocol):
         ...
 
     async def call(self, calls: Sequence[ToolCall | BrokenCall]) -> list[ToolReply]:
-        """Answer the calls of one turn, each within its deadline, several at a time; one reply a call, in their order.
+        """ToolResult the calls of one turn, each within its deadline, several at a time; one reply a call, in their order.
 
         Never raises but for its own cancellation, after which `close` must still be called.
         """

@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.option_reader import Options
-from mindspeed_rl.tools.process_worker import cut_middle
+from mindspeed_rl.tools.option_reader import OptionReader
+from mindspeed_rl.tools.process_worker import truncate_middle
 from mindspeed_rl.tools.processes import ProcessPool
-from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import NOTHING_TO_CREATE, Answer, CallSettings, Session, TakenOptions, ToolError
+from mindspeed_rl.tools.schemas import validate_schema
+from mindspeed_rl.tools.tool import IGNORED_OPTIONS, AcceptedOptions, CallSettings, Session, ToolError, ToolResult
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -64,7 +64,7 @@ def read_server(name: str, values: Any, where: str) -> Server:
     Raises:
         ValueError: neither command nor url, no such program or folder, or a variable that is not set.
     """
-    options = Options(values, where)
+    options = OptionReader(values, where)
     command, url, token = options.text("command"), options.text("url"), options.text("auth_token")
     args, cwd, prefix = options.texts("args"), options.text("cwd"), options.text("prefix") or ""
     env, headers = options.mapping("env"), options.mapping("headers")
@@ -104,10 +104,10 @@ class McpServers:
     """
 
     modules: tuple[str, ...] = ()
-    takes: TakenOptions = NOTHING_TO_CREATE
+    takes: AcceptedOptions = IGNORED_OPTIONS
 
     def __init__(self, config: Mapping[str, Any], settings: CallSettings, where: str) -> None:
-        options = Options(config, where)
+        options = OptionReader(config, where)
         servers, path = options.take("servers", {}), options.text("mcp_servers_config_path")
         self._chosen, self._scope = options.texts("tool_selected_list"), options.text("scope", "run")
         options.end()
@@ -151,7 +151,7 @@ class McpServers:
                     other = self._servers[self._homes[name][0]].name
                     raise ValueError(f"{self._where}: {other} and {server.name} both have the tool {name!r}; give one a prefix")
                 self._homes[name] = (index, tool["name"])
-                self._schemas.append(checked_schema({**tool, "name": name}, f"{self._where}.servers.{server.name}"))
+                self._schemas.append(validate_schema({**tool, "name": name}, f"{self._where}.servers.{server.name}"))
         if self._scope == "trajectory":  # each has its own
             await asyncio.gather(*(connection.close() for connection in self._connections))
 
@@ -173,10 +173,10 @@ class _McpSession:
     def __init__(self, connections: list[Connection], homes: Mapping[str, tuple[int, str]], owns: bool) -> None:
         self._connections, self._homes, self._owns = connections, homes, owns
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         index, name = self._homes[call.name]
-        return Answer(await self._connections[index].call(name, call.arguments, timeout_s))
+        return ToolResult(await self._connections[index].call(name, call.arguments, timeout_s))
 
     async def close(self) -> float | None:
         """See `Session`."""
@@ -344,7 +344,7 @@ def _text(result: Any) -> str:
     parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    return cut_middle("\n".join(parts))
+    return truncate_middle("\n".join(parts))
 
 
 def _words(error: BaseException) -> str:

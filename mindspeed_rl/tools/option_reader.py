@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rl import registry
 
 
-class Options:
+class OptionReader:
     """A mapping that is read key by key; `end` tells of keys that nobody asked for.
 
     Args:

@@ -18,14 +18,14 @@ from typing import Any
 from mindspeed_rl import registry
 from mindspeed_rl.rewards.channel import Channel
 from mindspeed_rl.rewards.worker import describe, limit_memory
-from mindspeed_rl.tools.tool import Answer, ToolError, answer_of
+from mindspeed_rl.tools.tool import ToolError, ToolResult, to_tool_result
 
 #: of a text; what is longer loses its middle here, before it is sent and counted in tokens
 MAX_CHARACTERS = 1 << 20
 
 
 def run_worker(channel: Channel, setup: dict[str, Any]) -> None:
-    """Answer until the other side is gone."""
+    """ToolResult until the other side is gone."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -45,17 +45,17 @@ def _answer(message: dict[str, Any], held: list[Any]) -> dict[str, Any]:
         return {"error": "ran out of memory", "problem": "failed"}
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever the user's code raises is an answer to the model
         return {"error": describe(error), "problem": "failed"}
-    return {**said, "text": cut_middle(said["text"]), "healthy": not _has_children()}
+    return {**said, "text": truncate_middle(said["text"]), "healthy": not _has_children()}
 
 
-def _call(message: dict[str, Any], held: list[Any]) -> Answer:
+def _call(message: dict[str, Any], held: list[Any]) -> ToolResult:
     arguments = message["arguments"]
     if message["op"] == "call":
-        return answer_of(_awaited(registry.load(message["target"], "the tool")(**arguments)))
+        return to_tool_result(_awaited(registry.load(message["target"], "the tool")(**arguments)))
     if message["op"] == "make":
         held[:] = [_awaited(registry.load(message["target"], "the tool")(**arguments))]
-        return Answer("")
-    return answer_of(_awaited(getattr(held[0], message["name"])(**arguments)))
+        return ToolResult("")
+    return to_tool_result(_awaited(getattr(held[0], message["name"])(**arguments)))
 
 
 def _awaited(value: Any) -> Any:
@@ -66,7 +66,7 @@ async def _waited(awaitable: Any) -> Any:
     return await awaitable
 
 
-def cut_middle(text: str) -> str:
+def truncate_middle(text: str) -> str:
     """Return the text, or its two ends if it is longer than MAX_CHARACTERS."""
     if len(text) <= MAX_CHARACTERS:
         return text

@@ -216,7 +216,7 @@ class ProcessPool:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._end("the process that makes those of tools has ended; its output says why")
             return
-        for message in self._words.take(data):
+        for message in self._words.receive_bytes(data):
             number = message["id"]
             if message["op"] == "forked":
                 self._take(number, Channel(socket.socket(fileno=self._descriptors.popleft())))

@@ -11,14 +11,23 @@ from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads, RunIn
-from mindspeed_rl.tools.schemas import checked_schema, schema_of
-from mindspeed_rl.tools.tool import Answer, CallSettings, Session, Stateless, TakenOptions, ToolError, answer_of, arguments_of
+from mindspeed_rl.tools.schemas import derive_schema, validate_schema
+from mindspeed_rl.tools.tool import (
+    AcceptedOptions,
+    CallSettings,
+    Session,
+    StatelessSession,
+    ToolError,
+    ToolResult,
+    list_parameters,
+    to_tool_result,
+)
 
 
 class PythonTool:
     """A tool of one function, whose calls run in the event loop, in threads or in processes; subclasses have `open`."""
 
-    def __init__(self, schema: dict[str, Any], settings: CallSettings, takes: TakenOptions) -> None:
+    def __init__(self, schema: dict[str, Any], settings: CallSettings, takes: AcceptedOptions) -> None:
         self.settings, self.takes = settings, takes
         self._schema = schema
         self._processes: ProcessPool | None = None
@@ -43,9 +52,9 @@ def refuse_if_hung(threads: HungThreads) -> None:
         raise ToolError("the tool hangs: as many calls as may run at once have not come back", "crashed")
 
 
-def answer_from(message: Mapping[str, Any]) -> Answer:
+def decode_result(message: Mapping[str, Any]) -> ToolResult:
     """Return the answer that a process has sent."""
-    return Answer(message["text"], message["reward"], message["ends_trajectory"], message["metrics"])
+    return ToolResult(message["text"], message["reward"], message["ends_trajectory"], message["metrics"])
 
 
 class FunctionTool(PythonTool):
@@ -72,8 +81,8 @@ class FunctionTool(PythonTool):
             raise ValueError(f"{where}: run_in is {self.run_in!r}, but {target} is {kind}")
         self.modules: tuple[str, ...] = (target.partition(":")[0],) if self.run_in == "process" else ()
         self._target, self._function = target, function
-        made = schema_of(function, where) if schema is None else checked_schema(schema, where)
-        super().__init__(made, settings, {"execute_kwargs": arguments_of(function)})
+        made = derive_schema(function, where) if schema is None else validate_schema(schema, where)
+        super().__init__(made, settings, {"execute_kwargs": list_parameters(function)})
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`; the option execute_kwargs adds arguments that the model does not see."""
@@ -84,24 +93,24 @@ class FunctionTool(PythonTool):
         return _LocalSession(self._function, more, self._threads if self.run_in == "thread" else None)
 
 
-class _ProcessSession(Stateless):
+class _ProcessSession(StatelessSession):
     def __init__(self, processes: ProcessPool, target: str, more: Mapping[str, Any]) -> None:
         self._processes, self._target, self._more = processes, target, dict(more)
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         question = {"op": "call", "target": self._target, "arguments": {**call.arguments, **self._more}}
-        return answer_from(await self._processes.call(question, timeout_s))
+        return decode_result(await self._processes.call(question, timeout_s))
 
 
-class _LocalSession(Stateless):
+class _LocalSession(StatelessSession):
     def __init__(self, function: Callable[..., Any], more: Mapping[str, Any], threads: HungThreads | None) -> None:
         self._function, self._more, self._threads = function, dict(more), threads
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         function = partial(self._function, **{**call.arguments, **self._more})
         if self._threads is None:
-            return answer_of(await function())
+            return to_tool_result(await function())
         refuse_if_hung(self._threads)
-        return answer_of(await self._threads.run(function))
+        return to_tool_result(await self._threads.run(function))

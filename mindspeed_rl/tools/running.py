@@ -11,7 +11,7 @@ RunIn = Literal["process", "thread", "loop"]
 RUN_IN: tuple[RunIn, ...] = ("process", "thread", "loop")
 
 
-async def in_thread(function: Callable[[], Any]) -> Any:
+async def run_in_thread(function: Callable[[], Any]) -> Any:
     """What the function returns or raises. Its thread is no reason for the program not to end, should it never return."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
@@ -48,8 +48,8 @@ class HungThreads:
         return self._hung >= self._limit
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """Return as `in_thread`; a caller that is cancelled leaves the thread behind, which is counted until it ends."""
-        task = asyncio.ensure_future(in_thread(function))
+        """Return as `run_in_thread`; a caller that is cancelled leaves the thread behind, which is counted until it ends."""
+        task = asyncio.ensure_future(run_in_thread(function))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

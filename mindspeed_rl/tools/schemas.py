@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_OF_A_VALUE = 120
 
 
-def checked_schema(value: Any, where: str) -> dict[str, Any]:
+def validate_schema(value: Any, where: str) -> dict[str, Any]:
     """Return a schema as {"type": "function", "function": {"name", "description", "parameters"}}.
 
     Args:
@@ -43,7 +43,7 @@ def checked_schema(value: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": plain}
 
 
-def schema_of(function: Callable[..., Any], where: str) -> dict[str, Any]:
+def derive_schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
     """Return the schema of a Python function, from its type hints and its Google-style docstring.
 
     Raises:
@@ -57,7 +57,7 @@ def schema_of(function: Callable[..., Any], where: str) -> dict[str, Any]:
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ValueError(f"{where}: no schema can be made from the function ({error}); give it as tool_schema") from None
     made["function"].pop("return", None)  # no chat template shows it
-    return checked_schema(made, where)
+    return validate_schema(made, where)
 
 
 class ArgumentCheck:

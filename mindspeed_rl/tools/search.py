@@ -16,12 +16,20 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from mindspeed_rl.tools.interface import ToolCall
-from mindspeed_rl.tools.option_reader import Options
+from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.python_tool import refuse_if_hung
-from mindspeed_rl.tools.running import HungThreads, in_thread
-from mindspeed_rl.tools.schemas import checked_schema
-from mindspeed_rl.tools.tool import NOTHING_TO_CREATE, Answer, CallSettings, Session, Stateless, TakenOptions, ToolError
+from mindspeed_rl.tools.running import HungThreads, run_in_thread
+from mindspeed_rl.tools.schemas import validate_schema
+from mindspeed_rl.tools.tool import (
+    IGNORED_OPTIONS,
+    AcceptedOptions,
+    CallSettings,
+    Session,
+    StatelessSession,
+    ToolError,
+    ToolResult,
+)
 
 _SCHEMA = {
     "name": "search",
@@ -45,10 +53,10 @@ class Search:
     """
 
     modules: tuple[str, ...] = ()
-    takes: TakenOptions = NOTHING_TO_CREATE
+    takes: AcceptedOptions = IGNORED_OPTIONS
 
     def __init__(self, config: Mapping[str, Any], schema: Any, settings: CallSettings, where: str) -> None:
-        options = Options(config, where)
+        options = OptionReader(config, where)
         documents, self._url = options.take("documents"), options.text("retrieval_service_url")
         self._keys = (options.text("title_key"), options.text("text_key"))
         self._topk = options.whole("topk", 3, 1, 100)
@@ -65,7 +73,7 @@ class Search:
             if not file.is_file():
                 raise ValueError(f"{where}.documents: there is no file '{file}'")
         self._where, self.settings = where, settings
-        self._schema = checked_schema(_SCHEMA if schema is None else schema, where)
+        self._schema = validate_schema(_SCHEMA if schema is None else schema, where)
         properties = self._schema["function"]["parameters"].get("properties", {})
         if not {"query", "query_list"} & set(properties):
             raise ValueError(f"{where}: the schema of a search has a parameter 'query' or 'query_list'")
@@ -80,11 +88,11 @@ class Search:
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`; reads the corpus."""
         if self._files:
-            self._corpus = await in_thread(lambda: Corpus.read(self._files, *self._keys, where=self._where))
+            self._corpus = await run_in_thread(lambda: Corpus.read(self._files, *self._keys, where=self._where))
 
     def open(self, options: Mapping[str, Mapping[str, Any]]) -> Session:
         """See `Tool`."""
-        return _Reader(self)
+        return _SearchSession(self)
 
     async def close(self) -> None:
         """See `Tool`."""
@@ -104,18 +112,18 @@ class Search:
         return await self._threads.run(lambda: _ask(url, queries, self._topk, timeout_s))
 
 
-class _Reader(Stateless):
+class _SearchSession(StatelessSession):
     def __init__(self, search: Search) -> None:
         self._search = search
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
         asked = call.arguments.get("query_list", call.arguments.get("query"))
         queries = asked if isinstance(asked, list) else [asked]
         if not queries or len(queries) > _MAX_QUERIES or not all(isinstance(query, str) and query.strip() for query in queries):
             raise ToolError(f"search takes from 1 to {_MAX_QUERIES} queries, texts that are not empty", "bad_arguments")
         found = await self._search.find([query[:_MAX_QUERY] for query in queries], timeout_s)
-        return Answer("\n---\n".join(found), metrics={"queries": float(len(queries))})
+        return ToolResult("\n---\n".join(found), metrics={"queries": float(len(queries))})
 
 
 class Corpus:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolResult:
     """What a tool says to a call; the fields are those of `ToolReply`."""
 
     text: str
@@ -58,7 +58,7 @@ class Session(Protocol):
     serial: bool
     grace_s: float
 
-    async def call(self, call: ToolCall, timeout_s: float) -> Answer:
+    async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """Return the tool's answer. It is cancelled once its time is over, and then cleans up after itself.
 
         Raises:
@@ -72,15 +72,15 @@ class Session(Protocol):
 
 
 #: what a row may say of a tool in its column tools_kwargs, under verl's names -> the arguments it may hold, None for any
-TakenOptions = Mapping[str, frozenset[str] | None]
+AcceptedOptions = Mapping[str, frozenset[str] | None]
 
 OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 #: rows of verl have these for tools that are built in here, where nothing is created
-NOTHING_TO_CREATE: TakenOptions = {"create_kwargs": None, "calc_reward_kwargs": None, "release_kwargs": None}
+IGNORED_OPTIONS: AcceptedOptions = {"create_kwargs": None, "calc_reward_kwargs": None, "release_kwargs": None}
 
 
-def arguments_of(method: Callable[..., Any], *given: str) -> frozenset[str] | None:
+def list_parameters(method: Callable[..., Any], *given: str) -> frozenset[str] | None:
     """Return the names of a method's arguments but those that are given anyway; None where it takes any."""
     known = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -99,7 +99,7 @@ class Tool(Protocol):
 
     settings: CallSettings
     modules: tuple[str, ...]
-    takes: TakenOptions
+    takes: AcceptedOptions
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ class Tool(Protocol):
         ...
 
 
-class Stateless:
+class StatelessSession:
     """A session that remembers nothing and holds nothing; subclasses have `call`."""
 
     serial, grace_s = False, 0.0
@@ -137,11 +137,11 @@ class Stateless:
         return None
 
 
-class Unshared:
+class StatelessTool:
     """A tool that needs no preparation and holds nothing for all; subclasses have the rest of `Tool`."""
 
     modules: tuple[str, ...] = ()
-    takes: TakenOptions = NOTHING_TO_CREATE
+    takes: AcceptedOptions = IGNORED_OPTIONS
 
     async def start(self, processes: ProcessPool) -> None:
         """See `Tool`."""
@@ -150,23 +150,23 @@ class Unshared:
         """See `Tool`."""
 
 
-def answer_of(value: Any) -> Answer:
+def to_tool_result(value: Any) -> ToolResult:
     """Return the answer that a Python function or a tool of verl's means by what it returns.
 
-    Text is itself, None is empty, an `Answer` is one, and anything else is written as JSON. A tuple of (text, reward, metrics)
+    Text is itself, None is empty, an `ToolResult` is one, and anything else is written as JSON. A tuple of (text, reward, metrics)
     is verl's; its text may be an object with a `text` or a mapping with that key. Metrics that are no numbers are left out.
     """
-    if isinstance(value, Answer):
+    if isinstance(value, ToolResult):
         return value
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], Mapping):
         said, reward, metrics = value
         numbers = {str(name): float(number) for name, number in metrics.items() if isinstance(number, (int, float))}
-        return Answer(text_of(said), float(reward) if isinstance(reward, (int, float)) else None, metrics=numbers)
-    return Answer(text_of(value))
+        return ToolResult(to_text(said), float(reward) if isinstance(reward, (int, float)) else None, metrics=numbers)
+    return ToolResult(to_text(value))
 
 
-def text_of(value: Any) -> str:
-    """Return the text that a tool means by a value; see `answer_of`."""
+def to_text(value: Any) -> str:
+    """Return the text that a tool means by a value; see `to_tool_result`."""
     if value is None:
         return ""
     if isinstance(value, Mapping) and isinstance(value.get("text"), str):

@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.yaml_limits import check_yaml
-from mindspeed_rl.tools import OTHER_PROJECTS, TOOLS
+from mindspeed_rl.config.run_files import check_yaml
+from mindspeed_rl.tools import FOREIGN_CLASSES, TOOLS
 from mindspeed_rl.tools.class_tool import ClassTool
 from mindspeed_rl.tools.mcp_servers import McpServers
-from mindspeed_rl.tools.option_reader import Options
+from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.python_tool import FunctionTool
 from mindspeed_rl.tools.running import RUN_IN, RunIn
 from mindspeed_rl.tools.tool import CallSettings, Tool
@@ -112,7 +112,7 @@ def _entries(values: Sequence[tuple[Any, str]], timeout_s: float) -> list[ToolEn
 def _entry(value: Any, where: str, timeout_s: float) -> ToolEntry:
     if isinstance(value, str):
         value = {"function" if ":" in value else "tool": value}
-    options = Options(value, where)
+    options = OptionReader(value, where)
     targets: dict[Kind, Any] = {
         "mcp": options.take("mcp"),
         "class": options.text("class_name"),
@@ -138,8 +138,8 @@ def _entry(value: Any, where: str, timeout_s: float) -> ToolEntry:
         if not isinstance(target, Mapping):
             raise ValueError(f"{where}.mcp must be a mapping, not {type(target).__name__}")
         config, target = target, ""
-    if kind == "class" and target in OTHER_PROJECTS:
-        kind, target = "tool", OTHER_PROJECTS[target]
+    if kind == "class" and target in FOREIGN_CLASSES:
+        kind, target = "tool", FOREIGN_CLASSES[target]
     if kind == "tool" and target not in TOOLS:
         hint = registry.did_you_mean(target, TOOLS)
         raise ValueError(f"{where}: there is no built-in tool {target!r}{hint or '.'} There are {', '.join(TOOLS)}")
@@ -153,7 +153,7 @@ def _entry(value: Any, where: str, timeout_s: float) -> ToolEntry:
 
 def _settings(limits: Any, config: Mapping[str, Any], where: str, timeout_s: float) -> CallSettings:
     """Return the limits of an entry; MindSpeed-RL and verl write some into the configuration of what is built in here."""
-    options = Options(limits, where)
+    options = OptionReader(limits, where)
     timeout = config.get("default_timeout", config.get("timeout", timeout_s))
     named = [value for key in ("num_workers", "rate_limit") if isinstance(value := config.get(key), int)]
     workers = min(named, default=CallSettings.max_parallel)
@@ -188,7 +188,7 @@ def _class(entry: ToolEntry) -> Tool:
 
 
 def _function(entry: ToolEntry) -> Tool:
-    Options(entry.config, f"{entry.where}.config").end()
+    OptionReader(entry.config, f"{entry.where}.config").end()
     return FunctionTool(entry.target, entry.schema, entry.run_in, entry.settings, entry.where)
 
 

@@ -15,7 +15,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.tools.interface import BrokenCall, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import ArgumentCheck
-from mindspeed_rl.tools.tool import OPTIONS, Answer, CallSettings, Session, TakenOptions, Tool, ToolError
+from mindspeed_rl.tools.tool import OPTIONS, AcceptedOptions, CallSettings, Session, Tool, ToolError, ToolResult
 
 _LOG = logging.getLogger(__name__)
 #: columns of a data set that may change the tools of its row
@@ -224,7 +224,7 @@ class TrajectoryTools:
             reply = ToolReply(f"Error: {error}", True, problem=error.problem)
         return replace(reply, text=self._cut(reply.text), seconds=time.monotonic() - begun)
 
-    async def _answer(self, call: ToolCall | BrokenCall, refusal: str | None) -> Answer:
+    async def _answer(self, call: ToolCall | BrokenCall, refusal: str | None) -> ToolResult:
         if refusal is not None:
             raise ToolError(refusal, "too_many_calls")
         if isinstance(call, BrokenCall):
@@ -247,7 +247,7 @@ class TrajectoryTools:
             await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt answers or raises")
 
-    async def _attempt(self, function: _Function, call: ToolCall, settings: CallSettings) -> Answer:
+    async def _attempt(self, function: _Function, call: ToolCall, settings: CallSettings) -> ToolResult:
         key = id(function.tool)
         if key not in self._sessions:
             self._sessions[key] = function.tool.open(self._options)
@@ -287,7 +287,7 @@ class TrajectoryTools:
         return sum(given) if given else None
 
 
-async def _within(answering: Any, timeout_s: float, grace_s: float) -> Answer:
+async def _within(answering: Any, timeout_s: float, grace_s: float) -> ToolResult:
     """Return the answer, if it comes in time. A coroutine that does not end when cancelled is left to itself, not waited for."""
     task = asyncio.ensure_future(answering)
     try:
@@ -321,7 +321,7 @@ def _columns(extra: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, 
     return {str(name): value for name, value in options.items() if value is not None}, [n for n in names if n in chosen]
 
 
-def _check_options(tool: str, said: Mapping[str, Any], takes: TakenOptions) -> None:
+def _check_options(tool: str, said: Mapping[str, Any], takes: AcceptedOptions) -> None:
     """Raise ValueError unless the tool takes what a row says of it."""
     for option, words in said.items():
         where = f"the column tools_kwargs, {tool}"

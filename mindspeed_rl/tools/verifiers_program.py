@@ -26,7 +26,7 @@ _START_LIMIT_S, _CLOSE_LIMIT_S = 120.0, 5.0
 _LONGEST_LINE = 1 << 26
 
 
-class ProgramEnded(RuntimeError):
+class ProgramExitError(RuntimeError):
     """The program of an environment has ended, or did not begin."""
 
 
@@ -104,7 +104,7 @@ class VerifiersProgram:
             base_url: of the trajectory, which hears the model's turns.
 
         Raises:
-            ProgramEnded: the program has ended meanwhile.
+            ProgramExitError: the program has ended meanwhile.
             ValueError: it had ended, and cannot be started again.
         """
         async with self._starting:
@@ -146,11 +146,11 @@ class VerifiersProgram:
         # its output ends before its status is known
         gone = self._reading is None or self._reading.done()
         if gone or self._process is None or self._process.stdin is None:
-            raise ProgramEnded(f"the program of {self._target} has ended; its output says why")
+            raise ProgramExitError(f"the program of {self._target} has ended; its output says why")
         self._process.stdin.write((json.dumps(message, default=str) + "\n").encode())
 
     def _give_up(self, number: int) -> None:
-        with contextlib.suppress(ProgramEnded):
+        with contextlib.suppress(ProgramExitError):
             self._send({"id": number, "cancel": True})
 
     async def _line(self) -> dict[str, Any]:
@@ -171,4 +171,4 @@ class VerifiersProgram:
     def _end(self) -> None:
         for ending in self._open.values():
             if not ending.done():
-                ending.set_exception(ProgramEnded(f"the program of {self._target} has ended; its output says why"))
+                ending.set_exception(ProgramExitError(f"the program of {self._target} has ended; its output says why"))

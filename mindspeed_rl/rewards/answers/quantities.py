@@ -1,6 +1,6 @@
-r"""Numbers as answers write them: 1,000; 3e5; 3\times10^5; 3\frac12; 50\%; \$18; 5 cm; six.
+r"""Numbers in answers: 1,000; 3e5; 3\times10^5; 3\frac12; 50\%; \$18; 5 cm; six.
 
-A `Quantity` is exact: a decimal keeps how many digits it was written with, because 1.732 is not \sqrt{3} and 99.99 is not 100.
+A `Quantity` is exact: a decimal keeps its number of digits, because 1.732 is not \sqrt{3} and 99.99 is not 100.
 """
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-#: longer literals are no answer to anything, and CPython refuses to read integers above 4,300 digits
-LONGEST_LITERAL = 400
-#: of two decimals one may be the other, rounded, when it has at least this many significant digits
+#: longer literals are never answers, and CPython does not parse integers above 4,300 digits
+MAX_LITERAL_LENGTH = 400
+#: a decimal with at least this many significant digits may be the rounding of another decimal
 _ROUNDED_DIGITS = 4
-#: a decimal stands for a fraction with at least this many digits behind the point
+#: a decimal with at least this many digits after the point may be the rounding of a fraction
 _FRACTION_DECIMALS = 6
 
 # Numbers in words: six, twenty-one, two thirds; 十二, 二分之一, 百分之五十.
 
 _ONES = {
-    word: number
-    for number, word in enumerate(
+    word: value
+    for value, word in enumerate(
         "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
         " eighteen nineteen".split()
     )
 }
-_TENS = {word: 10 * number for number, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
-#: how many of what stands before them these are
+_TENS = {word: 10 * digit for digit, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
+#: factors of the number before them
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "tenth": 10}
-_PARTS |= {f"{word}s": number for word, number in _PARTS.items()} | {"halves": 2}
+_PARTS |= {f"{word}s": denominator for word, denominator in _PARTS.items()} | {"halves": 2}
 _ENGLISH = re.compile(r"[a-z]+(?:[ -][a-z]+)*")
-#: words; what is longer is no number
-_MOST_WORDS = 20
+#: longer texts are no numbers
+_MAX_WORDS = 20
 
-_NUMERAL_DIGITS = {char: number for number, char in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
+_NUMERAL_DIGITS = {char: digit for digit, char in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
 _SMALL = {"十": 10, "百": 100, "千": 1000}
 _LARGE = {"万": 10**4, "亿": 10**8}
-#: what may stand behind digits too, as in 1.5 million and 3万
+#: used after digits too, as in 1.5 million and 3万
 _ALL_SCALES = _SCALES | _LARGE
 _NUMERAL = "[零〇一二两三四五六七八九十百千万亿]"
-#: what numerals count; other characters behind them make a word, as in 三角形
+#: counted things; other characters after a numeral form a word, as in 三角形
 _COUNTED = re.compile(
     r"\s*(?:[个只条张本名人次件位辆棵天周年月日岁元分倍种米克升秒度%]|厘米|毫米|千米|公里|千克|公斤|小时|分钟|平方米)?"
 )
@@ -48,10 +48,10 @@ _CHINESE = re.compile(rf"(?![百千万亿](?!分之))(?:({_NUMERAL}{{1,20}})分�
 
 
 def _read_words(text: str) -> tuple[Fraction, str] | None:
-    """Return the number in words at the start of a text, in its longest reading, and the rest of the text; None for none."""
+    """Return the longest number in words at the start of a text, and the rest of the text; None without one."""
     match = _CHINESE.match(text)
     if match is not None:
-        below, above = (_chinese(part) if part else None for part in match.groups())
+        below, above = (_read_chinese(part) if part else None for part in match.groups())
         rest = text[match.end() :]
         if above is None or (match[1] and not below) or not _COUNTED.fullmatch(rest):
             return None
@@ -59,21 +59,21 @@ def _read_words(text: str) -> tuple[Fraction, str] | None:
     match = _ENGLISH.match(text.lower())
     if match is None:
         return None
-    words = list(re.finditer("[a-z]+", match[0]))[:_MOST_WORDS]
+    words = list(re.finditer("[a-z]+", match[0]))[:_MAX_WORDS]
     for length in range(len(words), 0, -1):
-        value = _english([word[0] for word in words[:length]])
+        value = _read_english([word[0] for word in words[:length]])
         if value is not None:
             return value, text[words[length - 1].end() :]
     return None
 
 
-def _english(words: list[str]) -> Fraction | None:
-    """Return the number that these words are, all of them; None for anything else."""
+def _read_english(words: list[str]) -> Fraction | None:
+    """Return the number that all these words form; None for other words."""
     if words[0] == "half":  # half a dozen, half an hour: the hour is a unit
-        whole = Fraction(1) if len(words) == 2 else _english(["one", *words[2:]])
-        return None if len(words) == 1 or words[1] not in ("a", "an") or whole is None else whole / 2
+        halved = Fraction(1) if len(words) == 2 else _read_english(["one", *words[2:]])
+        return None if len(words) == 1 or words[1] not in ("a", "an") or halved is None else halved / 2
     if len(words) > 1 and words[-1] in _PARTS:
-        above = Fraction(1) if words[:-1] == ["a"] else _english(words[:-1])
+        above = Fraction(1) if words[:-1] == ["a"] else _read_english(words[:-1])
         return None if above is None else above / _PARTS[words[-1]]
     if words[0] == "a" and len(words) > 1:
         words = ["one", *words[1:]]
@@ -81,8 +81,8 @@ def _english(words: list[str]) -> Fraction | None:
         words = ["one", *words]
     if words[0] == "and" or words[-1] == "and":
         return None
-    total = group = 0  # what is finished by a scale of a thousand or more; what is not yet
-    last = 10**15  # each part is smaller than the one before it: "five six" is no number
+    total = group = 0  # before and after the last scale of a thousand or more
+    previous = 10**15  # each part is smaller than the one before it: "five six" is no number
     for word in words:
         if word == "and":
             continue
@@ -91,20 +91,20 @@ def _english(words: list[str]) -> Fraction | None:
             if not group:
                 return None
             if size == 100:
-                group, last = group * 100, 100
+                group, previous = group * 100, 100
             else:
-                total, group, last = total + group * size, 0, 10**15
+                total, group, previous = total + group * size, 0, 10**15
             continue
         value = _ONES.get(word, _TENS.get(word))
-        if value is None or value >= last:
+        if value is None or value >= previous:
             return None
         group += value
-        last = 10 if word in _TENS else 0
+        previous = 10 if word in _TENS else 0
     return Fraction(total + group)
 
 
-def _chinese(text: str) -> int | None:
-    """Return the number that these numerals are; None where they are none."""
+def _read_chinese(text: str) -> int | None:
+    """Return the number that these numerals form; None if they form none."""
     if all(char in _NUMERAL_DIGITS for char in text):  # 二〇二三
         return int("".join(str(_NUMERAL_DIGITS[char]) for char in text))
     total = section = digit = 0
@@ -130,7 +130,7 @@ _POWER_OF_TEN = re.compile(r"10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|(\d))")
 _PART = r"(?:\{\s*([+-]?\d+)\s*\}|(\d))"
 _FRACTION = re.compile(rf"(?:(\d+)\s*)?\\?frac\s*{_PART}\s*{_PART}|(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
 
-#: dimension and size of the units that answers come in; names that are not here say nothing
+#: dimension and size of units; other names are ignored
 _UNITS: dict[str, tuple[str, Fraction]] = {}
 for _dimension, _sizes in {
     "length": {
@@ -164,13 +164,13 @@ _UNIT = re.compile(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with what was written around it.
+    """A number with its percent sign and unit.
 
     Attributes:
         value: without percent sign and unit.
-        decimals: digits behind the point; None for integers and fractions.
-        percent: whether a percent sign stood behind it.
-        unit: (dimension, size in the dimension's base unit); None without one, or one that says nothing.
+        decimals: digits after the point; None for integers and fractions.
+        percent: True with a percent sign.
+        unit: (dimension, size in the dimension's base unit); None without a known unit.
     """
 
     value: Fraction
@@ -180,25 +180,25 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """Return the number that an answer is, None for anything else. The answer has no delimiters any more."""
+    """Return the quantity of an answer without delimiters, None if it is none."""
     text = text.strip()
-    if not text or len(text) > LONGEST_LITERAL:
+    if not text or len(text) > MAX_LITERAL_LENGTH:
         return None
     return _read_one(text) or _read_sum(text)
 
 
 _TERM = re.compile(r"\s*(?:(?:,|and)\s+)?(\d+(?:\.\d+)?|\d+\s*/\s*\d+)\s*([A-Za-z]+|[\u4e00-\u9fff]+)\.?")
-_MOST_TERMS = 4
+_MAX_TERMS = 4
 
 
 def _read_sum(text: str) -> Quantity | None:
-    """Return 1 hour 30 minutes, 5 ft 6 in: each unit smaller than the one before it, all of one dimension."""
+    """Return the sum of 1 hour 30 minutes, 5 ft 6 in: units of one dimension in decreasing order."""
     terms, position = [], 0
-    while (match := _TERM.match(text, position)) is not None and len(terms) < _MOST_TERMS:
-        number, unit = _read_digits(match[1]), _read_unit(match[2], None)
-        if number is None or unit is None or (terms and (unit[0] != terms[-1][1][0] or unit[1] >= terms[-1][1][1])):
+    while (match := _TERM.match(text, position)) is not None and len(terms) < _MAX_TERMS:
+        digits, unit = _read_digits(match[1]), _read_unit(match[2], None)
+        if digits is None or unit is None or (terms and (unit[0] != terms[-1][1][0] or unit[1] >= terms[-1][1][1])):
             return None
-        terms.append((number[0], unit))
+        terms.append((digits[0], unit))
         position = match.end()
     if len(terms) < 2 or text[position:].strip():
         return None
@@ -206,28 +206,28 @@ def _read_sum(text: str) -> Quantity | None:
     return Quantity(sum((value * unit[1] for value, unit in terms), Fraction(0)) / smallest[1], None, False, smallest)
 
 
-_BEHIND = re.compile(
+_WITH_UNIT = re.compile(
     r"(.*?\S)\s+((?:(?:square|cubic|sq|cu)\.?\s+)?[A-Za-z]{2,}(?:\s*/\s*[A-Za-z]+)?)\s*(?:\^\s*\{?\s*([23])\s*\}?)?", re.DOTALL
 )
-_NAMELESS = re.compile(r"(?i)(?:(?:square|cubic|sq|cu)\.?\s+)?units?")
+_UNNAMED_UNIT = re.compile(r"(?i)(?:(?:square|cubic|sq|cu)\.?\s+)?units?")
 
 
-def measured(text: str) -> tuple[str, tuple[str, Fraction] | None]:
-    """Return (formula, unit) of an answer that ends with a unit's name of two letters or more; (the answer, None) without one.
+def split_unit(text: str) -> tuple[str, tuple[str, Fraction] | None]:
+    r"""Return (formula, unit) of an answer that ends with a unit of two letters or more; (the answer, None) without one.
 
-    Single letters are variables more often: 2\\pi h is no time.
+    Single letters are usually variables: 2\pi h is no time.
     """
-    match = _BEHIND.fullmatch(text)
+    match = _WITH_UNIT.fullmatch(text)
     if match is None or match[2] == "in":
         return text, None
-    if _NAMELESS.fullmatch(match[2]):
+    if _UNNAMED_UNIT.fullmatch(match[2]):
         return match[1], None
     unit = _read_unit(match[2], match[3])
     return (text, None) if unit is None else (match[1], unit)
 
 
 def _read_one(text: str) -> Quantity | None:
-    """Return as `read_quantity`, of one number with one unit at most."""
+    """Return the quantity of a text with one number and at most one unit; None for other text."""
     sign, rest = 1, text
     minus = _MINUS.match(text)
     if minus is not None:
@@ -237,17 +237,17 @@ def _read_one(text: str) -> Quantity | None:
     money = None
     if rest[:1] in ("$", "¥", "￥", "€", "£"):
         money, rest = ("money" if rest[0] == "$" else rest[0], Fraction(1)), rest[1:].lstrip()
-    found = _read_number(rest)
-    if found is None:
+    parsed = _read_number(rest)
+    if parsed is None:
         return None
-    value, decimals, tail = found
+    value, decimals, tail = parsed
     percent = False
     if (match := re.match(r"\s*(?:\\?%|percent\b)", tail)) is not None:
         percent, tail = True, tail[match.end() :]
     unit = money
     if tail.strip():
         match = _UNIT.fullmatch(tail)
-        # a letter right behind the digits is a variable: 5m is five times m
+        # a letter directly after the digits is a variable: 5m is five times m
         if match is None or (len(match[1]) == 1 and match[1].isascii() and not tail[:1].isspace()):
             return None
         unit = _read_unit(match[1], match[2]) or money
@@ -259,31 +259,31 @@ _SCALE = re.compile(rf"\s*({'|'.join(_ALL_SCALES)})(?![A-Za-z])")
 
 
 def _read_number(text: str) -> tuple[Fraction, int | None, str] | None:
-    """Return (value, digits behind the point, rest) of the number at the start of the text."""
+    """Return (value, digits after the point, rest of the text) of the number at the start of the text."""
     in_words = _read_words(text)
     if in_words is not None:
         return in_words[0], None, in_words[1]
-    found = _read_digits(text)
-    scale = None if found is None else _SCALE.match(found[2])
-    if found is None or scale is None:
-        return found
-    return found[0] * _ALL_SCALES[scale[1]], None, found[2][scale.end() :]  # 1.5 million are no decimal
+    parsed = _read_digits(text)
+    scale = None if parsed is None else _SCALE.match(parsed[2])
+    if parsed is None or scale is None:
+        return parsed
+    return parsed[0] * _ALL_SCALES[scale[1]], None, parsed[2][scale.end() :]  # 1.5 million is no decimal
 
 
 def _read_digits(text: str) -> tuple[Fraction, int | None, str] | None:
-    """Return as `_read_number`, of one that begins with a digit, a point or a fraction."""
+    """Return the same as `_read_number`, for a number that starts with a digit, a point or a fraction."""
     match = _FRACTION.match(text)
     if match is not None:
-        whole, top, bottom = _fraction_parts(match)
-        return None if bottom == 0 else (whole + Fraction(top, bottom), None, text[match.end() :])
+        integer, top, bottom = _split_fraction(match)
+        return None if bottom == 0 else (integer + Fraction(top, bottom), None, text[match.end() :])
     match = _POWER_OF_TEN.match(text)
     if match is not None:
         return Fraction(10) ** int(match[1] or match[2]), None, text[match.end() :]
     match = _REPEATING.match(text)
     if match is not None:
-        whole, fixed, repeated = match.groups()
+        integer, fixed, repeated = match.groups()
         period = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
-        return Fraction(f"{whole or 0}.{fixed or 0}") + period, None, text[match.end() :]
+        return Fraction(f"{integer or 0}.{fixed or 0}") + period, None, text[match.end() :]
     match = _DECIMAL.match(text)
     if match is not None and (match[1] or match[2]):
         exponent = int(next((part for part in match.groups()[2:] if part), "0").replace(" ", ""))
@@ -294,17 +294,17 @@ def _read_digits(text: str) -> tuple[Fraction, int | None, str] | None:
     return None
 
 
-def _fraction_parts(match: re.Match[str]) -> tuple[int, int, int]:
-    """Whole part, numerator and denominator of what `_FRACTION` found."""
-    whole, *parts = match.groups()
+def _split_fraction(match: re.Match[str]) -> tuple[int, int, int]:
+    """Return integer part, numerator and denominator of a match of `_FRACTION`."""
+    integer, *parts = match.groups()
     numbers = [int(part) for part in parts[:4] if part is not None]
     if not numbers:
-        whole, numbers = parts[4], [int(part) for part in parts[5:] if part is not None]
-    return int(whole or 0), numbers[0], numbers[1]
+        integer, numbers = parts[4], [int(part) for part in parts[5:] if part is not None]
+    return int(integer or 0), numbers[0], numbers[1]
 
 
 def _read_unit(name: str, power: str | None) -> tuple[str, Fraction] | None:
-    """Return (dimension, size) of a unit, or of one per another one; None for a name that says nothing."""
+    """Return (dimension, size) of a unit, or of a quotient of two; None for an unknown name."""
     above, per, below = re.sub(r"\s+per\s+|\s*/\s*", "/", _SPEEDS.get(name.lower(), name)).partition("/")
     if per:
         over, under = _read_unit(above, None), _read_unit(below, power)
@@ -319,8 +319,8 @@ def _read_unit(name: str, power: str | None) -> tuple[str, Fraction] | None:
     return f"{dimension}^{exponent}", size**exponent
 
 
-def same_quantity(a: Quantity, b: Quantity) -> bool:
-    """Return True for equal numbers: exactly, as percentages, in other units of the same dimension, or one the other's rounding."""
+def is_same_quantity(a: Quantity, b: Quantity) -> bool:
+    """Return True for numbers that are equal exactly, as percentages, in units of one dimension, or by rounding."""
     if a.unit is not None and b.unit is not None:
         if a.unit[0].removesuffix("^1") != b.unit[0].removesuffix("^1"):
             return False
@@ -328,12 +328,12 @@ def same_quantity(a: Quantity, b: Quantity) -> bool:
             return a.value * a.unit[1] == b.value * b.unit[1]
     scales = [Fraction(1)]
     if a.percent != b.percent:
-        # 50% is written for 50 as well as for 0.5
+        # 50% may mean 50 or 0.5
         scales.append(Fraction(1, 100) if a.percent else Fraction(100))
-    return any(_same_value(a, scale, b) for scale in scales)
+    return any(_is_same_value(a, scale, b) for scale in scales)
 
 
-def _same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
+def _is_same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
     x, y = a.value * scale, b.value
     if x == y:
         return True
@@ -355,18 +355,18 @@ def _same_value(a: Quantity, scale: Fraction, b: Quantity) -> bool:
 _BASED = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
 
 
-def same_based(given: str, wanted: str) -> bool | None:
-    """Compare numbers with their base, as 1010_2; None unless one has it. Where the other has none, the digits decide."""
-    first, second = (_BASED.fullmatch(text.strip()) for text in (given, wanted))
-    # letters alone with an index are a name, unless a number is beside them
+def compare_based(given: str, expected: str) -> bool | None:
+    """Compare numbers with their base, as 1010_2; None unless one has it. Without a second base the digits decide."""
+    first, second = (_BASED.fullmatch(text.strip()) for text in (given, expected))
+    # letters with an index are a name, unless the other answer is a number
     if not any(match is not None and re.search(r"\d", match[1]) for match in (first, second)):
         return None
-    digits = [match[1] if match else text.strip() for match, text in ((first, given), (second, wanted))]
+    digits = [match[1] if match else text.strip() for match, text in ((first, given), (second, expected))]
     if first is None or second is None:
         return digits[0].lstrip("0") == digits[1].lstrip("0")
     try:
         values = [int(match[1], int(match[2] or match[3])) for match in (first, second)]
-    except ValueError:  # a digit that the base has not: a name with an index
+    except ValueError:  # a digit that the base does not have: a name with an index
         return None
     return values[0] == values[1]
 

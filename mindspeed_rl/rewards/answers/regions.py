@@ -1,4 +1,4 @@
-r"""Parts of the real line, however they are written: -1 < x < 1, |x| < 1, (-1, 1), x \ne 2, \mathbb{R} \setminus \{2\}."""
+r"""Parts of the real line, in all their notations: -1 < x < 1, |x| < 1, (-1, 1), x \ne 2, \mathbb{R} \setminus \{2\}."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindspeed_rl.rewards.answers.formulas import value_of
-from mindspeed_rl.rewards.answers.spelling import is_name, spelling, split_outside
+from mindspeed_rl.rewards.answers.formulas import evaluate_constant
+from mindspeed_rl.rewards.answers.spelling import fold_spelling, is_name, split_outside
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Region:
     r"""A part of the real line.
 
     Attributes:
-        name: the variable; None where none is named.
-        text: the region as an interval or a union of some, as `(-\infty,2) \cup [3,5)`; "" for one that `holes` describe.
-        holes: what all real numbers are without; empty for any other region.
+        name: the variable; None without one.
+        text: an interval or a union of intervals, as `(-\infty,2) \cup [3,5)`; "" for a region with `holes`.
+        holes: excluded points of the real line; empty for any other region.
     """
 
     name: str | None
@@ -39,38 +39,38 @@ _ABSOLUTE = re.compile(r"\|\s*([A-Za-z])\s*(?:([+-])\s*([^|]+?))?\s*\|")
 
 
 def read_region(text: str) -> Region | None:
-    """Return the region that relations or a set difference describe; None for other text, plain intervals included."""
-    built = _BUILDER.fullmatch(text)
-    condition = built[2].strip() if built else text
+    """Parse relations or a set difference; return None for other text, including plain intervals."""
+    builder = _BUILDER.fullmatch(text)
+    condition = builder[2].strip() if builder else text
     removed = _REMOVED.fullmatch(condition)
     if removed is not None:
         return Region(None, "", tuple(split_outside(removed[1] or removed[2], (",", " and "))))
-    region = _without_values(condition) if "≠" in condition else _of_relations(condition)
-    return None if region is None or (built and region.name != built[1]) else region
+    region = _read_exclusions(condition) if "≠" in condition else _read_relations(condition)
+    return None if region is None or (builder and region.name != builder[1]) else region
 
 
-def holes_of(union: str) -> tuple[str, ...]:
-    r"""Return the points that (-\infty,a) \cup (a,b) \cup (b,\infty) leaves out; none for other unions."""
-    pieces = [re.fullmatch(r"\((.+),(.+)\)", piece) for piece in split_outside(union, (r"\cup", "∪"))]
-    if len(pieces) < 2:
+def find_holes(union: str) -> tuple[str, ...]:
+    r"""Return the points that (-\infty,a) \cup (a,b) \cup (b,\infty) excludes; none for other unions."""
+    matches = [re.fullmatch(r"\((.+),(.+)\)", part) for part in split_outside(union, (r"\cup", "∪"))]
+    if len(matches) < 2:
         return ()
-    ends = [(piece[1].strip(), piece[2].strip()) for piece in pieces if piece is not None]
-    if len(ends) != len(pieces) or ends[0][0] != f"-{_INFINITY}" or ends[-1][1].lstrip("+") != _INFINITY:
+    ends = [(match[1].strip(), match[2].strip()) for match in matches if match is not None]
+    if len(ends) != len(matches) or ends[0][0] != f"-{_INFINITY}" or ends[-1][1].lstrip("+") != _INFINITY:
         return ()
     holes = [high for _, high in ends[:-1]]
-    return tuple(holes) if all(spelling(hole) == spelling(low) for hole, (low, _) in zip(holes, ends[1:])) else ()
+    return tuple(holes) if all(fold_spelling(hole) == fold_spelling(low) for hole, (low, _) in zip(holes, ends[1:])) else ()
 
 
-def speaks_of_region(text: str) -> bool:
-    """Return True for text with a relation that only a region has."""
+def has_relation(text: str) -> bool:
+    """Return True for text with a relation, which only regions have."""
     return "≠" in text or _RELATION.search(text) is not None
 
 
-def _without_values(text: str) -> Region | None:
-    r"""x \ne 1, x \ne 2 and x \ne 1, 2 as what they leave out."""
+def _read_exclusions(text: str) -> Region | None:
+    r"""Return x \ne 1, x \ne 2 and x \ne 1, 2 as the points that they exclude."""
     name, holes = None, []
-    for piece in split_outside(text, (*_BOTH, ",")):
-        sides = [side.strip() for side in piece.split("≠")]
+    for part in split_outside(text, (*_BOTH, ",")):
+        sides = [side.strip() for side in part.split("≠")]
         if len(sides) == 2:
             if not is_name(sides[0]) or name not in (None, sides[0]):
                 return None
@@ -82,7 +82,7 @@ def _without_values(text: str) -> Region | None:
 
 
 class _Interval(NamedTuple):
-    """With the brackets that it is written with."""
+    """An interval with its brackets."""
 
     opening: str
     low: str
@@ -90,41 +90,33 @@ class _Interval(NamedTuple):
     closing: str
 
 
-def _above(low: str, opening: str) -> _Interval:
-    return _Interval(opening, low, _INFINITY, ")")
-
-
-def _below(high: str, closing: str) -> _Interval:
-    return _Interval("(", f"-{_INFINITY}", high, closing)
-
-
-def _of_relations(text: str) -> Region | None:
+def _read_relations(text: str) -> Region | None:
     names: set[str] = set()
     intervals: list[_Interval] = []
-    pieces = split_outside(text, _EITHER)
-    for piece in pieces:
-        shared: list[_Interval] = []
-        parts = split_outside(piece, _BOTH)
+    alternatives = split_outside(text, _EITHER)
+    for alternative in alternatives:
+        common: list[_Interval] = []
+        parts = split_outside(alternative, _BOTH)
         for part in parts:
-            found = _intervals(part)
-            if found is None:
+            relation = _read_relation(part)
+            if relation is None:
                 return None
-            names.add(found[0])
-            shared += found[1]
-        # several in one part are those of a distance, of which a point is in either
-        intervals += shared if len(parts) == 1 else _intersection(shared)
+            names.add(relation[0])
+            common += relation[1]
+        # several intervals of one part are those of a distance, a union
+        intervals += common if len(parts) == 1 else _intersect(common)
     if len(names) != 1:
         return None
-    if "," in text and len(pieces) == 2 == len(intervals):  # x > 2, x < 5: each says a part of one region, where they meet
-        intervals = _intersection(intervals, surely=False)
+    if "," in text and len(alternatives) == 2 == len(intervals):  # x > 2, x < 5 is one region if the two intersect
+        intervals = _intersect(intervals, default=False)
     return Region(names.pop(), r" \cup ".join(f"{one.opening}{one.low},{one.high}{one.closing}" for one in intervals))
 
 
-def _intersection(intervals: list[_Interval], surely: bool = True) -> list[_Interval]:
-    """What two half-lines share; both, where they share nothing ("x < -2 and x > 2" is said of either).
+def _intersect(intervals: list[_Interval], default: bool = True) -> list[_Interval]:
+    """Return the intersection of two half-lines; both, if it is empty ("x < -2 and x > 2" may mean "or").
 
     Args:
-        surely: whether ends that cannot be compared are taken to share something.
+        default: False to keep both if their ends cannot be compared.
     """
     if len(intervals) != 2:
         return intervals
@@ -132,13 +124,13 @@ def _intersection(intervals: list[_Interval], surely: bool = True) -> list[_Inte
     lower = next((one for one in intervals if one.high == _INFINITY), None)
     if upper is None or lower is None or upper is lower:
         return intervals
-    low, high = value_of(lower.low), value_of(upper.high)
-    meets = surely if low is None or high is None else low < high
-    return [_Interval(lower.opening, lower.low, upper.high, upper.closing)] if meets else intervals
+    low, high = evaluate_constant(lower.low), evaluate_constant(upper.high)
+    intersects = default if low is None or high is None else low < high
+    return [_Interval(lower.opening, lower.low, upper.high, upper.closing)] if intersects else intervals
 
 
-def _intervals(text: str) -> tuple[str, list[_Interval]] | None:
-    """Return (variable, intervals) that one relation or a double one describes; None for other text."""
+def _read_relation(text: str) -> tuple[str, list[_Interval]] | None:
+    """Return (variable, intervals) of one relation or a double one; None for other text."""
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 5:
         low, first, name, second, high = parts
@@ -153,14 +145,16 @@ def _intervals(text: str) -> tuple[str, list[_Interval]] | None:
         left, relation, right = right, _OPPOSITE[relation], left
     absolute = _ABSOLUTE.fullmatch(left)
     if absolute is not None:
-        return absolute[1], _of_distance(absolute, relation, right)
+        return absolute[1], _read_distance(absolute, relation, right)
     if not is_name(left):
         return None
-    return left, [_below(right, _RIGHT[relation]) if relation in _RIGHT else _above(right, _LEFT[_OPPOSITE[relation]])]
+    if relation in _RIGHT:
+        return left, [_Interval("(", f"-{_INFINITY}", right, _RIGHT[relation])]
+    return left, [_Interval(_LEFT[_OPPOSITE[relation]], right, _INFINITY, ")")]
 
 
-def _of_distance(absolute: re.Match[str], relation: str, distance: str) -> list[_Interval]:
-    """What |x - a| < r and its like describe."""
+def _read_distance(absolute: re.Match[str], relation: str, distance: str) -> list[_Interval]:
+    """Return the intervals of |x - a| < r and similar relations."""
     low, high = f"-{distance}" if distance.isalnum() else f"-({distance})", distance
     if absolute[2]:
         sign = "-" if absolute[2] == "+" else ""
@@ -168,4 +162,4 @@ def _of_distance(absolute: re.Match[str], relation: str, distance: str) -> list[
     if relation in _RIGHT:
         return [_Interval(_LEFT[relation], low, high, _RIGHT[relation])]
     narrow = _OPPOSITE[relation]
-    return [_below(low, _RIGHT[narrow]), _above(high, _LEFT[narrow])]
+    return [_Interval("(", f"-{_INFINITY}", low, _RIGHT[narrow]), _Interval(_LEFT[narrow], high, _INFINITY, ")")]

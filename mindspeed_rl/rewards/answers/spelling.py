@@ -1,7 +1,7 @@
-r"""One spelling for what answers write in several: delimiters, commands of LaTeX, ASCII formulas, Unicode, degrees.
+r"""One spelling for answers: delimiters, commands of LaTeX, ASCII formulas, Unicode, degrees; and splitting them.
 
-What is rewritten keeps its meaning. `sqrt(2)*pi`, `√2π` and `\sqrt{2}\pi` are one formula, `3½` is `3\frac{1}{2}`, and
-`\sin 30^\circ` is the sine of thirty degrees, while a degree sign behind a number alone goes, as units do.
+Rewriting keeps the meaning. `sqrt(2)*pi`, `√2π` and `\sqrt{2}\pi` become one formula, `3½` becomes `3\frac{1}{2}`, and
+`\sin 30^\circ` the sine of thirty degrees; the degree sign of a single number is removed, as units are.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"(?=\s*(?:$|[,;)\]]|and\b|or\b|\\text))",
             r"\1 degree",
         ),
-        # behind the rules above, by which the degrees of a sine are radians by now and a number's are named
+        # after the rules above, which converted the degrees of a sine to radians and named those of a number
         (_DEGREE, ""),
-        # a single letter behind a number is a variable, unless it is set as a unit is
+        # a single letter after a number is a variable, unless it is typeset as a unit
         *(
             (
                 rf"(?<=[\d}})])[\s~]*\\(?:text|mathrm)\s*\{{[\s~]*{letter}[\s~]*\}}(?=\s*(?:\^\s*\{{?\s*[23]\s*\}}?)?\s*$)",
@@ -67,7 +67,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\lg(?![a-zA-Z])|(?<![A-Za-z\\])lg(?![A-Za-z])", r"\\log_{10}"),
         (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
-        # before the rule for a single star, which would read two products
+        # before the rule for a single star, which would see two products
         (r"\*\*", "^"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"(?<=[\w)}\]])\s*[*·⋅]\s*(?=[\w({\\])", r"\\cdot "),
@@ -93,13 +93,13 @@ _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 
-def cleaned(answer: str) -> str:
-    """Return the answer without delimiters, spacing commands, text commands and a closing full stop, in one spelling of symbols."""
-    answer = _ELLIPSIS.sub(_without_ellipsis, answer.translate(_FULL_WIDTH))
+def normalize(answer: str) -> str:
+    """Return the answer in one spelling of symbols, without delimiters, spacing, text commands and a final full stop."""
+    answer = _ELLIPSIS.sub(_replace_ellipsis, answer.translate(_FULL_WIDTH))
     answer = answer.strip().rstrip(".。").strip().lstrip(":：").strip()
     if not answer.isascii():
         answer = _RAISED.sub(lambda match: f"^{{{''.join(_SUPERSCRIPTS[char] for char in match[0])}}}", answer)
-        answer = _VULGAR.sub(_written_out, answer)
+        answer = _VULGAR.sub(_write_fraction, answer)
     for pattern, replacement in _REWRITES:
         answer = pattern.sub(replacement, answer)
     return answer.strip().rstrip(".。").strip()
@@ -109,20 +109,20 @@ _ELLIPSIS = re.compile(r"(?<![\d.])(\d{0,20}\.\d{1,40})\s*(?:\.{3,}|…|\\[lc]?d
 _PERIOD = re.compile(r"(\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,8})\3+)")
 
 
-def _without_ellipsis(match: re.Match[str]) -> str:
-    r"""Return 0.1666... as 0.1\overline{6}; the digits alone where none of them repeat."""
+def _replace_ellipsis(match: re.Match[str]) -> str:
+    r"""Return 0.1666... as 0.1\overline{6}; only the digits where none of them repeat."""
     period = _PERIOD.fullmatch(match[1])
     return match[1] if period is None else rf"{period[1]}\overline{{{period[2] or period[3]}}}"
 
 
-def _written_out(match: re.Match[str]) -> str:
-    r"""½ as \frac{1}{2}."""
+def _write_fraction(match: re.Match[str]) -> str:
+    r"""Return ½ as \frac{1}{2}."""
     top, _, bottom = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
     return rf"\frac{{{top}}}{{{bottom}}}"
 
 
-def spelling(answer: str) -> str:
-    """What two answers of the same spelling share: lower case, no blanks but those between digits."""
+def fold_spelling(answer: str) -> str:
+    """Return the answer in lower case, without blanks except those between digits."""
     return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", answer)).casefold()
 
 
@@ -134,28 +134,28 @@ _NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\s*\([^()]*\))?|[A-Za-
 
 
 def is_name(text: str) -> bool:
-    """Return True for what only names a quantity: x, a_1, f(x), P(A), Area, \\angle ABC."""
+    r"""Return True for text that only names a quantity: x, a_1, f(x), P(A), Area, \angle ABC."""
     return _NAME.fullmatch(text.strip()) is not None
 
 
 def split_outside(text: str, separators: Sequence[str]) -> list[str]:
-    """Return the pieces between separators that stand outside all brackets."""
-    pieces, depth, start, position = [], 0, 0, 0
+    """Split a text at separators outside of all brackets."""
+    parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
         char = text[position]
         depth += (char in OPENING) - (char in CLOSING)
-        found = next((s for s in separators if depth == 0 and text.startswith(s, position)), None)
-        if found is None:
+        separator = next((s for s in separators if depth == 0 and text.startswith(s, position)), None)
+        if separator is None:
             position += 1
             continue
-        pieces.append(text[start:position].strip())
-        position += len(found)
+        parts.append(text[start:position].strip())
+        position += len(separator)
         start = position
-    return [*pieces, text[start:].strip()]
+    return [*parts, text[start:].strip()]
 
 
 def closes_at_end(text: str) -> bool:
-    """Return True if the bracket at the start is closed by the last character; half-open intervals close with either bracket."""
+    """Return True if the last character closes the first bracket; half-open intervals close with either bracket."""
     depth = 0
     for position, char in enumerate(text):
         depth += (char in OPENING) - (char in CLOSING)

@@ -1,4 +1,4 @@
-"""Tests written as statements, taken apart: what is called goes into the sandbox, what must come of it stays outside."""
+"""Tests written as statements, split in two: the call goes into the sandbox, the expected value stays outside."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-#: (expression, the value that it must have)
-Comparison = tuple[str, Any]
+_Comparison = tuple[str, object]
+"""(expression, its expected value)"""
 
-# Values travel as JSON with their kinds; one that equals a literal without being one (a Counter, a Decimal) as what it equals.
+# Values travel as JSON with their types; a value that equals a literal without being one (a Counter, a Decimal) as the literal.
 EVALUATION = """
 import json as _json, sys as _sys
 
@@ -41,23 +41,23 @@ _sys.stdout.write({mark} + _json.dumps(_values) + "\\n")
 """
 
 
-def comparisons(test: str, entry_point: str | None = None) -> list[Comparison] | None:
-    """What a test compares, where all that it does is to compare results with literals; None for any other test.
+def read_comparisons(test: str, entry_point: str | None = None) -> list[_Comparison] | None:
+    """Return the comparisons of a test that only compares results with literals; None for any other test.
 
     Args:
-        entry_point: what a function `check(candidate)` in the test is called with; None where the test is run as it is.
+        entry_point: the argument of a function `check(candidate)` in the test; None where the test has no such function.
     """
     try:
         body = ast.parse(test).body
         if entry_point is not None:
-            body = _body_of_check(body, entry_point)
-        found = [_comparison(statement) for statement in body if not _says_nothing(statement)]
+            body = _inline_check(body, entry_point)
+        comparisons = [_read_comparison(statement) for statement in body if not _has_no_effect(statement)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return found or None
+    return comparisons or None
 
 
-def value_of(data: Any) -> Any:
+def _decode(data: Any) -> object:
     """Return the value that the sandbox wrote.
 
     Raises:
@@ -67,37 +67,42 @@ def value_of(data: Any) -> Any:
         return data
     kind, content = data
     if kind == "dict":
-        return {value_of(key): value_of(item) for key, item in content}
+        return {_decode(key): _decode(item) for key, item in content}
     if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind]([value_of(item) for item in content])
+        return _COLLECTIONS[kind]([_decode(item) for item in content])
     if kind == "bytes":
         return bytes(content)
     return {"complex": complex, "fraction": Fraction}[kind](*content)
 
 
-_COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_COLLECTIONS: dict[str, Callable[[list[object]], object]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 
 
-def are_equal(written: Any, wanted: Any) -> bool:
-    """Whether what the sandbox wrote of an expression is this value.
+def are_equal(output: object, expected: object) -> bool:
+    """Return True if the sandbox's output for an expression is the expected value.
 
     Args:
-        written: the value in a list; None where the expression raised.
+        output: the value in a list; None where the expression raised.
     """
     try:
-        return isinstance(written, list) and bool(value_of(written[0]) == wanted)
-    except Exception:  # the program can write what it likes
+        return isinstance(output, list) and bool(_decode(output[0]) == expected)
+    except Exception:  # noqa: BLE001 (the program controls the output, which may fail to decode in any way)
         return False
 
 
-def _body_of_check(body: list[ast.stmt], entry_point: str) -> list[ast.stmt]:
-    """Return the statements of the one function `check(candidate)`, about this function.
+def _inline_check(body: list[ast.stmt], entry_point: str) -> list[ast.stmt]:
+    """Return the statements of the only function, `check(candidate)`, with the entry point as its argument.
 
     Raises:
-        ValueError: there is more beside it, or it is another one.
+        ValueError: there are other statements, or it is another function.
     """
-    rest = [statement for statement in body if not _says_nothing(statement)]
-    if len(rest) != 1 or not isinstance(check := rest[0], ast.FunctionDef) or check.name != "check":
+    statements = [statement for statement in body if not _has_no_effect(statement)]
+    if len(statements) != 1 or not isinstance(check := statements[0], ast.FunctionDef) or check.name != "check":
         raise ValueError
     (parameter,) = check.args.args
     for node in ast.walk(check):
@@ -106,8 +111,8 @@ def _body_of_check(body: list[ast.stmt], entry_point: str) -> list[ast.stmt]:
     return check.body
 
 
-def _says_nothing(statement: ast.stmt) -> bool:
-    """Return True for doc strings, `pass`, `assert True` and names of literals (HumanEval's METADATA)."""
+def _has_no_effect(statement: ast.stmt) -> bool:
+    """Return True for docstrings, `pass`, `assert True` and names of literals (HumanEval's METADATA)."""
     if isinstance(statement, ast.Pass):
         return True
     if isinstance(statement, ast.Assign):
@@ -118,11 +123,11 @@ def _says_nothing(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
 
 
-def _comparison(statement: ast.stmt) -> Comparison:
-    """What `assert expression == literal` compares, in either order.
+def _read_comparison(statement: ast.stmt) -> _Comparison:
+    """Return the two sides of `assert expression == literal`, in either order.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: another statement.
     """
     test = statement.test if isinstance(statement, ast.Assert) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):

@@ -29,7 +29,7 @@ PARSERS: dict[str, str] = {
 }
 """Name -> class that is made of (schemas, thinks)."""
 
-SYNONYMS: dict[str, str] = {
+ALIASES: dict[str, str] = {
     "qwen": "hermes",
     "qwen25": "hermes",
     "qwen3": "hermes",
@@ -50,7 +50,7 @@ SYNONYMS: dict[str, str] = {
 
 _VLLM = "mindspeed_rl.tools.parsers.vllm_parser:VllmParser"  # loads vLLM, which only its formats need
 
-OF_VLLM: tuple[str, ...] = (
+VLLM_FORMATS: tuple[str, ...] = (
     *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "ernie45", "gemma4", "gigachat3", "glm45", "glm47"),
     *("granite", "granite4", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "longcat", "minimax_m2", "mistral", "olmo3"),
     *("phi4_mini_json", "pythonic", "llama4_pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5"),
@@ -65,7 +65,7 @@ def check_parser_name(name: str) -> None:
     Raises:
         ValueError: it is none of the known ones and close to one of them.
     """
-    known = [*PARSERS, *OF_VLLM, *SYNONYMS]
+    known = [*PARSERS, *VLLM_FORMATS, *ALIASES]
     if name in known or ":" in name:
         return
     near = registry.nearest(name, known, cutoff=0.75)
@@ -79,7 +79,7 @@ def make_parser(
     """Return the parser of that name.
 
     Args:
-        name: of PARSERS or SYNONYMS, of a parser of the installed vLLM, or module:Class of one's own, made of (schemas,
+        name: of PARSERS or ALIASES, of a parser of the installed vLLM, or module:Class of one's own, made of (schemas,
             tokenizer).
         schemas: of the tools, by which some formats tell numbers from texts.
         tokenizer: vLLM's parsers look their marks up in it; the others need none.
@@ -88,7 +88,7 @@ def make_parser(
     Raises:
         ValueError: nobody knows the name, or vLLM's parser of that name does not fit the tokenizer.
     """
-    name = SYNONYMS.get(name, name)
+    name = ALIASES.get(name, name)
     if name in PARSERS:
         return registry.load(PARSERS[name], "tool_parser_format")(schemas, thinks)
     if ":" in name:

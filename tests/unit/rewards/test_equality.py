@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.rewards.answers.equality import same_answer
-from mindspeed_rl.rewards.answers.extraction import accepted_answers
+from mindspeed_rl.rewards.answers.equality import is_same_answer
+from mindspeed_rl.rewards.answers.extraction import list_accepted_answers
 from mindspeed_rl.rewards.math_scores import (
     acc,
     acc_for_dapo,
@@ -29,12 +29,12 @@ LONGEST_S = 4.0
 
 @pytest.mark.parametrize(("given", "wanted"), PAIRS["same"])
 def test_answers_that_say_the_same_are_the_same(given: str, wanted: str) -> None:
-    assert same_answer(given, wanted)
+    assert is_same_answer(given, wanted)
 
 
 @pytest.mark.parametrize(("given", "wanted"), PAIRS["different"])
 def test_answers_that_say_something_else_are_not(given: str, wanted: str) -> None:
-    assert not same_answer(given, wanted)
+    assert not is_same_answer(given, wanted)
 
 
 def test_both_scorers_judge_the_table_alike() -> None:
@@ -60,7 +60,7 @@ def test_both_scorers_judge_the_table_alike() -> None:
     ],
 )
 def test_a_label_may_accept_several_answers(label: object, accepted: list[str]) -> None:
-    assert accepted_answers(label) == accepted
+    assert list_accepted_answers(label) == accepted
 
 
 def test_a_list_of_labels_accepts_each_of_them_and_no_other() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.rewards.answers.extraction import closed_boxed, final_answer, last_boxed
-from mindspeed_rl.rewards.answers.grading import grade, hendrycks_normal_form, minerva_normal_form
+from mindspeed_rl.rewards.answers.extraction import extract_closed_box, extract_final_answer, extract_last_box
+from mindspeed_rl.rewards.answers.grading import grade, normalize_hendrycks, normalize_minerva
 from mindspeed_rl.rewards.math_scores import (
     acc,
     acc_for_dapo,
@@ -147,7 +147,7 @@ def test_grade_follows_mathruler(given: str, wanted: str, same: bool) -> None:
     ],
 )
 def test_hendrycks_normal_form_spells_as_the_math_grader(answer: str, normal_form: str) -> None:
-    assert hendrycks_normal_form(answer) == normal_form
+    assert normalize_hendrycks(answer) == normal_form
 
 
 THINK = "<think>why</think><answer>so {}</answer>"
@@ -210,7 +210,7 @@ def test_acc_for_dapo_compares_the_spelling_after_the_last_answer(response: str,
     ],
 )
 def test_minerva_normal_form_drops_units_articles_and_latex_wrapping(answer: str, normal_form: str) -> None:
-    assert minerva_normal_form(answer) == normal_form
+    assert normalize_minerva(answer) == normal_form
 
 
 @pytest.mark.parametrize(
@@ -308,15 +308,15 @@ def test_gsm8k_wants_hashes_and_its_flexible_form_any_last_number(
     ],
 )
 def test_boxes_are_read_with_their_nested_braces(text: str, last: str | None, closed: str | None) -> None:
-    assert last_boxed(text) == last
-    assert closed_boxed(text) == closed
+    assert extract_last_box(text) == last
+    assert extract_closed_box(text) == closed
 
 
 def test_final_answer_falls_back_to_the_phrase_and_then_to_the_last_number() -> None:
-    assert final_answer("3 and 4. The answer is 7.\nBye 9") == "7"
-    assert final_answer("答案是7。") == "7"
-    assert final_answer("first 3, then 1,200") == "1200"
-    assert final_answer("nothing") == ""
+    assert extract_final_answer("3 and 4. The answer is 7.\nBye 9") == "7"
+    assert extract_final_answer("答案是7。") == "7"
+    assert extract_final_answer("first 3, then 1,200") == "1200"
+    assert extract_final_answer("nothing") == ""
 
 
 def test_every_label_of_a_table_of_contest_answers_is_right_about_itself() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mindspeed_rl.rewards.pool import RewardFailuresExceeded, RewardPool
+from mindspeed_rl.rewards.pool import RewardFailureError, RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings
 
 PLUGINS = (str(Path(__file__).parent / "plugins.py"),)
@@ -239,13 +239,13 @@ def test_retry_gives_a_second_chance(tmp_path: Path) -> None:
 def test_the_run_stops_when_failures_pass_the_limit_and_the_message_names_the_culprit() -> None:
     with RewardPool(["hostile"], settings=settings(reward_failure_limit=0.25)) as pool:
         pool.score(samples(*["a"] * 60, *["raise"] * 15))  # 20 %
-        with pytest.raises(RewardFailuresExceeded, match="30% of the last 100 .* 15 failed; for example hostile: KeyError"):
+        with pytest.raises(RewardFailureError, match="30% of the last 100 .* 15 failed; for example hostile: KeyError"):
             pool.score(samples(*["a"] * 10, *["raise"] * 15))
 
 
 def test_a_batch_in_which_everything_fails_stops_the_run_at_once() -> None:
     with RewardPool(["hostile"], settings=settings(reward_failure_limit=0.1)) as pool:
-        with pytest.raises(RewardFailuresExceeded, match="100% of the last 2"):
+        with pytest.raises(RewardFailureError, match="100% of the last 2"):
             pool.score(samples("raise", "raise"))
 
 
@@ -283,9 +283,9 @@ def test_weights_must_match_the_functions() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("wants_column", "'wants_column' cannot score a sample .*asks for 'colour', which is not a column"),
+        ("wants_column", "'wants_column' cannot score a sample .*parameter 'colour' is not a column"),
         ("too_few", "must return a list of 1|cannot score"),
-        ("difficulty_batch", "asks for 'difficulty'"),
+        ("difficulty_batch", "its parameter 'difficulty'"),
     ],
 )
 def test_the_start_up_check_says_which_function_lacks_what(function: str, message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards import ACCURACIES, REWARDS, find, register
 from mindspeed_rl.rewards.pool import RewardPool
-from mindspeed_rl.rewards.samples import RewardSample, RewardSettings, reward_functions
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings, select_reward_functions
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
 
 SETTINGS = RewardSettings(soft_cache_length=10, judge_url="http://127.0.0.1:1/v1")
@@ -24,7 +24,7 @@ def test_every_entry_can_be_imported_and_gives_one_number_for_a_sample(name: str
     sample = RewardSample(
         prompt="1+1", response="2", response_ids=[5], label="2", columns={"pattern": ".*", "tests": ["assert True"]}
     )
-    scorer = Scorer.of(name, import_scorer(name), SETTINGS)
+    scorer = Scorer.build(name, import_scorer(name), SETTINGS)
     if scorer.is_async:
         return
     (value,) = scorer.values(scorer.call([sample], SETTINGS), 1)
@@ -34,7 +34,7 @@ def test_every_entry_can_be_imported_and_gives_one_number_for_a_sample(name: str
 @pytest.mark.parametrize("name", sorted(REWARDS))
 def test_no_entry_breaks_on_an_empty_response(name: str) -> None:
     sample = RewardSample(label="2", columns={"pattern": ".*", "tests": ["assert True"]})
-    scorer = Scorer.of(name, import_scorer(name), SETTINGS)
+    scorer = Scorer.build(name, import_scorer(name), SETTINGS)
     if not scorer.is_async:
         scorer.values(scorer.call([sample], SETTINGS), 1)
 
@@ -44,19 +44,19 @@ def test_no_entry_breaks_on_an_empty_response(name: str) -> None:
 )
 def test_without_a_reference_answer_what_compares_with_one_fails_instead_of_scoring_zero(name: str) -> None:
     sample = RewardSample(response=r"\boxed{2}", response_ids=[5], label=None)
-    with pytest.raises(ScorerError, match="it asks for '(label|solution)', which is not a column of the dataset"):
-        Scorer.of(name, import_scorer(name), SETTINGS).call([sample], SETTINGS)
+    with pytest.raises(ScorerError, match="its parameter '(label|solution)' is not a column of the dataset"):
+        Scorer.build(name, import_scorer(name), SETTINGS).call([sample], SETTINGS)
 
 
 def test_without_a_reference_answer_other_functions_score() -> None:
     samples = [RewardSample(response="a b", response_ids=[5], label=None, columns={"tests": ["assert True"]})] * 2
     for name in ("format", "repetition", "soft_overlong", "code"):
-        scorer = Scorer.of(name, import_scorer(name), SETTINGS)
+        scorer = Scorer.build(name, import_scorer(name), SETTINGS)
         assert scorer.values(scorer.call(samples[:1], SETTINGS), 1) != [None]
-    mine = Scorer.of("mine", lambda completions, label="none": [float(label == "none") for _ in completions], SETTINGS)
+    mine = Scorer.build("mine", lambda completions, label="none": [float(label == "none") for _ in completions], SETTINGS)
     assert mine.call(samples, SETTINGS) == [1.0, 1.0]
-    with pytest.raises(ScorerError, match="it asks for 'labels'"):
-        Scorer.of("mine", lambda completions, labels: [0.0] * len(labels), SETTINGS).call(samples, SETTINGS)
+    with pytest.raises(ScorerError, match="its parameter 'labels'"):
+        Scorer.build("mine", lambda completions, labels: [0.0] * len(labels), SETTINGS).call(samples, SETTINGS)
 
 
 def test_an_unknown_name_is_answered_with_the_list_and_the_nearest() -> None:
@@ -79,7 +79,7 @@ def test_the_registry_loads_no_heavy_library() -> None:
 
 @pytest.mark.parametrize("returned", [None, 1, True, 0.5])
 def test_a_number_or_nothing_is_a_score(returned: object) -> None:
-    scorer = Scorer.of("x", lambda response: returned, SETTINGS)
+    scorer = Scorer.build("x", lambda response: returned, SETTINGS)
     (value,) = scorer.values(scorer.call([RewardSample()], SETTINGS), 1)
     assert value is None if returned is None else value == ({"x": float(returned)}, {})
 
@@ -87,7 +87,7 @@ def test_a_number_or_nothing_is_a_score(returned: object) -> None:
 @pytest.mark.parametrize("returned", ["1", [1.0], float("inf"), {"a": "b", "c": float("nan")}, object()])
 def test_anything_else_is_an_error(returned: object) -> None:
     with pytest.raises(ScorerError, match="not a finite number"):
-        Scorer.of("x", lambda response: returned, SETTINGS).values(returned, 1)
+        Scorer.build("x", lambda response: returned, SETTINGS).values(returned, 1)
 
 
 ONE_FILE = """
@@ -115,15 +115,15 @@ def test_a_reward_is_added_by_one_file_and_one_line(form: str, tmp_path: Path, m
 
 
 def test_both_spellings_of_the_configuration_name_the_same_functions() -> None:
-    assert reward_functions(RLConfig(verifier_function=["acc", "format"], verifier_weight=[1.0, 0.5])) == (
+    assert select_reward_functions(RLConfig(verifier_function=["acc", "format"], verifier_weight=[1.0, 0.5])) == (
         ["acc", "format"],
         [1.0, 0.5],
     )
-    assert reward_functions(RLConfig(rule_reward=False)) == ([], [])
+    assert select_reward_functions(RLConfig(rule_reward=False)) == ([], [])
     judged = RLConfig(verifier_function=["acc"], verifier_weight=[1.0], judge_url="http://127.0.0.1:1/v1", judge_weight=2.0)
-    assert reward_functions(judged) == (["acc", "judge"], [1.0, 2.0])
+    assert select_reward_functions(judged) == (["acc", "judge"], [1.0, 2.0])
     with pytest.raises(ValueError, match="verifier_function has 1 entries but verifier_weight has 2"):
-        reward_functions(RLConfig(verifier_function=["acc"], verifier_weight=[1.0, 1.0]))
+        select_reward_functions(RLConfig(verifier_function=["acc"], verifier_weight=[1.0, 1.0]))
 
 
 def test_settings_are_copied_from_the_configuration_and_derived_where_unset() -> None:

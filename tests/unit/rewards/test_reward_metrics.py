@@ -3,7 +3,7 @@
 import pytest
 
 from mindspeed_rl.rewards.samples import RewardResult
-from mindspeed_rl.rewards.totals import reward_metrics
+from mindspeed_rl.rewards.totals import compute_reward_metrics
 
 
 def test_metrics_show_raw_parts_spread_failures_and_groups_that_teach_nothing() -> None:
@@ -15,7 +15,7 @@ def test_metrics_show_raw_parts_spread_failures_and_groups_that_teach_nothing() 
         RewardResult(None, {}, "timeout", "slow"),
         RewardResult(None, {}, "crashed", "gone"),
     ]
-    metrics = reward_metrics(results, group_size=2)
+    metrics = compute_reward_metrics(results, group_size=2)
     assert metrics["acc_rewards/mean"] == pytest.approx(0.625)
     assert metrics["acc_rewards/std"] == pytest.approx(0.75)  # 1 1 1 -0.5: sum of squares 1.6875 over 3
     assert metrics["format_rewards/mean"] == 1.0 and metrics["format_rewards/std"] == 0.0
@@ -27,4 +27,4 @@ def test_metrics_show_raw_parts_spread_failures_and_groups_that_teach_nothing() 
 
 def test_a_broken_group_is_an_error() -> None:
     with pytest.raises(ValueError, match="3 results are not a whole number of groups of 2"):
-        reward_metrics([RewardResult()] * 3, group_size=2)
+        compute_reward_metrics([RewardResult()] * 3, group_size=2)

@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_rl.rewards.samples import RewardResult, RewardSettings
 from mindspeed_rl.rewards.shaping import cosine, length, repetition, soft_overlong
-from mindspeed_rl.rewards.totals import add_model_scores, overlong_penalty, weighted_total
+from mindspeed_rl.rewards.totals import add_model_scores, compute_overlong_penalty, compute_weighted_total
 
 SETTINGS = RewardSettings(max_tokens=100)
 
@@ -80,12 +80,12 @@ def test_the_overlong_penalty_is_linear_in_the_buffer_and_ends_at_its_factor(num
     settings = RewardSettings(
         overlong_buffer_enable=True, overlong_buffer=30, overlong_buffer_penalty_factor=1.5, rollout_max_tokens=100
     )
-    assert overlong_penalty(num_tokens, settings) == pytest.approx(penalty)
-    assert overlong_penalty(num_tokens, SETTINGS) == 0.0
+    assert compute_overlong_penalty(num_tokens, settings) == pytest.approx(penalty)
+    assert compute_overlong_penalty(num_tokens, SETTINGS) == 0.0
 
 
 def test_totals_leave_out_functions_without_an_opinion() -> None:
-    assert weighted_total({"a": 1.0, "c": -1.0, "c/x": 9.0}, ["a", "b", "c"], [0.5, 100.0, 2.0]) == -1.5
+    assert compute_weighted_total({"a": 1.0, "c": -1.0, "c/x": 9.0}, ["a", "b", "c"], [0.5, 100.0, 2.0]) == -1.5
 
 
 def test_a_reward_models_score_comes_last_and_stands_alone_where_the_rules_said_nothing() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.rewards.dry_run import loading_mistakes
-from mindspeed_rl.rewards.static_check import reward_mistakes
+from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
+from mindspeed_rl.rewards.static_check import check_reward_functions
 
 GOOD = """
 from mindspeed_rl.rewards import REWARDS, register
@@ -34,7 +34,7 @@ def run(*names: str, plugins: tuple[str, ...] = ()) -> RLConfig:
 
 def test_sound_names_have_no_mistakes(tmp_path: Path) -> None:
     rl = run("mine", "yours", "acc", "json:dumps", plugins=(plugin(tmp_path, GOOD),))
-    assert reward_mistakes(rl) == [] and loading_mistakes(rl, {}) == []
+    assert check_reward_functions(rl) == [] and dry_run_reward_functions(rl, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_sound_names_have_no_mistakes(tmp_path: Path) -> None:
 )
 def test_a_mistake_is_seen_without_running_the_file(tmp_path: Path, names: list[str], text: str | None, said: str) -> None:
     rl = run(*names, plugins=() if text is None else (plugin(tmp_path, text),))
-    (mistake,) = reward_mistakes(rl)
+    (mistake,) = check_reward_functions(rl)
     assert re.search(said, mistake), mistake
 
 
 def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    mistakes = reward_mistakes(run("acc", plugins=(str(tmp_path / "gone.py"), str(tmp_path / "notes.txt"))))
+    mistakes = check_reward_functions(run("acc", plugins=(str(tmp_path / "gone.py"), str(tmp_path / "notes.txt"))))
     assert [f"there is no file '{tmp_path / 'gone.py'}'" in mistakes[0], "is not a Python file" in mistakes[1]] == [True, True]
 
 
@@ -71,7 +71,7 @@ def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
 )
 def test_names_that_cannot_be_read_are_left_to_the_trial(tmp_path: Path, text: str) -> None:
     (tmp_path / "beside.py").write_text("")
-    assert reward_mistakes(run("b", plugins=(plugin(tmp_path, text),))) == []
+    assert check_reward_functions(run("b", plugins=(plugin(tmp_path, text),))) == []
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_names_that_cannot_be_read_are_left_to_the_trial(tmp_path: Path, text: s
     ],
 )
 def test_what_only_running_shows_is_found_in_a_process_of_its_own(tmp_path: Path, text: str, said: str) -> None:
-    (mistake,) = loading_mistakes(run("mine", plugins=(plugin(tmp_path, text),)), {}, timeout_s=10.0)
+    (mistake,) = dry_run_reward_functions(run("mine", plugins=(plugin(tmp_path, text),)), {}, timeout_s=10.0)
     assert said in mistake and "rl_config." in mistake

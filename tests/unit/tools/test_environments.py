@@ -7,14 +7,14 @@ import openai
 import pytest
 from sample_environments import Later
 
-from mindspeed_rl.tools.endpoint import ChatReply, NoRoom, RecordingEndpoint
-from mindspeed_rl.tools.environments import BadEnvironment, environment_maker
+from mindspeed_rl.tools.endpoint import ChatReply, ContextFullError, RecordingEndpoint
+from mindspeed_rl.tools.environments import InvalidEnvironmentError, make_environment_factory
 from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
 
 
 def test_an_environment_of_plain_methods_is_played():
     async def play():
-        environment = environment_maker("sample_environments:Countdown")()
+        environment = make_environment_factory("sample_environments:Countdown")()
         said = await environment.reset({"from": 2})
         first = await environment.step([*said, {"role": "assistant", "content": "1"}])
         second = await environment.step([{"role": "assistant", "content": "5"}])
@@ -41,7 +41,7 @@ def test_an_environment_of_plain_methods_is_played():
 )
 def test_what_an_environment_does_wrong_is_told(answer, said):
     async def play():
-        environment = environment_maker("sample_environments:Later", timeout_s=0.1)()
+        environment = make_environment_factory("sample_environments:Later", timeout_s=0.1)()
         assert await environment.reset({}) == [{"role": "user", "content": "begin"}]
         assert (await environment.step([{"role": "assistant", "content": "text"}]))[0] == [{"role": "user", "content": "text"}]
         try:
@@ -50,7 +50,7 @@ def test_what_an_environment_does_wrong_is_told(answer, said):
             await environment.close()
 
     closed = Later.closed
-    with pytest.raises(BadEnvironment, match=said):
+    with pytest.raises(InvalidEnvironmentError, match=said):
         asyncio.run(play())
     assert Later.closed == closed + 1
 
@@ -66,13 +66,13 @@ def test_a_blocking_environment_holds_up_nobody_else_and_its_own_errors_pass():
                 ticks += 1
 
         ticking = asyncio.create_task(tick())
-        await environment_maker("sample_environments:Sleepy")().reset({})
+        await make_environment_factory("sample_environments:Sleepy")().reset({})
         ticking.cancel()
         assert ticks > 5
-        with pytest.raises(BadEnvironment, match="reset took longer than 0.05 s"):
-            await environment_maker("sample_environments:Sleepy", timeout_s=0.05)().reset({})
+        with pytest.raises(InvalidEnvironmentError, match="reset took longer than 0.05 s"):
+            await make_environment_factory("sample_environments:Sleepy", timeout_s=0.05)().reset({})
         with pytest.raises(KeyError, match="no key"):
-            await environment_maker("sample_environments:Later")().step([{"role": "assistant", "content": "raise"}])
+            await make_environment_factory("sample_environments:Later")().step([{"role": "assistant", "content": "raise"}])
 
     asyncio.run(play())
 
@@ -89,7 +89,7 @@ def test_a_blocking_environment_holds_up_nobody_else_and_its_own_errors_pass():
 )
 def test_a_wrong_environment_is_told_by_name(target, said):
     with pytest.raises(ValueError, match=said) as raised:
-        environment_maker(target)
+        make_environment_factory(target)
     assert str(raised.value).startswith("rl_config.environment")
 
 
@@ -109,7 +109,7 @@ class Recorded:
         await asyncio.sleep(0)
         self.speaking -= 1
         if not self.turns:
-            raise NoRoom("12 tokens are used")
+            raise ContextFullError("12 tokens are used")
         turn = self.turns.pop(0)
         if isinstance(turn, Exception):
             raise turn

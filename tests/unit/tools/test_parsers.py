@@ -9,7 +9,7 @@ import pytest
 from mindspeed_rl.data.conversation import ToolCall as WrittenCall
 from mindspeed_rl.data.tools import tool_style
 from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
-from mindspeed_rl.tools.parsers import PARSERS, SYNONYMS, check_parser_name, make_parser
+from mindspeed_rl.tools.parsers import ALIASES, PARSERS, check_parser_name, make_parser
 
 #: styles of data/tools.py -> the format that reads them here
 OWN = {"qwen": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "glm4": "glm4", "default": "action"}
@@ -195,7 +195,7 @@ def test_a_parser_of_ones_own_is_named_by_its_class():
 def test_wrong_names_are_told_without_vllm_and_synonyms_mean_a_parser():
     with pytest.raises(ValueError, match="tool_parser_format is 'hermess'; did you mean 'hermes'"):
         check_parser_name("hermess")
-    for name in [*PARSERS, *SYNONYMS, "deepseek_v31", "a_parser_of_tomorrow", "module:Class"]:
+    for name in [*PARSERS, *ALIASES, "deepseek_v31", "a_parser_of_tomorrow", "module:Class"]:
         check_parser_name(name)
     with pytest.raises(ValueError, match="needs the model's tokenizer"):
         make_parser("a_parser_of_tomorrow", [], None)

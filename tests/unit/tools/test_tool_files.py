@@ -7,7 +7,7 @@ import pytest
 from boxes import COUNTER_SCHEMA, written
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.tools.schemas import checked_schema
+from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings
 from mindspeed_rl.tools.tool_file import build_tools, read_tool_file, read_tools
 from mindspeed_rl.tools.toolbox import cut
@@ -146,7 +146,7 @@ def test_a_file_that_is_no_tool_file_is_told(tmp_path, text):
 )
 def test_a_schema_that_is_none_is_told(schema):
     with pytest.raises(ValueError, match="here"):
-        checked_schema(schema, "here")
+        validate_schema(schema, "here")
 
 
 def test_a_cut_text_has_as_many_tokens_as_it_may_and_no_more():

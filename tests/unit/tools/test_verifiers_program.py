@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rl.tools import verifiers_host
 from mindspeed_rl.tools.endpoint import ChatReply, RecordingEndpoint
 from mindspeed_rl.tools.interface import ParsedTurn
-from mindspeed_rl.tools.verifiers_program import Outcome, ProgramEnded, VerifiersProgram
+from mindspeed_rl.tools.verifiers_program import Outcome, ProgramExitError, VerifiersProgram
 
 STANDIN = str(Path(__file__).with_name("verifiers_standin"))
 ROW = {"prompt": [{"role": "user", "content": "Guess."}], "example_id": 7, "labels": "not for the environment"}
@@ -53,7 +53,7 @@ def test_episodes_are_played_beside_each_other_through_the_endpoint(with_library
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
-            with pytest.raises(ProgramEnded):
+            with pytest.raises(ProgramExitError):
                 await program.play(ROW | {"prompt": "die"}, "x", "x", 30.0)
             # the next ones start it again, once
             again = await asyncio.gather(
@@ -63,7 +63,7 @@ def test_episodes_are_played_beside_each_other_through_the_endpoint(with_library
         finally:
             await program.close()
             await program.close()
-            with pytest.raises(ProgramEnded):
+            with pytest.raises(ProgramExitError):
                 await program.play(ROW, "x", "x", 30.0)
             await endpoint.close()
 

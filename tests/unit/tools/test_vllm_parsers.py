@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl.data.conversation import ToolCall as WrittenCall
 from mindspeed_rl.data.tools import tool_style
 from mindspeed_rl.tools.interface import BrokenCall, ParsedTurn, ToolCall
-from mindspeed_rl.tools.parsers import OF_VLLM, make_parser
+from mindspeed_rl.tools.parsers import VLLM_FORMATS, make_parser
 
 pytestmark = pytest.mark.slow  # loads vLLM
 
@@ -166,7 +166,7 @@ def test_no_text_raises_in_any_parser_of_vllm(tokenizer):
         "[",
     ]
     tried = 0
-    for name in OF_VLLM:
+    for name in VLLM_FORMATS:
         try:
             parser = make_parser(name, SCHEMAS, tokenizer)
         except ValueError as error:
@@ -190,7 +190,7 @@ def test_a_broken_call_of_another_format_is_told(tokenizer):
 def test_names_of_vllm_are_those_of_the_installed_one(tokenizer):
     from vllm.tool_parsers import ToolParserManager
 
-    assert set(OF_VLLM) <= set(ToolParserManager.list_registered())
+    assert set(VLLM_FORMATS) <= set(ToolParserManager.list_registered())
     with pytest.raises(
         ValueError, match="tool_parser_format: vLLM has no tool parser 'qwen4_coder'; did you mean 'qwen3_coder'"
     ):
